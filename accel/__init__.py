@@ -1,0 +1,1 @@
+"""Everything that makes sampling fast. models.py and diffusion/ know nothing of it but the public ops in accel.kernels."""

@@ -1,0 +1,293 @@
+"""Diffusion transformers (DiT): Peebles & Xie, 2023, "Scalable Diffusion Models with Transformers", arXiv:2212.09748.
+
+The mathematics of the network and nothing else: no device, precision or speed-up is chosen here. Names, constructor
+arguments and state-dict keys are those of the published checkpoints, which load with ``strict=True``.
+
+Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width, h heads.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from accel.kernels.attention import attention
+
+
+def modulate(x, shift, scale):
+    """Adaptive LayerNorm's affine part, x·(1 + scale) + shift; x (N, T, D), shift and scale (N, D)."""
+    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
+
+
+#################################################################################
+#                            Embeddings of t, y and x                           #
+#################################################################################
+
+
+@lru_cache(maxsize=None)
+def _frequencies(half, max_period, device):
+    """max_period^(-i/half) for i = 0 … half-1, on `device`. Taken on the CPU and uploaded once: every device then uses the
+    same bits, and the sampling loop has no host→device copy."""
+    with torch.inference_mode(False):
+        exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
+        return torch.exp(-np.log(max_period) * exponents).to(device)
+
+
+class TimestepEmbedder(nn.Module):
+    """A timestep as a vector: sinusoid, then a two-layer MLP. (N,) → (N, D)."""
+
+    def __init__(self, hidden_size, frequency_embedding_size=256):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+        self.frequency_embedding_size = frequency_embedding_size
+
+    @staticmethod
+    def timestep_embedding(t, dim, max_period=10000):
+        """Sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32."""
+        args = t[:, None].float() * _frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
+        embedding = torch.cat([args.cos(), args.sin()], dim=-1)
+        return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero
+
+    def forward(self, t):
+        sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
+        return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    """A class label as a vector; the last row of the table stands for "no label" (classifier-free guidance, Ho & Salimans 2022,
+    arXiv:2207.12598). (N,) → (N, D)."""
+
+    def __init__(self, num_classes, hidden_size, dropout_prob):
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + (dropout_prob > 0), hidden_size)
+        self.num_classes = num_classes
+        self.dropout_prob = dropout_prob
+
+    def token_drop(self, labels, force_drop_ids=None):
+        """Labels with a random share, or those where `force_drop_ids` (N,) is 1, replaced by the null label."""
+        if force_drop_ids is None:
+            drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
+        else:
+            drop = force_drop_ids == 1
+        return torch.where(drop, self.num_classes, labels)
+
+    def forward(self, labels, train, force_drop_ids=None):
+        if (train and self.dropout_prob > 0) or force_drop_ids is not None:
+            labels = self.token_drop(labels, force_drop_ids)
+        return self.embedding_table(labels)
+
+
+class PatchEmbed(nn.Module):
+    """Non-overlapping patches as tokens in raster order. (N, C, H, W) → (N, T, D)."""
+
+    def __init__(self, input_size, patch_size, in_channels, hidden_size):
+        super().__init__()
+        self.img_size = (input_size, input_size)
+        self.patch_size = (patch_size, patch_size)
+        self.grid_size = (input_size // patch_size, input_size // patch_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.proj = nn.Conv2d(in_channels, hidden_size, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, x):
+        if x.shape[-2:] != self.img_size:
+            raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {self.img_size}")
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+def get_1d_sincos_pos_embed_from_grid(embed_dim, pos):
+    """Positions of any shape, M in all → (M, embed_dim) float64: sines, then cosines, of pos·10000^(-2i/embed_dim)."""
+    if embed_dim % 2:
+        raise ValueError(f"embed_dim {embed_dim}: must be even")
+    omega = 10000.0 ** -(np.arange(embed_dim // 2, dtype=np.float64) / (embed_dim / 2))
+    angles = np.outer(np.reshape(pos, -1), omega)  # (M, embed_dim/2)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
+def get_2d_sincos_pos_embed_from_grid(embed_dim, grid):
+    """grid (2, …): two coordinates a position → (M, embed_dim), half the width for each coordinate."""
+    return np.concatenate([get_1d_sincos_pos_embed_from_grid(embed_dim // 2, axis) for axis in grid], axis=1)
+
+
+def get_2d_sincos_pos_embed(embed_dim, grid_size, cls_token=False, extra_tokens=0):
+    """Sine-cosine table of a square grid in raster order → (grid_size², embed_dim) float64, with `extra_tokens` zero rows in
+    front if `cls_token`. The column's embedding comes first, then the row's."""
+    row, column = np.meshgrid(np.arange(grid_size), np.arange(grid_size), indexing="ij")
+    table = get_2d_sincos_pos_embed_from_grid(embed_dim, np.stack([column, row]))
+    if cls_token and extra_tokens > 0:
+        table = np.concatenate([np.zeros([extra_tokens, embed_dim]), table])
+    return table
+
+
+#################################################################################
+#                                   The network                                 #
+#################################################################################
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one projection for q, k and v. (N, T, D) → (N, T, D)."""
+
+    def __init__(self, dim, num_heads):
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"width {dim} does not divide into {num_heads} heads")
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return self.proj(attention(self.qkv(x), self.num_heads))
+
+
+class Mlp(nn.Module):
+    """Linear, GELU in its tanh form, linear."""
+
+    def __init__(self, dim, hidden_dim):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.act = nn.GELU(approximate="tanh")
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class DiTBlock(nn.Module):
+    """Transformer block with adaptive LayerNorm and gates that start at zero (adaLN-Zero, section 3.2 of the paper)."""
+
+    def __init__(self, hidden_size, num_heads, mlp_ratio=4.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.attn = Attention(hidden_size, num_heads)
+        self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x, c):
+        """x (N, T, D) tokens, c (N, D) condition → (N, T, D)."""
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+
+
+class FinalLayer(nn.Module):
+    """Adaptive LayerNorm and the projection of a token to its patch. (N, T, D) → (N, T, p²·out_channels)."""
+
+    def __init__(self, hidden_size, patch_size, out_channels):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
+
+    def forward(self, x, c):
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)  # each (N, D)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class DiT(nn.Module):
+    """Diffusion transformer over latent patches.
+
+    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output holds, after the noise estimate,
+    the fraction v that interpolates the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
+    """
+
+    def __init__(self, input_size=32, patch_size=2, in_channels=4, hidden_size=1152, depth=28, num_heads=16, mlp_ratio=4.0,
+                 class_dropout_prob=0.1, num_classes=1000, learn_sigma=True):
+        super().__init__()
+        self.learn_sigma = learn_sigma
+        self.in_channels = in_channels
+        self.out_channels = in_channels * 2 if learn_sigma else in_channels
+        self.patch_size = patch_size
+        self.num_heads = num_heads
+
+        self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
+        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size, class_dropout_prob)
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.x_embedder.num_patches, hidden_size), requires_grad=False)
+        self.blocks = nn.ModuleList([DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth)])
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.initialize_weights()
+
+    def initialize_weights(self):
+        """Section 3.2: Xavier for the linears, normals of 0.02 for the embeddings, zeros for adaLN and the last layer, so that
+        every block starts as the identity. On the meta device nothing is drawn or computed."""
+        if self.pos_embed.is_meta:
+            return
+
+        def xavier(module):
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+        self.apply(xavier)
+        self.reset_pos_embed()
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        for weight in (self.y_embedder.embedding_table.weight, self.t_embedder.mlp[0].weight, self.t_embedder.mlp[2].weight):
+            nn.init.normal_(weight, std=0.02)
+        for linear in [block.adaLN_modulation[-1] for block in self.blocks] + [
+                self.final_layer.adaLN_modulation[-1], self.final_layer.linear]:
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def reset_pos_embed(self):
+        """(Re)compute the position table, which is a function of the grid and never trained."""
+        table = get_2d_sincos_pos_embed(self.pos_embed.shape[-1], self.x_embedder.grid_size[0])
+        self.pos_embed.data = torch.from_numpy(table).to(
+            self.pos_embed.device if not self.pos_embed.is_meta else "cpu", self.pos_embed.dtype).unsqueeze(0)
+
+    def unpatchify(self, x):
+        """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
+        side, p = self.x_embedder.grid_size[0], self.patch_size
+        x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
+
+    def forward(self, x, t, y):
+        """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); (N, C, H, W) without learned sigma."""
+        x = self.x_embedder(x) + self.pos_embed  # (N, T, D)
+        c = self.t_embedder(t) + self.y_embedder(y, self.training)  # (N, D)
+        for block in self.blocks:
+            x = block(x, c)
+        return self.unpatchify(self.final_layer(x, c))
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,) holds the N
+        labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in the first three channels
+        (three, as the published pictures were made) and their own half's output in the rest."""
+        half = x[: len(x) // 2]
+        out = self.forward(torch.cat([half, half]), t, y)
+        eps, rest = out[:, :3], out[:, 3:]
+        cond, uncond = eps.chunk(2)
+        guided = uncond + cfg_scale * (cond - uncond)
+        return torch.cat([torch.cat([guided, guided]), rest], dim=1)
+
+
+#################################################################################
+#                                 Configurations                                #
+#################################################################################
+
+_SIZES = {
+    "XL": dict(depth=28, hidden_size=1152, num_heads=16),
+    "L": dict(depth=24, hidden_size=1024, num_heads=16),
+    "B": dict(depth=12, hidden_size=768, num_heads=12),
+    "S": dict(depth=12, hidden_size=384, num_heads=6),
+}
+
+
+def _constructor(name, **config):
+    def build(**kwargs):
+        return DiT(**{**config, **kwargs})
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = f"{name}: DiT with {config}; keyword arguments override."
+    return build
+
+
+DiT_models = {f"DiT-{size}/{p}": _constructor(f"DiT_{size}_{p}", patch_size=p, **config)
+              for size, config in _SIZES.items() for p in (2, 4, 8)}
+# Small, trained on drawn pictures, shipped with its weights; head dim 72 as in XL, so that every kernel for XL runs on it.
+DiT_models["DiT-Demo/2"] = _constructor("DiT_Demo_2", patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16,
+                                        num_classes=8)
+globals().update({build.__name__: build for build in DiT_models.values()})
