@@ -1,0 +1,263 @@
+"""From options to pictures: choose the device, load the weights, denoise, decode, save. Commands are thin around this."""
+
+import time
+from contextlib import contextmanager
+
+
+import torch
+
+from accel import precision, vae
+from accel.options import UsageError, partial_file
+from diffusion import create_diffusion
+from models import DiT_models
+from pretrained_models.download import find_model, pretrained_models
+
+#################################################################################
+#                             Before any work is done                           #
+#################################################################################
+
+
+def choose_device(options):
+    """The device asked for, or a GPU if there is one. Raises UsageError if it is not there."""
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise UsageError(f"--device {options.device}: no such kind of device; try cuda, cuda:1 or cpu") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(f"--device {device}: torch {torch.__version__} finds no CUDA GPU; use --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"--device {device}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0")
+    elif device.type not in ("cpu", "mps"):
+        raise UsageError(f"--device {device}: DiT samples on cuda or cpu")
+    return device
+
+
+def choose_precision(options, device):
+    """Set the tier asked for, or the device's default; returns its name."""
+    tier = options.precision or precision.default_tier(device)
+    try:
+        precision.apply_precision(tier, device)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return tier
+
+
+#################################################################################
+#                                    Loading                                    #
+#################################################################################
+
+
+def load_model(options, device):
+    """The DiT of `options` in eval mode on `device`, float32, its weights straight from the file: nothing is initialised to be thrown
+    away, and a file that torch can map is read once.
+
+    Raises UsageError for an unknown model, weights that are missing or those of another model.
+    """
+    if options.model not in DiT_models:
+        raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(DiT_models)}")
+    with torch.device("meta"):
+        model = DiT_models[options.model](input_size=options.latent_size, num_classes=options.num_classes)
+    if options.latent_size % model.patch_size:
+        raise UsageError(f"--image-size {options.image_size}: must be a multiple of {8 * model.patch_size} for {options.model}")
+    state = find_model(options.ckpt or _published(options))
+    _check_fit(options, model, state)
+    moved = state["pos_embed"].shape != model.pos_embed.shape
+    if moved:  # the table is a function of the grid, so the network runs at any size
+        trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
+        print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with recomputed positions")
+        model.reset_pos_embed()
+        state = {**state, "pos_embed": model.pos_embed.data}
+    state = {name: tensor if tensor.dtype == torch.float32 else tensor.float() for name, tensor in state.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _published(options):
+    name = f"DiT-XL-2-{options.image_size}x{options.image_size}.pt"
+    if options.model != "DiT-XL/2" or name not in pretrained_models or options.num_classes != 1000:
+        raise UsageError(f"--ckpt: no published weights for {options.model} at {options.image_size} px with {options.num_classes} classes "
+                         f"(there are DiT-XL/2 at 256 and 512); give a file")
+    return name
+
+
+def _mismatches(model, state):
+    """Names on which a model's keys or shapes differ from a state dict's, the position table's length aside."""
+    want = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    have = {name: tensor.shape for name, tensor in state.items()}
+    for shapes in (want, have):
+        if "pos_embed" in shapes:
+            shapes["pos_embed"] = shapes["pos_embed"][2:]
+    return [name for name in {**want, **have} if want.get(name) != have.get(name)]
+
+
+def _check_fit(options, model, state):
+    wrong = _mismatches(model, state)
+    if not wrong:
+        return
+    name = options.ckpt or _published(options)
+    table = state.get("y_embedder.embedding_table.weight")
+    if wrong == ["y_embedder.embedding_table.weight"] and table is not None:
+        raise UsageError(f"--num-classes {options.num_classes}: the weights in {name} know {len(table) - 1} classes; "
+                         f"use --num-classes {len(table) - 1}")
+    for other, build in DiT_models.items():
+        with torch.device("meta"):
+            candidate = build(input_size=options.latent_size, num_classes=len(table) - 1 if table is not None else 1000)
+        if not _mismatches(candidate, state):
+            raise UsageError(f"--ckpt {name}: holds the weights of {other}, not of {options.model}; use --model {other}")
+    raise UsageError(f"--ckpt {name}: fits none of {', '.join(DiT_models)} ({len(wrong)} entries differ, first {wrong[0]})")
+
+
+#################################################################################
+#                                    Sampling                                   #
+#################################################################################
+
+
+def draw_latents(n, latent_size, seed, device):
+    """Seed the device's generator and draw the run's first normal, z (n, 4, L, L)."""
+    torch.manual_seed(seed)
+    return torch.randn(n, 4, latent_size, latent_size, device=device)
+
+
+@torch.inference_mode()
+def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, rows=slice(None), steps=None, progress=None):
+    """Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2) with classifier-free guidance.
+
+    network: anything with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`. z (n, 4, L, L): the whole batch's noise;
+    labels (n,) on z's device. rows: the part of the batch to compute (a rank's share); returns its latents (n', 4, L, L).
+    guided: with guidance a step's normal draw covers 2n rows. The null half's update is never computed, since the network only
+    reads the first half, but its draw is made: the random stream stays upstream's.
+    steps: stop after so many (for warm-up). progress: called after each step has been queued.
+    """
+    x, y = z[rows], labels[rows]
+    mine, n = len(x), len(z)
+    if guided:
+        y = torch.cat([y, torch.full_like(y, null_label)])  # (2n',)
+
+        def model(x, t):
+            return network.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), y, cfg_scale)[:mine]
+    else:
+        def model(x, t):
+            return network.forward(x, t, y)
+
+    drawn = (2 * n if guided else n, *z.shape[1:])
+    timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=z.device)
+    for index in range(diffusion.num_timesteps)[:steps]:
+        noise = torch.randn(drawn, device=z.device)[:n][rows]  # draw 2n rows, use this rank's: upstream's random stream
+        x = diffusion.p_sample(model, x, timesteps[index].expand(mine), clip_denoised=False, noise=noise)["sample"]
+        if progress is not None:
+            progress()
+    return x
+
+
+@contextmanager
+def progress_bar(total, device, **options):
+    """A tqdm bar as a callable to call after each queued step. It advances when the device has finished the step, and asks without
+    making anything wait for the answer."""
+    from tqdm import tqdm
+    with tqdm(total=total, unit="step", **options) as bar:
+        if device.type != "cuda":
+            yield bar.update
+            return
+        pending = []
+
+        def step():
+            event = torch.cuda.Event()
+            event.record()
+            pending.append(event)
+            while pending and pending[0].query():
+                pending.pop(0)
+                bar.update()
+
+        yield step
+        for event in pending:
+            event.synchronize()
+            bar.update()
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Wall-clock seconds by phase, the device's queue drained at each end."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, {}
+
+    @contextmanager
+    def phase(self, name):
+        start = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def __str__(self):
+        return " · ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()) + (
+            f" · total {sum(self.seconds.values()):.2f} s")
+
+
+class Engine:
+    """One loaded sampling run: `sample()` gives latents, `decode()` pixels, and `watch` where the time went."""
+
+    def __init__(self, options):
+        self.options = options
+        self.device = choose_device(options)
+        self.watch = Stopwatch(self.device)
+        with self.watch.phase("load"):
+            self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
+            self.precision = choose_precision(options, self.device)
+            self.network = load_model(options, self.device)
+            self.diffusion = create_diffusion(str(options.num_sampling_steps))
+
+    def describe(self):
+        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        return (f"{self.options.model} · {self.options.image_size} px · {len(self.options.labels)} labels · "
+                f"{self.options.num_sampling_steps} steps · cfg {self.options.cfg_scale:g} · {self.precision} · {where} · "
+                f"torch {torch.__version__}")
+
+    def run(self, steps=None, progress=None):
+        """Latents (n, 4, L, L) of the options' labels and seed; the same on every call."""
+        options = self.options
+        z = draw_latents(len(options.labels), options.latent_size, options.seed, self.device)
+        labels = torch.tensor(options.labels, device=self.device)
+        return denoise(self.network, self.diffusion, z, labels, options.cfg_scale, options.num_classes, steps=steps, progress=progress)
+
+    def sample(self):
+        """`run` with a bar, repeated and timed as the options say. Returns latents."""
+        runs, times = self.options.repeats, []
+        if runs > 1:
+            with self.watch.phase("warm-up"):
+                self.run(steps=3)
+        for index in range(runs):
+            start = time.perf_counter()
+            with self.watch.phase("sample"), progress_bar(
+                    self.options.num_sampling_steps, self.device, desc=f"run {index + 1}/{runs}" if runs > 1 else None) as progress:
+                latents = self.run(progress=progress)
+            times.append(time.perf_counter() - start)
+        if runs > 1:
+            times.sort()
+            median = (times[(runs - 1) // 2] + times[runs // 2]) / 2
+            print(f"sampling, {runs} runs after warm-up: median {median:.3f} s, from {times[0]:.3f} to {times[-1]:.3f} s")
+        if not torch.isfinite(latents).all():
+            raise UsageError(f"--precision {self.precision}: the latents are not finite; use --precision fp32 or check the weights")
+        return latents
+
+    def decode(self, latents):
+        """Latents → pixels (n, 3, H, W), about (-1, 1)."""
+        with self.watch.phase("decode"):
+            return vae.decode(vae.load_vae(self.vae_folder, self.device), latents)
+
+    def save(self, latents):
+        """Decode if a picture is wanted, and write the options' output, whole or not at all."""
+        options = self.options
+        if options.output_type == "latent":
+            import numpy as np
+            with self.watch.phase("save"), partial_file(options.output) as partial, open(partial, "wb") as file:
+                np.save(file, latents.float().cpu().numpy())
+        else:
+            grid = vae.to_grid(self.decode(latents))
+            with self.watch.phase("save"), partial_file(options.output) as partial:
+                from PIL import Image
+                Image.fromarray(grid.numpy()).save(partial, format="PNG")

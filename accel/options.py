@@ -1,0 +1,162 @@
+"""What a sampling run is told: every option once, with its default, its flag and its check."""
+
+import argparse
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "pretrained_models" / "demo"
+
+# What a model implies for the options that the user leaves open. Published weights exist for XL/2 at 256 and 512 px.
+DEFAULTS_OF = {
+    "DiT-Demo/2": dict(image_size=128, num_classes=8, labels=tuple(range(8)), vae=str(DEMO / "vae"),
+                       ckpt=str(DEMO / "dit.safetensors")),
+}
+IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
+
+
+class UsageError(Exception):
+    """A mistake in what the user asked for: one line that names the flag and the remedy. Commands exit with 2."""
+
+
+def flag(default, help, **argument):
+    return field(default=default, metadata=dict(help=help, **argument))
+
+
+def positive(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+@dataclass
+class SamplingOptions:
+    """Options of one sampling run. Those left None follow from `model` (see `resolve`)."""
+
+    model: str = flag("DiT-XL/2", "network, a key of models.DiT_models; DiT-Demo/2 ships with its weights")
+    ckpt: str = flag(None, "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt) or a folder in "
+                           "diffusers' layout; default: the published weights for the image size")
+    vae: str = flag(None, "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: ema")
+    image_size: int = flag(None, "side of a picture in pixels, a multiple of 16; default: 512", type=int)
+    num_classes: int = flag(None, "number of classes the network knows; default: 1000", type=int)
+    labels: tuple = flag(None, "class of each picture; default: eight ImageNet classes", nargs="+", type=int, metavar="LABEL")
+    cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", type=float)
+    num_sampling_steps: int = flag(250, "denoising steps, up to 1000", type=int)
+    seed: int = flag(0, "seed of the noise: same seed and device, same pictures", type=int)
+    precision: str = flag(None, "fp32: true float32; tf32: float32 with TF32 products, as DiT ships; "
+                                "default: tf32 where the GPU has it", choices=("fp32", "tf32"))
+    device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
+    output: str = flag(None, "file to write, its folders are made; default: sample.png, or sample.npy for latents")
+    output_type: str = flag("image", "image: one PNG, four pictures a row; latent: float32 .npy (n, 4, L, L), no decoder needed",
+                            choices=("image", "latent"))
+    repeats: int = flag(1, "time the sampling this often after a warm-up: median and spread", type=positive)
+
+    @property
+    def latent_size(self):
+        """Side of the latent: the VAE's factor is 8."""
+        return self.image_size // 8
+
+    def resolve(self):
+        """Fill what the model implies, then check everything that can be checked without torch. Returns self.
+
+        Raises UsageError, naming the flag and the remedy.
+        """
+        for name, value in {**IMAGENET, **DEFAULTS_OF.get(self.model, {})}.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.image_size < 16 or self.image_size % 16:
+            raise UsageError(f"--image-size {self.image_size}: must be a multiple of 16 (VAE factor 8, patch 2)")
+        if self.num_classes < 1:
+            raise UsageError(f"--num-classes {self.num_classes}: must be at least 1")
+        wrong = [label for label in self.labels if not 0 <= label < self.num_classes]
+        if wrong:
+            raise UsageError(f"--labels {wrong[0]}: the model knows classes 0 to {self.num_classes - 1}")
+        if not self.cfg_scale >= 1 or self.cfg_scale == float("inf"):
+            raise UsageError(f"--cfg-scale {self.cfg_scale:g}: must be at least 1 (1 is no guidance)")
+        if not 1 <= self.num_sampling_steps <= 1000:
+            raise UsageError(f"--num-sampling-steps {self.num_sampling_steps}: must be from 1 to 1000")
+        suffix = ".npy" if self.output_type == "latent" else ".png"
+        self.output = self.output or f"sample{suffix}"
+        if Path(self.output).suffix.lower() != suffix:
+            raise UsageError(f"--output {self.output}: must end in {suffix} for --output-type {self.output_type}")
+        return self
+
+    def check_output(self):
+        """Make the output's folder and prove that a file can be written there, before any work is done."""
+        path = Path(self.output)
+        if path.is_dir():
+            raise UsageError(f"--output {path}: is a folder; name a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with partial_file(path) as partial:
+                partial.touch()
+                partial.unlink()
+        except OSError as error:
+            raise UsageError(f"--output {path}: cannot write there ({error.strerror}); choose another path") from None
+
+
+class _Once(argparse.Action):
+    """Stores a value and refuses a second, different one: of two checkpoints only one can be meant."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        earlier = getattr(namespace, self.dest)
+        if earlier is not None and earlier != value:
+            parser.error(f"{option_string} {value}: conflicts with {option_string} {earlier}; give one")
+        setattr(namespace, self.dest, value)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line; exit status 2."""
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_arguments(parser, options=SamplingOptions, leave_out=()):
+    """Add a flag for every field of `options` but those in `leave_out`."""
+    for item in fields(options):
+        if item.name in leave_out:
+            continue
+        argument = dict(item.metadata)
+        if item.default is None and "nargs" not in argument and "type" not in argument and "choices" not in argument:
+            argument["action"] = _Once
+        if item.default not in (None, MISSING):
+            argument["help"] += f" (default: {item.default})"
+            argument.setdefault("type", type(item.default))
+        parser.add_argument("--" + item.name.replace("_", "-"), default=item.default, **argument)
+
+
+def options_from(args, options=SamplingOptions):
+    """The parsed flags as resolved options."""
+    known = {item.name for item in fields(options)}
+    return options(**{name: value for name, value in vars(args).items() if name in known}).resolve()
+
+
+@contextmanager
+def partial_file(path):
+    """A path beside `path` to write to; renamed to `path` when the block ends well, removed when it does not (an error, Ctrl-C),
+    so that a file of the final name is always whole. A block that writes nothing leaves nothing."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield partial
+        if partial.exists():
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def user_errors(parser):
+    """Turn a UsageError into its line and exit status 2, Ctrl-C into a line and 130."""
+    try:
+        yield
+    except UsageError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,97 @@
+"""The latent decoder: find it, load it, latents to pixels, pixels to bytes. The only home of 0.18215."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from accel.options import ROOT, UsageError
+
+SCALE = 0.18215  # latents of sd-vae-ft-* times this have about unit variance
+PUBLISHED = ("ema", "mse")
+FILES = ("config.json", "diffusion_pytorch_model.safetensors")
+
+
+def find_vae(name):
+    """The folder of a VAE in diffusers' layout: `name` is ema or mse (a local pretrained_models/sd-vae-ft-NAME, else the hub's
+    stabilityai/sd-vae-ft-NAME, fetched into the hub's cache) or a folder.
+
+    Raises UsageError if there is none or it is not whole; nothing is loaded yet.
+    """
+    if name in PUBLISHED:
+        folder = ROOT / "pretrained_models" / f"sd-vae-ft-{name}"
+        if not folder.is_dir():
+            folder = _fetch(name, folder)
+    else:
+        folder = Path(name)
+        if not folder.is_dir():
+            raise UsageError(f"--vae {name}: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}")
+    weights = [folder / FILES[1], folder / "diffusion_pytorch_model.bin"]
+    if not (folder / FILES[0]).is_file() or not any(file.is_file() for file in weights):
+        raise UsageError(f"--vae {name}: {folder} must hold {' and '.join(FILES)}")
+    try:
+        kind = json.loads((folder / FILES[0]).read_text()).get("_class_name")
+    except (ValueError, AttributeError):
+        raise UsageError(f"--vae {name}: {folder / FILES[0]} is not JSON; copy it again") from None
+    if kind != "AutoencoderKL":
+        raise UsageError(f"--vae {name}: {folder} holds {kind}, not AutoencoderKL")
+    if weights[0].is_file():
+        from safetensors import SafetensorError, safe_open
+        try:
+            with safe_open(weights[0], "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"--vae {name}: {weights[0]} is damaged ({error}); copy it again") from None
+    return folder
+
+
+def _fetch(name, folder):
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(f"stabilityai/sd-vae-ft-{name}", allow_patterns=list(FILES)))
+    except Exception as error:  # every way a network can fail ends here, with the same remedy
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"--vae {name}: not on this machine and the hub cannot be reached ({reason[:120]}); put {' and '.join(FILES)} "
+                         f"of stabilityai/sd-vae-ft-{name} into {folder}") from None
+
+
+def load_vae(folder, device):
+    """AutoencoderKL from a folder found by `find_vae`, float32, on `device`."""
+    # The class's own module: the package's top level would be slower to import.
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    vae = AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32, low_cpu_mem_usage=False, local_files_only=True)
+    return vae.to(device).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def decode(vae, latents):
+    """Latents (n, 4, L, L) → pixels (n, 3, 8L, 8L) float32, about (-1, 1).
+
+    One picture at a time: memory stays small, and a picture's bits do not depend on how many are decoded beside it.
+    """
+    return torch.cat([vae.decode(latent / SCALE).sample.float() for latent in latents.split(1)])
+
+
+def to_uint8(pixels):
+    """Pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, by 127.5·x + 128 truncated, as FID jobs write them."""
+    return (127.5 * pixels + 128.0).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).cpu()
+
+
+def to_grid(pixels, columns=4, padding=2):
+    """Pixels (n, 3, H, W) in (-1, 1) → one picture (H', W', 3) uint8 on the CPU, `columns` a row, black lines of `padding` between.
+
+    The rounding is torchvision.utils.save_image's with value_range=(-1, 1), to the bit; a single picture gets no border, as there.
+    """
+    tiles = pixels.float().clamp(-1, 1).sub(-1).div(2)
+    if len(tiles) == 1:
+        grid = tiles[0]
+    else:
+        n, channels, height, width = tiles.shape
+        columns = min(columns, n)
+        rows = -(-n // columns)
+        grid = tiles.new_zeros(channels, rows * (height + padding) + padding, columns * (width + padding) + padding)
+        for index, tile in enumerate(tiles):
+            top = index // columns * (height + padding) + padding
+            left = index % columns * (width + padding) + padding
+            grid[:, top:top + height, left:left + width] = tile
+    return grid.mul(255).add(0.5).clamp(0, 255).permute(1, 2, 0).to(torch.uint8).cpu()

@@ -1,0 +1,50 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA GPU (pytest -m gpu on one); its twin runs on the CPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+def fill(model, seed=0):
+    """Random non-zero weights of sensible size: a default-initialised DiT outputs zeros, and zero equals zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in model.named_parameters():
+        if name == "pos_embed":
+            continue
+        scale = 1.0 / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.1
+        value.data = torch.randn(value.shape, generator=generator).mul_(scale).to(value)
+    return model.eval()
+
+
+@pytest.fixture
+def run():
+    """Run a command of the repository in a fresh process: run("sample.py", "--seed", 1) → CompletedProcess."""
+    def run(script, *args, cwd=None, timeout=240, **environment):
+        return subprocess.run(
+            [sys.executable, str(ROOT / script), *map(str, args)], cwd=cwd or ROOT, timeout=timeout, text=True, capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_vae(tmp_path_factory):
+    """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent channels), saved in diffusers' layout."""
+    from diffusers import AutoencoderKL
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("vae")
+    AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=1,
+                  block_out_channels=[8, 8, 16, 16], norm_num_groups=4, latent_channels=4).save_pretrained(folder)
+    return folder

@@ -1,0 +1,152 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import models
+from conftest import fill
+from models import DiT, DiT_models
+from reference_dit import dit, position_table, relative_error
+
+SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10)
+
+
+def batch(n=4, side=8, classes=10, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, side, side, generator=generator)
+    return x, torch.randint(0, 1000, (n,), generator=generator), torch.randint(0, classes + 1, (n,), generator=generator)
+
+
+@pytest.mark.parametrize("config", [SMALL, {**SMALL, "patch_size": 4, "learn_sigma": False}, {**SMALL, "patch_size": 1, "in_channels": 4,
+                                                                                             "mlp_ratio": 2.0}])
+def test_forward_equals_the_papers_equations(config):
+    model = fill(DiT(**config))
+    x, t, y = batch()
+    want = dit(model.state_dict(), x, t, y, heads=2, patch=model.patch_size)
+    assert want.abs().mean() > 0.1  # not the blind network
+    got = model(x, t, y)
+    assert got.shape == want.shape
+    assert relative_error(got, want) < 2e-6
+    assert relative_error(model.double()(x.double(), t, y), want) < 1e-6  # the sinusoid stays float32, as upstream's
+
+
+def test_parity_would_fail_if_adaln_stayed_zero():
+    """With adaLN and the last layer at their initial zeros every network agrees with every other, even a broken one: the parity tests
+    above measure something only because `fill` removes those zeros."""
+    model = DiT(**SMALL).eval()
+    x, t, y = batch()
+    broken = copy.deepcopy(model)
+    for block in broken.blocks:
+        block.attn.qkv.weight.data.neg_()
+        block.mlp.act = torch.nn.ReLU()
+    assert model(x, t, y).abs().max() == 0 and broken(x, t, y).abs().max() == 0
+    fill(model)
+    broken.load_state_dict(model.state_dict())
+    for block in broken.blocks:
+        block.mlp.act = torch.nn.ReLU()
+    assert relative_error(broken(x, t, y), dit(model.state_dict(), x, t, y, heads=2, patch=2)) > 1e-2
+
+
+def test_equals_diffusers_where_its_deviations_are_neutralised():
+    from diffusers import DiTTransformer2DModel
+    from pretrained_models.download import to_diffusers
+    model = fill(DiT(**SMALL))
+    theirs = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=72, in_channels=4, out_channels=8, num_layers=3, sample_size=8,
+                                   patch_size=2, num_embeds_ada_norm=10, norm_eps=1e-6).eval()
+    theirs.load_state_dict(to_diffusers(model.state_dict()), strict=True)
+    for block in theirs.transformer_blocks:
+        block.norm1.emb.time_proj.downscale_freq_shift = 0  # it divides by half - 1 unless told otherwise
+    x, t, y = batch()
+    with torch.no_grad():
+        assert relative_error(model(x, t, y), theirs(x, timestep=t, class_labels=y).sample.double()) < 2e-6
+
+
+SIZES = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("patch", [2, 4, 8])
+def test_configurations_keys_and_shapes(size, patch):
+    depth, width, heads = SIZES[size]
+    with torch.device("meta"):
+        model = DiT_models[f"DiT-{size}/{patch}"](input_size=32)
+        same = getattr(models, f"DiT_{size}_{patch}")(input_size=32)
+    want = {"pos_embed": (1, (32 // patch) ** 2, width), "x_embedder.proj.weight": (width, 4, patch, patch), "x_embedder.proj.bias": (width,),
+            "t_embedder.mlp.0.weight": (width, 256), "t_embedder.mlp.0.bias": (width,), "t_embedder.mlp.2.weight": (width, width),
+            "t_embedder.mlp.2.bias": (width,), "y_embedder.embedding_table.weight": (1001, width),
+            "final_layer.linear.weight": (patch * patch * 8, width), "final_layer.linear.bias": (patch * patch * 8,),
+            "final_layer.adaLN_modulation.1.weight": (2 * width, width), "final_layer.adaLN_modulation.1.bias": (2 * width,)}
+    for n in range(depth):
+        for name, rows, columns in (("attn.qkv", 3, 1), ("attn.proj", 1, 1), ("mlp.fc1", 4, 1), ("mlp.fc2", 1, 4), ("adaLN_modulation.1", 6, 1)):
+            want[f"blocks.{n}.{name}.weight"] = (rows * width, columns * width)
+            want[f"blocks.{n}.{name}.bias"] = (rows * width,)
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == want
+    assert model.num_heads == heads and list(same.state_dict()) == list(model.state_dict())
+
+
+def test_position_table_and_timestep_embedding():
+    table = models.get_2d_sincos_pos_embed(16, 3)
+    assert np.allclose(table, position_table(3, 16).numpy(), atol=1e-12)
+    with_token = models.get_2d_sincos_pos_embed(16, 3, cls_token=True, extra_tokens=2)
+    assert with_token.shape == (11, 16) and not with_token[:2].any()
+    t = torch.tensor([0, 7, 999])
+    embedding = models.TimestepEmbedder.timestep_embedding(t, 9)
+    frequencies = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    angles = t[:, None] * frequencies
+    assert torch.allclose(embedding.double(), torch.cat([angles.cos(), angles.sin(), torch.zeros(3, 1)], 1), atol=1e-4)
+
+
+def test_guidance_reads_one_half_and_guides_three_channels():
+    model = fill(DiT(**SMALL))
+    x, t, _ = batch(6)
+    y = torch.tensor([1, 2, 3, 10, 10, 10])
+    t[3:] = t[:3]
+    out = model.forward_with_cfg(x, t, y, 4.0)
+    plain = model(torch.cat([x[:3], x[:3]]), t, y)
+    cond, uncond = plain[:3], plain[3:]
+    want = uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3])
+    assert torch.equal(out[:3, :3], want) and torch.equal(out[3:, :3], want)
+    assert torch.equal(out[:, 3:], plain[:, 3:])
+    other = x.clone()
+    other[3:] = float("nan")
+    assert torch.equal(model.forward_with_cfg(other, t, y, 4.0), out)
+
+
+def test_label_dropout_and_training():
+    model = DiT(**SMALL).train()
+    labels = torch.full((4000,), 3)
+    torch.manual_seed(0)
+    dropped = (model.y_embedder.token_drop(labels) == 10).float().mean().item()
+    assert 0.08 < dropped < 0.12
+    forced = model.y_embedder.token_drop(torch.arange(4), force_drop_ids=torch.tensor([0, 1, 0, 1]))
+    assert forced.tolist() == [0, 10, 2, 10]
+    assert len(DiT(**{**SMALL, "class_dropout_prob": 0.0}).y_embedder.embedding_table.weight) == 10
+    fill(model).train()
+    x, t, y = batch()
+    model(x, t, y % 10).square().mean().backward()
+    without = [name for name, value in model.named_parameters() if value.requires_grad and (value.grad is None or not value.grad.any())]
+    assert without == []
+
+
+def test_learns():
+    """A few steps of the usual training loop lower the loss: gradients flow through every part with the initial zeros in place."""
+    from diffusion import create_diffusion
+    torch.manual_seed(0)
+    model, diffusion = DiT(**{**SMALL, "depth": 1}).train(), create_diffusion("")
+    x = torch.randn(8, 4, 8, 8)
+    y = torch.arange(8)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(30):
+        loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))["loss"].mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_wrong_input_size_is_named():
+    with pytest.raises(ValueError, match=r"\(6, 8\).*\(8, 8\)"):
+        DiT(**SMALL)(torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long))
