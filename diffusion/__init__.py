@@ -1,0 +1,47 @@
+"""The Gaussian diffusion process of DiT: schedules, samplers, training losses; knows no network."""
+from . import gaussian_diffusion as gd
+from .respace import SpacedDiffusion, space_timesteps
+
+
+def create_diffusion(
+    timestep_respacing,
+    noise_schedule="linear",
+    use_kl=False,
+    sigma_small=False,
+    predict_xstart=False,
+    learn_sigma=True,
+    rescale_learned_sigmas=False,
+    diffusion_steps=1000,
+):
+    """
+    The process DiT trains (`timestep_respacing=""`: all steps) and samples with (`"250"`, `"ddim50"`, ...).
+
+    timestep_respacing: what `space_timesteps` takes: "250", "10,15,20", "ddim50", a list;
+        "" or None: every step.
+    noise_schedule: "linear" or "squaredcos_cap_v2".
+    use_kl: train on the variational bound alone. rescale_learned_sigmas: weigh its term by steps / 1000.
+    sigma_small: without learned variance, the posterior's variance instead of beta.
+    predict_xstart: the model predicts x_0 instead of the noise.
+    diffusion_steps: length of the trained process.
+    Raises ValueError for an unknown schedule and for a respacing that the process cannot give.
+    """
+    betas = gd.get_named_beta_schedule(noise_schedule, diffusion_steps)
+    if use_kl:
+        loss_type = gd.LossType.RESCALED_KL
+    elif rescale_learned_sigmas:
+        loss_type = gd.LossType.RESCALED_MSE
+    else:
+        loss_type = gd.LossType.MSE
+    if learn_sigma:
+        var_type = gd.ModelVarType.LEARNED_RANGE
+    else:
+        var_type = gd.ModelVarType.FIXED_SMALL if sigma_small else gd.ModelVarType.FIXED_LARGE
+    if timestep_respacing is None or timestep_respacing == "":
+        timestep_respacing = [diffusion_steps]
+    return SpacedDiffusion(
+        use_timesteps=space_timesteps(diffusion_steps, timestep_respacing),
+        betas=betas,
+        model_mean_type=gd.ModelMeanType.START_X if predict_xstart else gd.ModelMeanType.EPSILON,
+        model_var_type=var_type,
+        loss_type=loss_type,
+    )

@@ -1,0 +1,542 @@
+"""
+The Gaussian diffusion process: its tables, one reverse step and its variants, the sampling loops, the losses.
+
+    Ho        Ho et al. 2020, Denoising diffusion probabilistic models, 2006.11239
+    Nichol    Nichol & Dhariwal 2021, Improved denoising diffusion probabilistic models, 2102.09672
+    Song      Song et al. 2021, Denoising diffusion implicit models, 2010.02502
+    Dhariwal  Dhariwal & Nichol 2021, Diffusion models beat GANs on image synthesis, 2105.05233
+
+Everywhere below x is (N, C, ...) and t an integer tensor (N,) on x's device with 0 <= t < num_timesteps; q is
+the noising process, p the model's. `model` is any callable (x, t, **model_kwargs) -> (N, C, ...), or (N, 2C,
+...) where it predicts the variance too. alpha_t = 1 - beta_t, abar_t = alpha_0 ... alpha_t; t counts from 0.
+
+No step copies from the host or waits for the device: tables are looked up where t lives. So a step can be
+captured in a CUDA graph, once `prepare(device)` has put the tables there.
+"""
+import enum
+import math
+
+import numpy as np
+import torch
+
+from .diffusion_utils import discretized_gaussian_log_likelihood, normal_kl
+
+
+class ModelMeanType(enum.Enum):
+    """What the model predicts."""
+
+    PREVIOUS_X = enum.auto()  # the mean of x_{t-1}
+    START_X = enum.auto()     # x_0
+    EPSILON = enum.auto()     # the noise in x_t
+
+
+class ModelVarType(enum.Enum):
+    """The variance of p(x_{t-1} | x_t). The learned ones are channels C ... 2C of the model's output."""
+
+    LEARNED = enum.auto()        # its log
+    FIXED_SMALL = enum.auto()    # the posterior's
+    FIXED_LARGE = enum.auto()    # beta_t
+    LEARNED_RANGE = enum.auto()  # where its log lies between those two: -1 the posterior's, 1 beta_t
+
+
+class LossType(enum.Enum):
+    MSE = enum.auto()           # squared error (and the bound's term, as is, for a learned variance)
+    RESCALED_MSE = enum.auto()  # the same with the bound's term times num_timesteps / 1000
+    KL = enum.auto()            # the bound's term, in bits per dimension
+    RESCALED_KL = enum.auto()   # the same times num_timesteps: an estimate of the whole bound
+
+    def is_vb(self):
+        return self in (LossType.KL, LossType.RESCALED_KL)
+
+
+def mean_flat(tensor):
+    """(N, ...) -> (N,), the mean over all but the batch."""
+    return tensor.mean(dim=list(range(1, tensor.ndim)))
+
+
+# ---- beta schedules: float64 (T,) ----
+
+def get_beta_schedule(beta_schedule, *, beta_start, beta_end, num_diffusion_timesteps):
+    """
+    float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by shape: "linear"; "quad" (linear in
+    the square root); "warmup10", "warmup50" (linear over the first 10 or 50 %, then constant); "const"
+    (beta_end); "jsd" (1/T, 1/(T-1), ..., 1). ValueError for another name.
+    """
+    steps = num_diffusion_timesteps
+    if beta_schedule == "linear":
+        return np.linspace(beta_start, beta_end, steps, dtype=np.float64)
+    if beta_schedule == "quad":
+        return np.linspace(beta_start ** 0.5, beta_end ** 0.5, steps, dtype=np.float64) ** 2
+    if beta_schedule in ("warmup10", "warmup50"):
+        betas = np.full(steps, beta_end, dtype=np.float64)
+        warm = int(steps * (0.1 if beta_schedule == "warmup10" else 0.5))
+        betas[:warm] = np.linspace(beta_start, beta_end, warm, dtype=np.float64)
+        return betas
+    if beta_schedule == "const":
+        return np.full(steps, beta_end, dtype=np.float64)
+    if beta_schedule == "jsd":
+        return 1.0 / np.linspace(steps, 1, steps, dtype=np.float64)
+    raise ValueError(f'beta schedule "{beta_schedule}": expected linear, quad, warmup10, warmup50, const or jsd')
+
+
+def get_named_beta_schedule(schedule_name, num_diffusion_timesteps):
+    """
+    The published schedules, float64 (num_diffusion_timesteps,):
+
+    "linear": Ho's 1e-4 ... 0.02 for 1000 steps; other lengths scale it by 1000 / T and end as noisy.
+    "squaredcos_cap_v2": Nichol eq. 17, abar(u) = cos^2(pi/2 (u + 0.008) / 1.008).
+    ValueError for another name.
+    """
+    if schedule_name == "linear":
+        scale = 1000 / num_diffusion_timesteps
+        return get_beta_schedule("linear", beta_start=scale * 0.0001, beta_end=scale * 0.02,
+                                 num_diffusion_timesteps=num_diffusion_timesteps)
+    if schedule_name == "squaredcos_cap_v2":
+        return betas_for_alpha_bar(num_diffusion_timesteps,
+                                   lambda u: math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
+    raise ValueError(f'noise schedule "{schedule_name}": expected linear or squaredcos_cap_v2')
+
+
+def betas_for_alpha_bar(num_diffusion_timesteps, alpha_bar, max_beta=0.999):
+    """beta_t = min(1 - abar((t+1)/T) / abar(t/T), max_beta), abar a function on [0, 1]: Nichol section 3.2."""
+    edges = [alpha_bar(step / num_diffusion_timesteps) for step in range(num_diffusion_timesteps + 1)]
+    return np.array([min(1 - after / before, max_beta) for before, after in zip(edges, edges[1:])])
+
+
+class GaussianDiffusion:
+    """
+    betas: (T,), each in (0, 1]; model_mean_type, model_var_type, loss_type: the enums above. Else ValueError.
+
+    The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and what follows from it;
+    float32 copies live on each device they are used on.
+    """
+
+    def __init__(self, *, betas, model_mean_type, model_var_type, loss_type):
+        self.model_mean_type = model_mean_type
+        self.model_var_type = model_var_type
+        self.loss_type = loss_type
+
+        betas = np.array(betas, dtype=np.float64)
+        if betas.ndim != 1 or len(betas) == 0 or not ((betas > 0) & (betas <= 1)).all():
+            raise ValueError("betas: expected a row of numbers in (0, 1]" + (
+                f", got {betas.min():.3g} ... {betas.max():.3g}" if betas.size else ", got none"))
+        self.betas = betas
+        self.num_timesteps = len(betas)
+
+        self.alphas_cumprod = np.cumprod(1.0 - betas)
+        self.alphas_cumprod_prev = np.append(1.0, self.alphas_cumprod[:-1])
+        self.alphas_cumprod_next = np.append(self.alphas_cumprod[1:], 0.0)
+
+        # q(x_t | x_0), Ho eq. 4, and its inverse
+        self.sqrt_alphas_cumprod = np.sqrt(self.alphas_cumprod)
+        self.sqrt_one_minus_alphas_cumprod = np.sqrt(1.0 - self.alphas_cumprod)
+        with np.errstate(divide="ignore"):  # beta = 1 ends in pure noise: infinite, and honest
+            self.log_one_minus_alphas_cumprod = np.log(1.0 - self.alphas_cumprod)
+            self.sqrt_recip_alphas_cumprod = np.sqrt(1.0 / self.alphas_cumprod)
+            self.sqrt_recipm1_alphas_cumprod = np.sqrt(1.0 / self.alphas_cumprod - 1)
+
+        # q(x_{t-1} | x_t, x_0), Ho eq. 6 and 7
+        self.posterior_variance = betas * (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+        # It is 0 at t = 0. What p has there only matters to the likelihood of x_0: the next step's stands in.
+        self._first_variance = self.posterior_variance[1] if self.num_timesteps > 1 else betas[0]
+        self.posterior_log_variance_clipped = np.log(np.append(self._first_variance, self.posterior_variance[1:]))
+        self.posterior_mean_coef1 = betas * np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+        self.posterior_mean_coef2 = (
+            (1.0 - self.alphas_cumprod_prev) * np.sqrt(1.0 - betas) / (1.0 - self.alphas_cumprod)
+        )
+
+        self._device_tables = {}  # device -> name -> float32 (T,)
+
+    # ---- tables on the device ----
+
+    def prepare(self, device):
+        """
+        Uploads the tables to `device`, once; later calls there find them. Whoever captures a step in a CUDA
+        graph, or forbids synchronisation, calls this before. RuntimeError if a capture gets here first.
+        """
+        self._tables(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
+
+    def _tables(self, device):
+        tables = self._device_tables.get(device)
+        if tables is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f'a CUDA graph is being captured: call diffusion.prepare("{device}") before')
+            with torch.inference_mode(False):  # these outlive the mode of whoever happens to come first
+                tables = self._device_tables[device] = self._upload(device)
+        return tables
+
+    def _upload(self, device):
+        """name -> float32 (T,) on device, in one copy."""
+        tables = {name: getattr(self, name) for name in (
+            "alphas_cumprod", "alphas_cumprod_prev", "alphas_cumprod_next",
+            "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod", "log_one_minus_alphas_cumprod",
+            "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod",
+            "posterior_variance", "posterior_log_variance_clipped",
+            "posterior_mean_coef1", "posterior_mean_coef2",
+        )}
+        large = self.betas.copy()
+        large[0] = self._first_variance
+        tables["log_betas"] = np.log(self.betas)
+        tables["large_variance"], tables["log_large_variance"] = large, np.log(large)
+        rows = torch.from_numpy(np.stack(list(tables.values()))).to(torch.float32).to(device)  # (tables, T)
+        return dict(zip(tables, rows.unbind(0)))
+
+    def __getstate__(self):
+        return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory
+
+    def _at(self, name, t, x):
+        """Table `name` at t, float32 (N, 1, ...) to broadcast with x (N, ...)."""
+        return self._tables(t.device)[name][t.long()].view(-1, *[1] * (x.ndim - 1))
+
+    # ---- q: the noising process ----
+
+    def q_mean_variance(self, x_start, t):
+        """q(x_t | x_0) = N(sqrt(abar_t) x_0, (1 - abar_t) I), Ho eq. 4: mean, variance, log variance."""
+        mean = self._at("sqrt_alphas_cumprod", t, x_start) * x_start
+        variance = 1.0 - self._at("alphas_cumprod", t, x_start)
+        log_variance = self._at("log_one_minus_alphas_cumprod", t, x_start)
+        return mean, variance.expand(x_start.shape), log_variance.expand(x_start.shape)
+
+    def q_sample(self, x_start, t, noise=None):
+        """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, Ho eq. 4; noise like x_start, drawn if None."""
+        if noise is None:
+            noise = torch.randn_like(x_start)
+        return (self._at("sqrt_alphas_cumprod", t, x_start) * x_start
+                + self._at("sqrt_one_minus_alphas_cumprod", t, x_start) * noise)
+
+    def q_posterior_mean_variance(self, x_start, x_t, t):
+        """q(x_{t-1} | x_t, x_0), Ho eq. 6, 7: mean, variance, log variance (clipped at t = 0), like x_t."""
+        mean = (self._at("posterior_mean_coef1", t, x_t) * x_start
+                + self._at("posterior_mean_coef2", t, x_t) * x_t)
+        variance = self._at("posterior_variance", t, x_t)
+        log_variance = self._at("posterior_log_variance_clipped", t, x_t)
+        return mean, variance.expand(x_t.shape), log_variance.expand(x_t.shape)
+
+    # ---- p: from the model's output to a Gaussian over x_{t-1} ----
+
+    def p_mean_variance(self, model, x, t, clip_denoised=True, denoised_fn=None, model_kwargs=None):
+        """
+        p(x_{t-1} | x_t), Ho eq. 1.
+
+        clip_denoised: clamp the predicted x_0 to [-1, 1]. denoised_fn: applied to it before. A model may
+        return a pair (output, extra).
+        Returns a dict: mean, variance, log_variance, pred_xstart, each like x, and extra (or None).
+        Raises ValueError if t or the model's output does not fit x.
+        """
+        if t.shape != x.shape[:1]:
+            raise ValueError(f"t: expected one timestep per row of x, ({x.shape[0]},), got {tuple(t.shape)}")
+        output = self._wrap_model(model)(x, t, **(model_kwargs or {}))
+        output, extra = output if isinstance(output, tuple) else (output, None)
+        return {**self._output_mean_variance(output, x, t, clip_denoised, denoised_fn), "extra": extra}
+
+    def _output_mean_variance(self, output, x, t, clip_denoised, denoised_fn=None):
+        """p_mean_variance from the model's output (N, C or 2C, ...)."""
+        prediction, variance_values = self._split_output(output, x)
+        variance, log_variance = self._variance(variance_values, x, t)
+        pred_xstart = self._predict_xstart(prediction, x, t)
+        if denoised_fn is not None:
+            pred_xstart = denoised_fn(pred_xstart)
+        if clip_denoised:
+            pred_xstart = pred_xstart.clamp(-1, 1)
+
+        if self.model_mean_type is ModelMeanType.PREVIOUS_X:
+            mean = prediction
+        else:
+            mean, _, _ = self.q_posterior_mean_variance(pred_xstart, x, t)
+        return {"mean": mean, "variance": variance, "log_variance": log_variance, "pred_xstart": pred_xstart}
+
+    def _split_output(self, output, x):
+        """The model's prediction and the values of its learned variance, each like x; None if none is learned."""
+        learned = self.model_var_type in (ModelVarType.LEARNED, ModelVarType.LEARNED_RANGE)
+        channels = x.shape[1] * (2 if learned else 1)
+        if output.shape != (x.shape[0], channels, *x.shape[2:]):
+            raise ValueError(f"the model's output is {tuple(output.shape)}; x {tuple(x.shape)} with "
+                             f"{self.model_var_type.name} variance needs {channels} channels and x's other sizes")
+        return output.split(x.shape[1], dim=1) if learned else (output, None)
+
+    def _predict_xstart(self, prediction, x, t):
+        """x_0 from what the model predicts (`model_mean_type`)."""
+        if self.model_mean_type is ModelMeanType.EPSILON:
+            return self._predict_xstart_from_eps(x, t, prediction)
+        if self.model_mean_type is ModelMeanType.START_X:
+            return prediction
+        return self._predict_xstart_from_xprev(x, t, prediction)
+
+    def _predict_xstart_from_eps(self, x_t, t, eps):
+        """x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t): Ho eq. 4 solved."""
+        return (self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t
+                - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps)
+
+    def _predict_eps_from_xstart(self, x_t, t, pred_xstart):
+        """eps = (x_t - sqrt(abar_t) x_0) / sqrt(1 - abar_t)."""
+        return ((self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - pred_xstart)
+                / self._at("sqrt_recipm1_alphas_cumprod", t, x_t))
+
+    def _predict_xstart_from_xprev(self, x_t, t, xprev):
+        """x_0 whose posterior mean is xprev: Ho eq. 7 solved."""
+        return ((xprev - self._at("posterior_mean_coef2", t, x_t) * x_t)
+                / self._at("posterior_mean_coef1", t, x_t))
+
+    def _variance(self, values, x, t):
+        """Variance and log variance of p, like x; values: the model's, like x, where `model_var_type` learns it."""
+        if self.model_var_type is ModelVarType.LEARNED_RANGE:
+            log_variance = self._range_log_variance(values, x, t)
+            return torch.exp(log_variance), log_variance
+        if self.model_var_type is ModelVarType.LEARNED:
+            return torch.exp(values), values
+        if self.model_var_type is ModelVarType.FIXED_SMALL:  # at t = 0 the variance is 0, its log clipped
+            names = "posterior_variance", "posterior_log_variance_clipped"
+        else:
+            names = "large_variance", "log_large_variance"
+        variance, log_variance = (self._at(name, t, x).expand(x.shape) for name in names)
+        return variance, log_variance
+
+    def _range_log_variance(self, values, x, t):
+        """Nichol eq. 15 with v = (values + 1) / 2: v log beta_t + (1 - v) log(posterior variance)."""
+        min_log = self._at("posterior_log_variance_clipped", t, x)
+        max_log = self._at("log_betas", t, x)
+        frac = (values + 1) / 2
+        return frac * max_log + (1 - frac) * min_log
+
+    def _wrap_model(self, model):
+        """Model or cond_fn as this process calls it: where a process with other timesteps translates them."""
+        return model
+
+    # ---- classifier guidance ----
+
+    def condition_mean(self, cond_fn, p_mean_var, x, t, model_kwargs=None):
+        """
+        mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t, **model_kwargs) gives that
+        gradient, like x; p_mean_var: p_mean_variance's dict.
+        """
+        gradient = self._wrap_model(cond_fn)(x, t, **(model_kwargs or {}))
+        return p_mean_var["mean"] + p_mean_var["variance"] * gradient
+
+    def condition_score(self, cond_fn, p_mean_var, x, t, model_kwargs=None):
+        """
+        p_mean_var with pred_xstart and mean of eps - sqrt(1 - abar_t) grad log p(y | x), Dhariwal
+        algorithm 2: guidance for steps that need no noise. cond_fn as in condition_mean.
+        """
+        eps = self._predict_eps_from_xstart(x, t, p_mean_var["pred_xstart"])
+        gradient = self._wrap_model(cond_fn)(x, t, **(model_kwargs or {}))
+        eps = eps - (1 - self._at("alphas_cumprod", t, x)).sqrt() * gradient
+        pred_xstart = self._predict_xstart_from_eps(x, t, eps)
+        mean, _, _ = self.q_posterior_mean_variance(pred_xstart, x, t)
+        return {**p_mean_var, "pred_xstart": pred_xstart, "mean": mean}
+
+    # ---- samplers: one step each ----
+
+    def p_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, *,
+                 noise=None):
+        """
+        Ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
+
+        noise: z, like x; drawn after the model's call if None, at t = 0 too. cond_fn: see condition_mean. The
+        rest: see p_mean_variance. Returns a dict: sample (x_{t-1}) and pred_xstart, like x.
+        """
+        out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
+        if noise is None:
+            noise = torch.randn_like(x)
+        mean = out["mean"]
+        if cond_fn is not None:
+            mean = self.condition_mean(cond_fn, out, x, t, model_kwargs)
+        sample = mean + _not_last(t, x) * torch.exp(0.5 * out["log_variance"]) * noise
+        return {"sample": sample, "pred_xstart": out["pred_xstart"]}
+
+    def ddim_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None,
+                    eta=0.0, *, noise=None):
+        """
+        DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
+
+            x_{t-1} = sqrt(abar') x_0 + sqrt(1 - abar' - sigma^2) eps + [t != 0] sigma z
+            sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')
+
+        eta: 0 deterministic, 1 ancestral. cond_fn: see condition_score. noise (z; drawn for eta = 0 too) and
+        the rest: see p_sample, as for the result.
+        """
+        out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
+        if cond_fn is not None:
+            out = self.condition_score(cond_fn, out, x, t, model_kwargs)
+        # Again from x_0, which may have been clipped.
+        eps = self._predict_eps_from_xstart(x, t, out["pred_xstart"])
+        abar = self._at("alphas_cumprod", t, x)
+        abar_prev = self._at("alphas_cumprod_prev", t, x)
+        sigma = eta * torch.sqrt((1 - abar_prev) / (1 - abar)) * torch.sqrt(1 - abar / abar_prev)
+        if noise is None:
+            noise = torch.randn_like(x)
+        mean = out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(1 - abar_prev - sigma ** 2) * eps
+        sample = mean + _not_last(t, x) * sigma * noise
+        return {"sample": sample, "pred_xstart": out["pred_xstart"]}
+
+    def ddim_reverse_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None,
+                            model_kwargs=None, eta=0.0):
+        """
+        DDIM's ODE one step towards noise, Song section 4.3, with abar_T = 0:
+
+            x_{t+1} = sqrt(abar_{t+1}) x_0 + sqrt(1 - abar_{t+1}) eps
+
+        Arguments and result (sample is x_{t+1}): see ddim_sample. ValueError unless eta is 0.
+        """
+        if eta != 0.0:
+            raise ValueError(f"eta {eta}: only the deterministic path (eta 0) runs in reverse")
+        out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
+        if cond_fn is not None:
+            out = self.condition_score(cond_fn, out, x, t, model_kwargs)
+        eps = self._predict_eps_from_xstart(x, t, out["pred_xstart"])
+        abar_next = self._at("alphas_cumprod_next", t, x)
+        sample = out["pred_xstart"] * torch.sqrt(abar_next) + torch.sqrt(1 - abar_next) * eps
+        return {"sample": sample, "pred_xstart": out["pred_xstart"]}
+
+    # ---- samplers: all steps ----
+
+    def p_sample_loop(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None, cond_fn=None,
+                      model_kwargs=None, device=None, progress=False):
+        """
+        A sample (shape) by all p_sample steps, from x_T = noise, drawn if None. Draws one x_T, then one
+        normal batch per step, the last included. device: default that of noise, else of model's parameters.
+        progress: show a bar.
+        """
+        return _last_sample(self.p_sample_loop_progressive(
+            model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress))
+
+    def p_sample_loop_progressive(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None,
+                                  cond_fn=None, model_kwargs=None, device=None, progress=False):
+        """p_sample_loop as a generator of p_sample's dicts, one per step."""
+        def step(x, t):
+            return self.p_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs)
+        yield from self._loop(step, model, shape, noise, device, progress)
+
+    def ddim_sample_loop(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None, cond_fn=None,
+                         model_kwargs=None, device=None, progress=False, eta=0.0):
+        """A sample (shape) by all ddim_sample steps; see p_sample_loop, and ddim_sample for eta."""
+        return _last_sample(self.ddim_sample_loop_progressive(
+            model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress, eta))
+
+    def ddim_sample_loop_progressive(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None,
+                                     cond_fn=None, model_kwargs=None, device=None, progress=False, eta=0.0):
+        """ddim_sample_loop as a generator of ddim_sample's dicts, one per step."""
+        def step(x, t):
+            return self.ddim_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta)
+        yield from self._loop(step, model, shape, noise, device, progress)
+
+    def _loop(self, step, model, shape, noise, device, progress):
+        """Yields step(x, t) for t = T-1 ... 0, each from the sample of the one before."""
+        if device is None:
+            device = _device_of(model) if noise is None else noise.device
+        self.prepare(device)
+        x = torch.randn(*shape, device=device) if noise is None else noise
+        for t in self._timesteps(shape[0], device, progress):
+            with torch.no_grad():  # ends before the yield: the caller's mode is the caller's
+                out = step(x, t)
+            yield out
+            x = out["sample"]
+
+    def _timesteps(self, batch_size, device, progress=False):
+        """Yields t = T-1 ... 0 as (batch_size,) int64, rows of one tensor made on the device."""
+        steps = torch.arange(self.num_timesteps - 1, -1, -1, device=device)
+        rows = steps[:, None].repeat(1, batch_size)  # (T, batch_size)
+        indices = range(self.num_timesteps)
+        if progress:
+            from tqdm.auto import tqdm  # for those who want a bar
+            indices = tqdm(indices)
+        for index in indices:
+            yield rows[index]
+
+    # ---- losses ----
+
+    def training_losses(self, model, x_start, t, model_kwargs=None, noise=None):
+        """
+        The loss of each row for x_t = q_sample(x_start, t, noise).
+
+        Returns a dict of (N,): loss; with MSE types also mse and, for a learned variance, vb. The hybrid,
+        Nichol eq. 16: vb, the bound's term in bits per dimension, trains the variance alone: the prediction
+        in it is detached.
+        Raises ValueError if the model's output does not fit x_start.
+        """
+        if noise is None:
+            noise = torch.randn_like(x_start)
+        x_t = self.q_sample(x_start, t, noise=noise)
+        if self.loss_type.is_vb():
+            p = self.p_mean_variance(model, x_t, t, clip_denoised=False, model_kwargs=model_kwargs)
+            vb = self._vb_term_bpd(p, x_start, x_t, t)
+            return {"loss": vb * self.num_timesteps if self.loss_type is LossType.RESCALED_KL else vb}
+
+        output = self._wrap_model(model)(x_t, t, **(model_kwargs or {}))
+        prediction, variance_values = self._split_output(output, x_t)
+        if self.model_mean_type is ModelMeanType.EPSILON:
+            target = noise
+        elif self.model_mean_type is ModelMeanType.START_X:
+            target = x_start
+        else:
+            target, _, _ = self.q_posterior_mean_variance(x_start, x_t, t)
+        mse = mean_flat((target - prediction) ** 2)
+        if variance_values is None:
+            return {"mse": mse, "loss": mse}
+
+        frozen = torch.cat([prediction.detach(), variance_values], dim=1)
+        p = self._output_mean_variance(frozen, x_t, t, clip_denoised=False)
+        vb = self._vb_term_bpd(p, x_start, x_t, t)
+        if self.loss_type is LossType.RESCALED_MSE:
+            vb = vb * (self.num_timesteps / 1000.0)  # 1e-3 of the whole bound, whatever T: Nichol section 3.1
+        return {"mse": mse, "vb": vb, "loss": mse + vb}
+
+    def _vb_terms_bpd(self, model, x_start, x_t, t, clip_denoised=True, model_kwargs=None):
+        """The bound's term at t, in bits per dimension: a dict of output (N,) and pred_xstart, like x_start."""
+        p = self.p_mean_variance(model, x_t, t, clip_denoised, model_kwargs=model_kwargs)
+        return {"output": self._vb_term_bpd(p, x_start, x_t, t), "pred_xstart": p["pred_xstart"]}
+
+    def _vb_term_bpd(self, p, x_start, x_t, t):
+        """
+        (N,): L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0, L_0 = -log p(x_0 | x_1), Ho eq. 5, over
+        8-bit levels; in bits per dimension. p: dict with mean and log_variance.
+        """
+        q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start, x_t, t)
+        kl = mean_flat(normal_kl(q_mean, q_log_variance, p["mean"], p["log_variance"])) / math.log(2.0)
+        log_p = discretized_gaussian_log_likelihood(
+            x_start, means=p["mean"], log_scales=0.5 * p["log_variance"])
+        return torch.where(t == 0, mean_flat(-log_p) / math.log(2.0), kl)
+
+    def _prior_bpd(self, x_start):
+        """(N,): L_T = KL(q(x_T | x_0) || N(0, I)), Ho eq. 5, in bits per dimension; it holds no parameters."""
+        t = torch.full((x_start.shape[0],), self.num_timesteps - 1, dtype=torch.int64, device=x_start.device)
+        mean, _, log_variance = self.q_mean_variance(x_start, t)
+        return mean_flat(normal_kl(mean, log_variance, 0.0, 0.0)) / math.log(2.0)
+
+    def calc_bpd_loop(self, model, x_start, clip_denoised=True, model_kwargs=None):
+        """
+        The whole variational bound, Ho eq. 5, one draw of noise per step.
+
+        Returns a dict: total_bpd (N,) = the sum of vb + prior_bpd; prior_bpd (N,); vb, xstart_mse, mse (of
+        the noise), each (N, T) from t = T-1 to 0.
+        """
+        terms = {"vb": [], "xstart_mse": [], "mse": []}
+        for t in self._timesteps(x_start.shape[0], x_start.device):
+            noise = torch.randn_like(x_start)
+            x_t = self.q_sample(x_start, t, noise=noise)
+            with torch.no_grad():
+                out = self._vb_terms_bpd(model, x_start, x_t, t, clip_denoised, model_kwargs)
+            eps = self._predict_eps_from_xstart(x_t, t, out["pred_xstart"])
+            terms["vb"].append(out["output"])
+            terms["xstart_mse"].append(mean_flat((out["pred_xstart"] - x_start) ** 2))
+            terms["mse"].append(mean_flat((eps - noise) ** 2))
+        terms = {name: torch.stack(rows, dim=1) for name, rows in terms.items()}  # each (N, T)
+        prior_bpd = self._prior_bpd(x_start)
+        return {"total_bpd": terms["vb"].sum(dim=1) + prior_bpd, "prior_bpd": prior_bpd, **terms}
+
+
+def _not_last(t, x):
+    """float32 (N, 1, ...): 1, but 0 at t = 0, whose step ends in the mean."""
+    return (t != 0).float().view(-1, *[1] * (x.ndim - 1))
+
+
+def _last_sample(steps):
+    for out in steps:
+        pass
+    return out["sample"]
+
+
+def _device_of(model):
+    try:
+        return next(model.parameters()).device
+    except (AttributeError, StopIteration):
+        raise ValueError("device: give it, or noise; the model has no parameters to tell it from") from None

@@ -1,0 +1,103 @@
+"""Sampling with fewer steps than the process was trained with: Nichol & Dhariwal 2021 (2102.09672), section 4."""
+import numpy as np
+import torch
+
+from .gaussian_diffusion import GaussianDiffusion
+
+
+def space_timesteps(num_timesteps, section_counts):
+    """
+    The set of timesteps to keep of `num_timesteps`.
+
+    section_counts: numbers of steps to keep, evenly spaced, in that many equal sections of the process, as a
+        list or as a string ("250"; "10,15,20": of 300, ten of the first hundred, fifteen of the second, ...);
+        or "ddimN": N steps at an integer stride from 0 (Song et al. 2021).
+    Raises ValueError for what is neither, for a section shorter than its count, and for an impossible stride.
+    """
+    if isinstance(section_counts, str) and section_counts.startswith("ddim"):
+        wanted = _counts([section_counts[len("ddim"):]], section_counts)[0]
+        for stride in range(1, num_timesteps + 1):
+            kept = range(0, num_timesteps, stride)
+            if len(kept) == wanted:
+                return set(kept)
+        raise ValueError(f'timestep respacing "{section_counts}": no integer stride gives {wanted} of '
+                         f'{num_timesteps} steps; take "{wanted}" for an uneven one')
+
+    counts = section_counts.split(",") if isinstance(section_counts, str) else section_counts
+    counts = _counts(counts, section_counts)
+    kept = []
+    start = 0
+    for section, count in enumerate(counts):
+        size = num_timesteps // len(counts) + (section < num_timesteps % len(counts))
+        if count > size:
+            raise ValueError(f'timestep respacing "{section_counts}": {count} steps of a section of {size} '
+                             f"(the process has {num_timesteps} steps, in {len(counts)} section(s))")
+        stride = (size - 1) / (count - 1) if count > 1 else 1
+        position = 0.0
+        for _ in range(count):
+            # Added up, not multiplied out: at a half, rounding decides which timestep published results used.
+            kept.append(start + round(position))
+            position += stride
+        start += size
+    return set(kept)
+
+
+def _counts(values, given):
+    """values as counts of steps, at least one step in all; `given` is what the user wrote."""
+    try:
+        counts = [int(value) for value in values]
+    except (TypeError, ValueError):
+        counts = []
+    if not counts or min(counts) < 0 or sum(counts) == 0:
+        raise ValueError(f'timestep respacing "{given}": expected a number of steps ("250"), one per section '
+                         '("10,15,20") or an even stride ("ddim50"), with at least one step in all')
+    return counts
+
+
+class SpacedDiffusion(GaussianDiffusion):
+    """
+    The process restricted to `use_timesteps`: the same marginals there, and betas that lead from
+    one kept step to the next.
+
+        beta'_i = 1 - abar_{S_i} / abar_{S_{i-1}}    (Nichol & Dhariwal 2021, section 4)
+
+    Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn are shown the original ones.
+    use_timesteps: the original timesteps to keep. The other arguments: GaussianDiffusion's (original betas).
+    Attributes: use_timesteps (set), timestep_map (sorted list: own index to original timestep),
+    original_num_steps.
+    Raises ValueError if use_timesteps is empty or reaches outside the process.
+    """
+
+    def __init__(self, use_timesteps, **kwargs):
+        self.use_timesteps = set(use_timesteps)
+        self.timestep_map = sorted(self.use_timesteps)
+        base = GaussianDiffusion(**kwargs)
+        self.original_num_steps = base.num_timesteps
+        if not self.timestep_map or self.timestep_map[0] < 0 or self.timestep_map[-1] >= base.num_timesteps:
+            raise ValueError(f"use_timesteps: expected some of 0 ... {base.num_timesteps - 1}, got "
+                             f"{self.timestep_map[:1]} ... {self.timestep_map[-1:]}")
+        kept = base.alphas_cumprod[self.timestep_map]
+        kwargs["betas"] = 1.0 - kept / np.append(1.0, kept[:-1])
+        super().__init__(**kwargs)
+
+    def _upload(self, device):
+        timestep_map = torch.tensor(self.timestep_map, dtype=torch.int64, device=device)
+        return {**super()._upload(device), "timestep_map": timestep_map}
+
+    def original_timesteps(self, t):
+        """t (N,), this process's timesteps, as the original ones (N,) int64, looked up on t's device."""
+        return self._tables(t.device)["timestep_map"][t.long()]
+
+    def _wrap_model(self, model):
+        return model if isinstance(model, _WrappedModel) else _WrappedModel(model, self)
+
+
+class _WrappedModel:
+    """A model, or a cond_fn, that is shown the original timesteps."""
+
+    def __init__(self, model, diffusion):
+        self.model = model
+        self.diffusion = diffusion
+
+    def __call__(self, x, t, **kwargs):
+        return self.model(x, self.diffusion.original_timesteps(t), **kwargs)

@@ -1,0 +1,110 @@
+"""Which timesteps to train on: uniformly, or more often where the loss is large."""
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def create_named_schedule_sampler(name, diffusion):
+    """name: "uniform" or "loss-second-moment", else ValueError; diffusion: whose num_timesteps to draw from."""
+    if name == "uniform":
+        return UniformSampler(diffusion)
+    if name == "loss-second-moment":
+        return LossSecondMomentResampler(diffusion)
+    raise ValueError(f'schedule sampler "{name}": expected "uniform" or "loss-second-moment"')
+
+
+class ScheduleSampler(ABC):
+    """A distribution over timesteps, with the weights that keep the mean of the weighted loss what it was."""
+
+    @abstractmethod
+    def weights(self):
+        """(num_timesteps,) numpy array, positive, not necessarily normalised."""
+
+    def sample(self, batch_size, device):
+        """
+        Importance-sampled timesteps: t (batch_size,) int64 with P(t) = p_t, and weights (batch_size,)
+        float32, 1 / (num_timesteps p_t). Drawn from numpy's global generator.
+        """
+        p = self.weights()
+        p = p / np.sum(p)
+        t = np.random.choice(len(p), size=(batch_size,), p=p)
+        weights = 1.0 / (len(p) * p[t])
+        return (torch.from_numpy(t).long().to(device),
+                torch.from_numpy(weights).float().to(device))
+
+
+class UniformSampler(ScheduleSampler):
+    def __init__(self, diffusion):
+        self.diffusion = diffusion
+        self._weights = np.ones([diffusion.num_timesteps])
+
+    def weights(self):
+        return self._weights
+
+
+class LossAwareSampler(ScheduleSampler):
+    """A sampler that follows the losses; every rank of a process group sees all of them, in the same order."""
+
+    def update_with_local_losses(self, local_ts, local_losses):
+        """
+        local_ts (N,) integers and local_losses (N,) of this rank's batch; N may differ between ranks.
+        Collective when a process group is initialised.
+        """
+        batches = [(local_ts.tolist(), local_losses.tolist())]
+        if dist.is_available() and dist.is_initialized():
+            sizes = [local_ts.new_zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+            dist.all_gather(sizes, torch.full_like(sizes[0], len(local_ts)))
+            sizes = [int(size) for size in sizes]
+            # all_gather needs one shape: pad to the longest, cut after.
+            gathered = []
+            for local in (local_ts.to(torch.int64), local_losses.detach().to(torch.float64)):
+                padded = local.new_zeros(max(sizes))
+                padded[:len(local)] = local
+                rows = [torch.empty_like(padded) for _ in sizes]
+                dist.all_gather(rows, padded)
+                gathered.append([row[:size].tolist() for row, size in zip(rows, sizes)])
+            batches = zip(*gathered)
+        batches = list(batches)
+        self.update_with_all_losses([t for ts, _ in batches for t in ts],
+                                    [loss for _, losses in batches for loss in losses])
+
+    @abstractmethod
+    def update_with_all_losses(self, ts, losses):
+        """ts: list of int timesteps; losses: list of float, one each. Deterministic: ranks must stay in step."""
+
+
+class LossSecondMomentResampler(LossAwareSampler):
+    """
+    p_t proportional to sqrt(E[L_t^2]) over the last `history_per_term` losses of each t, mixed with a share
+    `uniform_prob` of the uniform distribution (Nichol & Dhariwal 2021, eq. 18). Uniform
+    until every t has its history.
+    """
+
+    def __init__(self, diffusion, history_per_term=10, uniform_prob=0.001):
+        self.diffusion = diffusion
+        self.history_per_term = history_per_term
+        self.uniform_prob = uniform_prob
+        self._loss_history = np.zeros([diffusion.num_timesteps, history_per_term], dtype=np.float64)
+        self._loss_counts = np.zeros([diffusion.num_timesteps], dtype=np.int64)
+
+    def weights(self):
+        if not self._warmed_up():
+            return np.ones([self.diffusion.num_timesteps], dtype=np.float64)
+        p = np.sqrt(np.mean(self._loss_history ** 2, axis=-1))
+        p = p / np.sum(p)
+        return p * (1.0 - self.uniform_prob) + self.uniform_prob / len(p)
+
+    def update_with_all_losses(self, ts, losses):
+        for t, loss in zip(ts, losses):
+            # Oldest first; the row is read as a whole only once every row is full.
+            if self._loss_counts[t] == self.history_per_term:
+                self._loss_history[t, :-1] = self._loss_history[t, 1:]
+                self._loss_history[t, -1] = loss
+            else:
+                self._loss_history[t, self._loss_counts[t]] = loss
+                self._loss_counts[t] += 1
+
+    def _warmed_up(self):
+        return bool((self._loss_counts == self.history_per_term).all())
