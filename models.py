@@ -222,7 +222,7 @@ class DiT(nn.Module):
                 nn.init.zeros_(module.bias)
 
         self.apply(xavier)
-        self.reset_pos_embed()
+        self.pos_embed.data.copy_(self.position_table())
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
         nn.init.zeros_(self.x_embedder.proj.bias)
         for weight in (self.y_embedder.embedding_table.weight, self.t_embedder.mlp[0].weight, self.t_embedder.mlp[2].weight):
@@ -232,11 +232,10 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def reset_pos_embed(self):
-        """(Re)compute the position table, which is a function of the grid and never trained."""
+    def position_table(self):
+        """The position embedding (1, T, D) float32: a function of the grid, never trained."""
         table = get_2d_sincos_pos_embed(self.pos_embed.shape[-1], self.x_embedder.grid_size[0])
-        self.pos_embed.data = torch.from_numpy(table).to(
-            self.pos_embed.device if not self.pos_embed.is_meta else "cpu", self.pos_embed.dtype).unsqueeze(0)
+        return torch.from_numpy(table).float().unsqueeze(0)
 
     def unpatchify(self, x):
         """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""

@@ -62,12 +62,10 @@ def load_model(options, device):
         raise UsageError(f"--image-size {options.image_size}: must be a multiple of {8 * model.patch_size} for {options.model}")
     state = find_model(options.ckpt or _published(options))
     _check_fit(options, model, state)
-    moved = state["pos_embed"].shape != model.pos_embed.shape
-    if moved:  # the table is a function of the grid, so the network runs at any size
+    if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid, so the network runs at any size
         trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with recomputed positions")
-        model.reset_pos_embed()
-        state = {**state, "pos_embed": model.pos_embed.data}
+        state = {**state, "pos_embed": model.position_table()}
     state = {name: tensor if tensor.dtype == torch.float32 else tensor.float() for name, tensor in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return model.to(device).eval().requires_grad_(False)

@@ -46,11 +46,11 @@ def find_model(name_or_path):
     return state
 
 
-def download_model(model_name, url=None, folder=FOLDER):
-    """Fetch published weights into `folder`, showing progress; returns the path. The file gets its name only when all its bytes are
+def download_model(model_name, url=None, folder=None):
+    """Fetch published weights into `folder` (default: this file's), showing progress; returns the path. The file gets its name only when all its bytes are
     there, so that an interrupted download never looks whole."""
     from tqdm import tqdm
-    target, url = Path(folder) / model_name, url or BASE_URL + model_name
+    target, url = Path(folder or FOLDER) / model_name, url or BASE_URL + model_name
     remedy = f"fetch {url} by other means and put it at {target}"
     try:
         with partial_file(target) as partial, urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
@@ -64,7 +64,7 @@ def download_model(model_name, url=None, folder=FOLDER):
             if total is not None and file.tell() != total:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
     except OSError as error:  # URLError, time-outs and a full disk are OSErrors
-        raise UsageError(f"--ckpt {model_name}: download failed ({getattr(error, 'reason', error)}); {remedy}") from None
+        raise UsageError(f"--ckpt {model_name}: download failed ({error}); {remedy}") from None
     return target
 
 

@@ -57,6 +57,7 @@ def write(state, target):
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix in (".pt", ".safetensors"):
         with partial_file(target) as partial:
+            partial.touch()  # an OSError that says why, where torch and safetensors raise their own
             save_file(state, partial) if target.suffix == ".safetensors" else torch.save(state, partial)
         return
     partial = target.with_name(f".{target.name}.part")

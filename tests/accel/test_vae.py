@@ -1,0 +1,88 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from accel import vae
+from accel.options import UsageError
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 8])
+def test_grid_is_torchvisions_save_image(tmp_path, n):
+    from torchvision.utils import save_image
+    pixels = torch.randn(n, 3, 24, 16, generator=torch.Generator().manual_seed(n))
+    pixels[0, :, 0, :4] = torch.tensor([-1.0, 1.0, 0.0, 1 / 255])
+    save_image(pixels, tmp_path / "theirs.png", nrow=4, normalize=True, value_range=(-1, 1))
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "theirs.png")), vae.to_grid(pixels).numpy())
+
+
+def test_to_uint8_truncates_as_fid_jobs_do():
+    levels = torch.arange(256.0)
+    exact = (levels - 127.5) / 127.5
+    got = vae.to_uint8(exact.view(1, 1, 16, 16).expand(1, 3, 16, 16))
+    assert got.shape == (1, 16, 16, 3) and got.dtype == torch.uint8
+    assert (got[0, ..., 0].flatten().int() - levels.int()).abs().max() <= 1
+    assert vae.to_uint8(torch.tensor([-9.0, 9.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)).tolist() == [[[[0] * 3, [255] * 3]]]
+
+
+def test_decode_scales_and_does_not_depend_on_the_batch(tiny_vae):
+    decoder = vae.load_vae(vae.find_vae(str(tiny_vae)), torch.device("cpu"))
+    latents = torch.randn(3, 4, 8, 8)
+    pixels = vae.decode(decoder, latents)
+    assert pixels.shape == (3, 3, 64, 64) and not any(p.requires_grad for p in decoder.parameters())
+    assert torch.equal(pixels[1:2], vae.decode(decoder, latents[1:2]))
+    with torch.no_grad():
+        assert torch.allclose(pixels, decoder.decode(latents / 0.18215).sample, atol=1e-5)
+
+
+def test_deprecated_attention_names_load(tiny_vae, tmp_path):
+    """The published sd-vae-ft-* files name the attention's projections query, key, value and proj_attn."""
+    from safetensors.torch import load_file, save_file
+    names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = load_file(tiny_vae / vae.FILES[1])
+    old = {}
+    for key, value in state.items():
+        for new, name in names.items():
+            key = key.replace(f"attentions.0.{new}.", f"attentions.0.{name}.")
+        old[key] = value
+    assert old.keys() != state.keys()
+    save_file(old, tmp_path / vae.FILES[1], metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
+    latents = torch.randn(1, 4, 4, 4)
+    a, b = (vae.decode(vae.load_vae(vae.find_vae(str(folder)), torch.device("cpu")), latents) for folder in (tiny_vae, tmp_path))
+    assert torch.equal(a, b)
+
+
+def test_bad_folders(tiny_vae, tmp_path):
+    def error(name):
+        with pytest.raises(UsageError) as caught:
+            vae.find_vae(str(name))
+        assert "--vae" in str(caught.value) and "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "neither ema nor mse" in error("nowhere")
+    assert "must hold config.json" in error(tmp_path)
+    (tmp_path / vae.FILES[1]).write_bytes((tiny_vae / vae.FILES[1]).read_bytes()[:-100])
+    (tmp_path / "config.json").write_text("{")
+    assert "not JSON" in error(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "VQModel"}))
+    assert "holds VQModel" in error(tmp_path)
+    (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
+    assert "damaged" in error(tmp_path)
+
+
+def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
+    """The hub is really asked, through a proxy that refuses."""
+    monkeypatch.setattr(vae, "ROOT", tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with pytest.raises(UsageError) as caught:
+        vae.find_vae("mse")
+    message = str(caught.value)
+    assert str(tmp_path / "pretrained_models" / "sd-vae-ft-mse") in message and vae.FILES[1] in message and "\n" not in message
+    (tmp_path / "pretrained_models" / "sd-vae-ft-mse").mkdir(parents=True)
+    with pytest.raises(UsageError, match="must hold"):  # a local folder goes before the hub
+        vae.find_vae("mse")

@@ -1,0 +1,80 @@
+"""Who may import whom (the house rules in code.md), and what must not be imported before it is needed."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+OURS = {"models", "diffusion", "accel", "pretrained_models", "sample", "sample_ddp", "evaluate", "scripts"}
+# A file (or folder) → what of ours it may import, beside its own folder. The first match holds.
+RULES = {
+    "models.py": {"accel.kernels"},
+    "diffusion/": set(),
+    "evaluate.py": set(),
+    "sample.py": {"accel.engine", "accel.options"},
+    "sample_ddp.py": {"accel.engine", "accel.options", "accel.parallel", "accel.fid"},
+    "accel/kernels/": set(),
+    "accel/options.py": set(),
+    "accel/precision.py": set(),
+    "accel/vae.py": {"accel.precision", "accel.options"},
+    "accel/parallel/": {"accel.kernels", "accel.options"},
+    "pretrained_models/": {"accel.options", "models"},
+}
+
+
+def imports(path):
+    """Full dotted names of ours that a file imports anywhere, in functions too."""
+    package = ".".join(path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base]).strip(".")
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in OURS)
+
+
+def tracked(pattern):
+    files = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    return [file for file in files if (ROOT / file).is_file()] or [str(p.relative_to(ROOT)) for p in ROOT.glob(pattern) if ".venv" not in p.parts]
+
+
+@pytest.mark.parametrize("file", tracked("*.py"))
+def test_imports_follow_the_rules(file):
+    rule = next((rule for rule in RULES if file == rule or (rule.endswith("/") and file.startswith(rule))), None)
+    if rule is None:
+        return
+    own = rule.rstrip("/").replace("/", ".") if rule.endswith("/") else None
+    for name in imports(ROOT / file):
+        allowed = any(name == other or name.startswith(other + ".") for other in RULES[rule] | ({own} if own else set()))
+        assert allowed, f"{file} imports {name}; it may import {sorted(RULES[rule]) or 'nothing of ours'}"
+
+
+def test_the_rule_reader_sees_what_it_must(tmp_path):
+    """Held against a file that breaks the rules in every way an import can be written."""
+    broken = ROOT / "diffusion" / "_broken.py"
+    broken.write_text("import models\nfrom accel import engine\ndef f():\n    from ..accel.kernels import norm\nfrom . import respace\n")
+    try:
+        assert {"models", "accel.engine", "diffusion.respace"} <= set(imports(broken))
+    finally:
+        broken.unlink()
+
+
+def loaded(code):
+    done = subprocess.run([sys.executable, "-c", code + "\nimport sys; print(*sorted({m.split('.')[0] for m in sys.modules}))"],
+                          cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_cold_start_imports_nothing_heavy():
+    """Slow imports stay off the way to the first denoising step."""
+    assert not loaded("import sample, accel.options") & {"torch", "numpy", "diffusers", "PIL"}
+    assert not loaded("import accel.engine") & {"timm", "diffusers", "torchvision", "triton", "lpips", "skimage", "matplotlib", "transformers"}
