@@ -11,12 +11,15 @@ sample: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests
 
-# Debian and Ubuntu may come without venv or pip: python3-venv is then the one package to add.
+# Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
 $(VENV)/ready: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "python 3.10 or later is needed")'
-	$(PYTHON) -m venv $(VENV) || { echo "no venv: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "python 3.10 or later is needed: make PYTHON=python3.12")'
+	@$(PYTHON) -m ensurepip --version >/dev/null 2>&1 || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends python3-venv; } || { \
+	  echo "python cannot make a venv: sudo apt-get install python3-venv, then make again"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf $(VENV) sample.png

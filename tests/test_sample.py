@@ -208,3 +208,56 @@ def test_ctrl_c_leaves_nothing(weights, tiny_vae, tmp_path):
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+#################################################################################
+#                                   On a GPU                                    #
+#################################################################################
+
+
+@pytest.fixture(scope="session")
+def xl(tmp_path_factory):
+    """Random non-zero DiT-XL/2 weights for 512 px in training layout, and a VAE of sd-vae-ft-ema's architecture."""
+    from diffusers import AutoencoderKL
+    folder = tmp_path_factory.mktemp("xl")
+    with torch.device("cuda"):
+        model = DiT_models["DiT-XL/2"](input_size=64)
+        torch.manual_seed(0)
+        for name, value in model.named_parameters():
+            if name != "pos_embed":
+                value.data.normal_(0, 0.02)
+        vae = AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=2,
+                            block_out_channels=[128, 256, 512, 512], latent_channels=4, norm_num_groups=32, sample_size=256)
+    torch.save({"ema": {name: value.cpu() for name, value in model.state_dict().items()}}, folder / "xl.pt")
+    vae.save_pretrained(folder / "vae")
+    return folder
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_xl_at_512_on_a_gpu(xl, tmp_path, run, precision):
+    done = run("sample.py", "--image-size", 512, "--ckpt", xl / "xl.pt", "--vae", xl / "vae", "--precision", precision, "--num-sampling-steps", 25,
+               "--output", tmp_path / "x.png")
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert Image.open(tmp_path / "x.png").size == (4 * 514 + 2, 2 * 514 + 2) and np.asarray(Image.open(tmp_path / "x.png")).std() > 1
+
+
+@pytest.mark.gpu
+def test_no_copy_and_no_wait_in_the_loop_on_a_gpu():
+    """The loop that people write, and ours: after the first step nothing waits for the device and nothing is uploaded."""
+    device = torch.device("cuda")
+    network = fill(DiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)).to(device)
+    diffusion, labels = create_diffusion("10"), torch.arange(4, device=device)
+    for loop in (lambda: engine.denoise(network, diffusion, engine.draw_latents(4, 8, 0, device), labels, 4.0, 10),
+                 lambda: engine.denoise(network, diffusion, engine.draw_latents(4, 8, 0, device), labels, 1.0, 10, guided=False)):
+        loop()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+                loop()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        copies = [event.name for event in profile.events() if "HtoD" in event.name or "DtoH" in event.name]
+        assert copies == []
