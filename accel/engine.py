@@ -71,6 +71,12 @@ def load_model(options, device):
     return model.to(device).eval().requires_grad_(False)
 
 
+def fetch_weights(options):
+    """Download the published weights if the options want them and they are not here yet. Raises UsageError."""
+    if options.ckpt is None:
+        find_model(_published(options))
+
+
 def _published(options):
     name = f"DiT-XL-2-{options.image_size}x{options.image_size}.pt"
     if options.model != "DiT-XL/2" or name not in pretrained_models or options.num_classes != 1000:
@@ -118,13 +124,14 @@ def draw_latents(n, latent_size, seed, device):
 
 
 @torch.inference_mode()
-def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, rows=slice(None), steps=None, progress=None):
+def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, rows=slice(None), draw=None, steps=None, progress=None):
     """Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2) with classifier-free guidance.
 
     network: anything with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`. z (n, 4, L, L): the whole batch's noise;
     labels (n,) on z's device. rows: the part of the batch to compute (a rank's share); returns its latents (n', 4, L, L).
     guided: with guidance a step's normal draw covers 2n rows. The null half's update is never computed, since the network only
     reads the first half, but its draw is made: the random stream stays upstream's.
+    draw: called once a step for the noise of `rows` (n', 4, L, L), in place of that stream.
     steps: stop after so many (for warm-up). progress: called after each step has been queued.
     """
     x, y = z[rows], labels[rows]
@@ -141,7 +148,8 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
     drawn = (2 * n if guided else n, *z.shape[1:])
     timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=z.device)
     for index in range(diffusion.num_timesteps)[:steps]:
-        noise = torch.randn(drawn, device=z.device)[:n][rows]  # draw 2n rows, use this rank's: upstream's random stream
+        # Draw 2n rows, use this rank's: upstream's random stream.
+        noise = draw() if draw is not None else torch.randn(drawn, device=z.device)[:n][rows]
         x = diffusion.p_sample(model, x, timesteps[index].expand(mine), clip_denoised=False, noise=noise)["sample"]
         if progress is not None:
             progress()
@@ -203,6 +211,7 @@ class Engine:
         self.options = options
         self.device = choose_device(options)
         self.watch = Stopwatch(self.device)
+        self.decoder = None  # loaded when it is first needed
         with self.watch.phase("load"):
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             self.precision = choose_precision(options, self.device)
@@ -215,26 +224,31 @@ class Engine:
                 f"{self.options.num_sampling_steps} steps · cfg {self.options.cfg_scale:g} · {self.precision} · {where} · "
                 f"torch {torch.__version__}")
 
-    def run(self, steps=None, progress=None):
-        """Latents (n, 4, L, L) of the options' labels and seed; the same on every call."""
+    def denoise(self, z, labels, **how):
+        """Noise z (n, 4, L, L) and labels (n,) → latents; `how` as in the function of the same name."""
+        return denoise(self.network, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes, **how)
+
+    def run(self, rows=slice(None), **how):
+        """Latents (n', 4, L, L) of `rows` of the options' labels, from the options' seed; the same on every call."""
         options = self.options
         z = draw_latents(len(options.labels), options.latent_size, options.seed, self.device)
         labels = torch.tensor(options.labels, device=self.device)
-        return denoise(self.network, self.diffusion, z, labels, options.cfg_scale, options.num_classes, steps=steps, progress=progress)
+        return self.denoise(z, labels, rows=rows, **how) if len(labels[rows]) else z[rows]
 
-    def sample(self):
-        """`run` with a bar, repeated and timed as the options say. Returns latents."""
+    def sample(self, rows=slice(None), show=True):
+        """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process talks."""
         runs, times = self.options.repeats, []
         if runs > 1:
             with self.watch.phase("warm-up"):
-                self.run(steps=3)
+                self.run(rows, steps=3)
         for index in range(runs):
             start = time.perf_counter()
             with self.watch.phase("sample"), progress_bar(
-                    self.options.num_sampling_steps, self.device, desc=f"run {index + 1}/{runs}" if runs > 1 else None) as progress:
-                latents = self.run(progress=progress)
+                    self.options.num_sampling_steps, self.device, disable=not show,
+                    desc=f"run {index + 1}/{runs}" if runs > 1 else None) as progress:
+                latents = self.run(rows, progress=progress)
             times.append(time.perf_counter() - start)
-        if runs > 1:
+        if runs > 1 and show:
             times.sort()
             median = (times[(runs - 1) // 2] + times[runs // 2]) / 2
             print(f"sampling, {runs} runs after warm-up: median {median:.3f} s, from {times[0]:.3f} to {times[-1]:.3f} s")
@@ -245,17 +259,19 @@ class Engine:
     def decode(self, latents):
         """Latents → pixels (n, 3, H, W), about (-1, 1)."""
         with self.watch.phase("decode"):
-            return vae.decode(vae.load_vae(self.vae_folder, self.device), latents)
+            if self.decoder is None:
+                self.decoder = vae.load_vae(self.vae_folder, self.device)
+            return vae.decode(self.decoder, latents)
 
-    def save(self, latents):
-        """Decode if a picture is wanted, and write the options' output, whole or not at all."""
+    def save(self, latents, pixels=None):
+        """Write the options' output, whole or not at all: the latents, or a picture of `pixels`, decoded here if not given."""
         options = self.options
         if options.output_type == "latent":
             import numpy as np
             with self.watch.phase("save"), partial_file(options.output) as partial, open(partial, "wb") as file:
                 np.save(file, latents.float().cpu().numpy())
         else:
-            grid = vae.to_grid(self.decode(latents))
+            grid = vae.to_grid(self.decode(latents) if pixels is None else pixels)
             with self.watch.phase("save"), partial_file(options.output) as partial:
                 from PIL import Image
                 Image.fromarray(grid.numpy()).save(partial, format="PNG")

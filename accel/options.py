@@ -127,7 +127,8 @@ def add_arguments(parser, options=SamplingOptions, leave_out=()):
         if item.default not in (None, MISSING):
             argument["help"] += f" (default: {item.default})"
             argument.setdefault("type", type(item.default))
-        parser.add_argument("--" + item.name.replace("_", "-"), default=item.default, **argument)
+        names = argument.pop("names", ("--" + item.name.replace("_", "-"),))
+        parser.add_argument(*names, dest=item.name, default=item.default, **argument)
 
 
 def options_from(args, options=SamplingOptions):

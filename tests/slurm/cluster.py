@@ -1,0 +1,179 @@
+"""A real Slurm of one node for the tests: slurmctld, slurmd and munged with their state, ports and logs in one temporary folder.
+
+The node offers partition `ssc-gpu` and four fake GPUs (character devices that behave like /dev/null), as many CPUs as the
+batch files ask for, and nothing else of the machine is touched.
+
+    python tests/slurm/cluster.py sbatch slurm/sample_4gpu.sbatch   # runs the command inside, then takes the cluster down
+"""
+
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "scontrol", "scancel")
+
+
+def missing():
+    """Why no cluster can be started here, or "" if one can."""
+    if os.geteuid() != 0:
+        return "starting slurmd needs root"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)"
+    return ""
+
+
+def _search_path():
+    return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Cluster:
+    """`with Cluster() as cluster:` — up on entry (node idle), down with all its processes on exit. `cluster.env` makes Slurm's
+    commands talk to it."""
+
+    def __init__(self, cpus=16, memory_mb=64000, gpus=4):
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a Unix socket's path has 107 characters at most
+        self.cpus, self.memory_mb, self.gpus = cpus, memory_mb, gpus
+        self.env = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
+        self.processes = []
+
+    def __enter__(self):
+        try:
+            self._configure()
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        if self.processes:
+            self.run("scancel", "--full", "--signal=KILL", "--state=RUNNING", check=False)
+            self.run("scancel", "--user=root", check=False)
+            deadline = time.monotonic() + 5
+            while self.run("squeue", "-h", "-t", "RUNNING,COMPLETING", check=False) and time.monotonic() < deadline:
+                time.sleep(0.2)
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in reversed(self.processes):
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.processes = []
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _configure(self):
+        root, host = self.root, socket.gethostname().split(".")[0]
+        for name in ("state", "spool", "log", "dev"):
+            (root / name).mkdir()
+        for i in range(self.gpus):
+            os.mknod(root / f"dev/gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        (root / "gres.conf").write_text(f"NodeName={host} Name=gpu File={root}/dev/gpu[0-{self.gpus - 1}]\n")
+        (root / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainCores=no\n")
+        (root / "slurm.conf").write_text(f"""
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={_free_port()}
+SlurmdPort={_free_port()}
+AuthType=auth/munge
+AuthInfo=socket={root}/munge.socket
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.pid
+SlurmctldLogFile={root}/log/slurmctld
+SlurmdLogFile={root}/log/slurmd
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+KillWait=5
+GresTypes=gpu
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs={self.cpus} RealMemory={self.memory_mb} Gres=gpu:{self.gpus} State=UNKNOWN
+PartitionName=ssc-gpu Nodes={host} Default=YES MaxTime=INFINITE State=UP
+""")
+        subprocess.run(["mungekey", "--create", f"--keyfile={root}/munge.key"], check=True, env=self.env)
+
+    def _start(self):
+        root = self.root
+        self._spawn("munged", "--foreground", "--force", f"--socket={root}/munge.socket", f"--key-file={root}/munge.key",
+                    f"--pid-file={root}/munged.pid", f"--log-file={root}/log/munged", f"--seed-file={root}/munge.seed",
+                    "--num-threads=2")
+        self._wait(lambda: (root / "munge.socket").exists(), "munged did not open its socket")
+        self._spawn("slurmctld", "-D", "-c", "-i")
+        self._spawn("slurmd", "-D", "-c")
+        self._wait(lambda: self.run("sinfo", "-h", "-o", "%T", check=False) == "idle", "the node did not become idle", 30)
+
+    def _spawn(self, *command):
+        with open(self.root / "log" / f"{command[0]}.out", "w") as log:
+            self.processes.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT,
+                                                   start_new_session=True))
+
+    def _wait(self, ready, complaint, seconds=10):
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):
+                logs = "\n".join(f"== {f.name}\n{f.read_text(errors='replace')[-2000:]}" for f in (self.root / "log").iterdir())
+                raise RuntimeError(f"{complaint}\n{logs}")
+            time.sleep(0.1)
+
+    def run(self, *command, check=True, cwd=None, env=None):
+        """Output of one Slurm command, stripped."""
+        done = subprocess.run(command, env={**self.env, **(env or {})}, cwd=cwd, text=True, capture_output=True)
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    def submit(self, *arguments, cwd, env=None):
+        """sbatch in folder `cwd`, as a user would → job id."""
+        return self.run("sbatch", "--parsable", *arguments, cwd=cwd, env=env).split(";")[0]
+
+    def state(self, job):
+        """RUNNING, PENDING, COMPLETED, FAILED, …"""
+        return self.fact(job, "JobState")
+
+    def fact(self, job, name):
+        """One field of `scontrol show job`."""
+        fields = dict(f.split("=", 1) for f in self.run("scontrol", "show", "job", str(job)).split() if "=" in f)
+        return fields[name]
+
+    def wait_for(self, job, states, seconds):
+        deadline = time.monotonic() + seconds
+        while (state := self.state(job)) not in states:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {state} after {seconds} s, not {' or '.join(states)}")
+            time.sleep(0.2)
+        return state
+
+
+if __name__ == "__main__":
+    if missing():
+        sys.exit(f"no Slurm here: {missing()}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with Cluster() as up:
+        sys.exit(subprocess.run(sys.argv[1:] or ["sinfo"], env=up.env).returncode)
