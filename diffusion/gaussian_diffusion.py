@@ -206,11 +206,16 @@ class GaussianDiffusion:
 
     def q_posterior_mean_variance(self, x_start, x_t, t):
         """q(x_{t-1} | x_t, x_0), Ho eq. 6, 7: mean, variance, log variance (clipped at t = 0), like x_t."""
-        mean = (self._at("posterior_mean_coef1", t, x_t) * x_start
-                + self._at("posterior_mean_coef2", t, x_t) * x_t)
         variance = self._at("posterior_variance", t, x_t)
         log_variance = self._at("posterior_log_variance_clipped", t, x_t)
-        return mean, variance.expand(x_t.shape), log_variance.expand(x_t.shape)
+        return self._posterior_mean(x_start, x_t, t), variance.expand(x_t.shape), log_variance.expand(x_t.shape)
+
+    def _posterior_mean(self, x_start, x_t, t):
+        """
+        Ho eq. 7: sqrt(abar_{t-1}) beta_t / (1 - abar_t) x_0 + sqrt(alpha_t) (1 - abar_{t-1}) / (1 - abar_t) x_t
+        """
+        return (self._at("posterior_mean_coef1", t, x_t) * x_start
+                + self._at("posterior_mean_coef2", t, x_t) * x_t)
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
 
@@ -242,7 +247,7 @@ class GaussianDiffusion:
         if self.model_mean_type is ModelMeanType.PREVIOUS_X:
             mean = prediction
         else:
-            mean, _, _ = self.q_posterior_mean_variance(pred_xstart, x, t)
+            mean = self._posterior_mean(pred_xstart, x, t)
         return {"mean": mean, "variance": variance, "log_variance": log_variance, "pred_xstart": pred_xstart}
 
     def _split_output(self, output, x):
@@ -321,7 +326,7 @@ class GaussianDiffusion:
         gradient = self._wrap_model(cond_fn)(x, t, **(model_kwargs or {}))
         eps = eps - (1 - self._at("alphas_cumprod", t, x)).sqrt() * gradient
         pred_xstart = self._predict_xstart_from_eps(x, t, eps)
-        mean, _, _ = self.q_posterior_mean_variance(pred_xstart, x, t)
+        mean = self._posterior_mean(pred_xstart, x, t)
         return {**p_mean_var, "pred_xstart": pred_xstart, "mean": mean}
 
     # ---- samplers: one step each ----
@@ -468,7 +473,7 @@ class GaussianDiffusion:
         elif self.model_mean_type is ModelMeanType.START_X:
             target = x_start
         else:
-            target, _, _ = self.q_posterior_mean_variance(x_start, x_t, t)
+            target = self._posterior_mean(x_start, x_t, t)
         mse = mean_flat((target - prediction) ** 2)
         if variance_values is None:
             return {"mse": mse, "loss": mse}

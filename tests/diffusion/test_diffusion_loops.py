@@ -1,0 +1,273 @@
+import inspect
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diffusion import create_diffusion
+from tests.diffusion.closed_forms import columns, slope, wavy
+
+SHAPE = (4, 4, 8, 8)
+LOOPS = {"p_sample_loop": {}, "ddim_sample_loop": {}, "ddim_sample_loop eta": dict(eta=0.6)}
+
+
+def loop_of(d, name):
+    return getattr(d, name.split()[0])
+
+
+@pytest.mark.parametrize("noise_given", [True, False])
+@pytest.mark.parametrize("name", LOOPS)
+def test_random_stream_draw_by_draw(name, noise_given):
+    # x_T if none is given, then one whole batch per step: at t = 0 and for eta = 0 too, where it goes unused.
+    d = create_diffusion("20")
+    kwargs = dict(clip_denoised=False, model_kwargs=dict(y=0.1), **LOOPS[name])
+    start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) if noise_given else None
+
+    torch.manual_seed(7)
+    sample = loop_of(d, name)(wavy, SHAPE, start, device="cpu", **kwargs)
+    after = torch.get_rng_state()
+
+    torch.manual_seed(7)
+    x = start if noise_given else torch.randn(SHAPE)
+    step = d.p_sample if name == "p_sample_loop" else d.ddim_sample
+    for i in reversed(range(20)):
+        x = step(wavy, x, torch.full((4,), i), noise=torch.randn(SHAPE), **kwargs)["sample"]
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(x, sample)
+    torch.manual_seed(8)
+    other = loop_of(d, name)(wavy, SHAPE, start, device="cpu", **kwargs)
+    assert torch.equal(other, sample) == (noise_given and name == "ddim_sample_loop")
+
+
+def test_noise_is_drawn_after_the_model():
+    # A model that draws (dropout) comes first in the stream.
+    d = create_diffusion("3")
+    x, t = torch.randn(SHAPE), torch.full((4,), 2)
+
+    def model(x, t):
+        return wavy(x, t) + 0.1 * torch.randn(8, 8)
+
+    torch.manual_seed(3)
+    got = d.p_sample(model, x, t)["sample"]
+    torch.manual_seed(3)
+    drawn, noise = torch.randn(8, 8), torch.randn(SHAPE)
+    assert torch.equal(got, d.p_sample(lambda x, t: wavy(x, t) + 0.1 * drawn, x, t, noise=noise)["sample"])
+
+
+def test_progressive_loops_yield_every_step_and_leave_the_grad_mode_alone():
+    d = create_diffusion("6")
+    z = torch.randn(SHAPE)
+    for name in ("p_sample_loop", "ddim_sample_loop"):
+        outs = []
+        torch.manual_seed(0)
+        for out in getattr(d, name + "_progressive")(wavy, SHAPE, z, device="cpu"):
+            assert torch.is_grad_enabled() and not out["sample"].requires_grad
+            outs.append(out)
+        torch.manual_seed(0)
+        assert len(outs) == 6 and torch.equal(outs[-1]["sample"], getattr(d, name)(wavy, SHAPE, z, device="cpu"))
+        assert all(set(out) == {"sample", "pred_xstart"} for out in outs)
+
+
+def test_progress_shows_a_bar(capsys):
+    create_diffusion("6").p_sample_loop(wavy, SHAPE, device="cpu", progress=True)
+    assert "6/6" in capsys.readouterr().err
+    create_diffusion("6").p_sample_loop(wavy, SHAPE, device="cpu")
+    assert capsys.readouterr().err == ""
+
+
+def test_device_follows_noise_or_parameters():
+    class Model(torch.nn.Linear):
+        def forward(self, x, t):
+            return wavy(super().forward(x), t)
+
+    d = create_diffusion("3")
+    assert d.p_sample_loop(Model(8, 8), SHAPE).device == torch.device("cpu")
+    assert d.ddim_sample_loop(wavy, SHAPE, torch.randn(SHAPE)).shape == SHAPE
+    with pytest.raises(ValueError, match="device"):
+        d.p_sample_loop(wavy, SHAPE)
+
+
+def test_timesteps_of_a_step_are_the_models_own():
+    # A model may scale t in place; the next step must not see it.
+    d = create_diffusion("5")
+    seen = []
+
+    def model(x, t):
+        seen.append(t.tolist())
+        t.zero_()
+        return wavy(x, t)
+
+    d.p_sample_loop(model, SHAPE, device="cpu")
+    assert seen == [[i] * 4 for i in reversed(d.timestep_map)]
+
+
+def test_argument_names_and_order_are_the_published_ones():
+    d = create_diffusion("2")
+    step = ["model", "x", "t", "clip_denoised", "denoised_fn"]
+    loop = ["model", "shape", "noise", "clip_denoised", "denoised_fn", "cond_fn", "model_kwargs", "device", "progress"]
+    for name, arguments in {
+        "q_mean_variance": ["x_start", "t"],
+        "q_sample": ["x_start", "t", "noise"],
+        "q_posterior_mean_variance": ["x_start", "x_t", "t"],
+        "p_mean_variance": [*step, "model_kwargs"],
+        "condition_mean": ["cond_fn", "p_mean_var", "x", "t", "model_kwargs"],
+        "condition_score": ["cond_fn", "p_mean_var", "x", "t", "model_kwargs"],
+        "p_sample": [*step, "cond_fn", "model_kwargs", "noise"],
+        "ddim_sample": [*step, "cond_fn", "model_kwargs", "eta", "noise"],
+        "ddim_reverse_sample": [*step, "cond_fn", "model_kwargs", "eta"],
+        "p_sample_loop": loop, "p_sample_loop_progressive": loop,
+        "ddim_sample_loop": [*loop, "eta"], "ddim_sample_loop_progressive": [*loop, "eta"],
+        "training_losses": ["model", "x_start", "t", "model_kwargs", "noise"],
+        "calc_bpd_loop": ["model", "x_start", "clip_denoised", "model_kwargs"],
+    }.items():
+        parameters = inspect.signature(getattr(d, name)).parameters
+        assert list(parameters) == arguments, name
+        if name in ("p_sample", "ddim_sample"):
+            assert parameters["noise"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(inspect.signature(create_diffusion).parameters) == [
+        "timestep_respacing", "noise_schedule", "use_kl", "sigma_small", "predict_xstart", "learn_sigma",
+        "rescale_learned_sigmas", "diffusion_steps"]
+
+
+class Record(TorchDispatchMode):
+    """Which operations ran, and which of them wait for the device, or take from or bring to it anything but launches."""
+
+    WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero"}
+    MAKING = {"lift", "lift_fresh", "lift_fresh_copy", "scalar_tensor", "copy_", "from_file"}
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.names, self.found = torch.device(device), [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        name = function.overloadpacket.__name__
+        self.names.append(name)
+        tensors = [a for a in (*args, out) if isinstance(a, torch.Tensor)]
+        crosses = any(a.device != self.device for a in tensors)
+        moves = name == "_to_copy" and kwargs.get("device") is not None
+        if crosses or moves or name in self.WAITING | self.MAKING:
+            self.found.append(name)
+        return out
+
+
+@pytest.fixture(params=["cpu", "cuda of shapes alone"])
+def device(request, monkeypatch):
+    """The CPU, where values are real, and a fake CUDA device, where whatever leaves it is seen."""
+    if request.param == "cpu":
+        yield "cpu"
+    else:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        with FakeTensorMode():
+            yield "cuda:0"
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("learn_sigma", [True, False])
+def test_no_copy_and_no_wait_in_the_loop(device, name, guided, learn_sigma):
+    d = create_diffusion("10", learn_sigma=learn_sigma)
+    d.prepare(device)
+
+    def model(x, t):
+        return wavy(x, t) if learn_sigma else torch.sin(x + columns(t, x))
+
+    with Record(device) as ops:
+        d_out = loop_of(d, name)(model, SHAPE, device=device, cond_fn=slope if guided else None, **LOOPS[name])
+    assert d_out.device == torch.device(device)
+    assert not ops.found
+    assert ops.names.count("randn_like") == 10 and ops.names.count("randn") == 1
+    assert ops.names.count("arange") == 1  # all timesteps at once, on the device
+
+
+def test_no_copy_and_no_wait_in_losses_and_bound(device):
+    d = create_diffusion("10")
+    d.prepare(device)
+    x, t = torch.randn(SHAPE, device=device), torch.arange(4, device=device)
+    with Record(device) as ops:
+        d.training_losses(wavy, x, t)
+        d.calc_bpd_loop(wavy, x)
+    assert not ops.found and ops.names.count("randn_like") == 11
+
+
+def test_the_recorder_sees_copies_and_waits(device):
+    table = create_diffusion("10").betas
+    t = torch.arange(4, device=device)
+    for sin in (lambda: torch.from_numpy(table).to(device, torch.float32)[t], lambda: torch.tensor([1, 2], device=device)):
+        with Record(device) as ops:
+            sin()
+        assert ops.found
+    if device == "cpu":
+        with Record(device) as ops:
+            assert not (t < 0).any()
+        assert ops.found == ["_local_scalar_dense"]
+
+
+# ---- on a GPU ----
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LOOPS)
+def test_gpu_loop_copies_nothing_and_never_waits(name):
+    d = create_diffusion("30")
+    d.prepare("cuda")
+    run = lambda: loop_of(d, name)(wavy, SHAPE, device="cuda", cond_fn=slope, **LOOPS[name])  # noqa: E731
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = {event.key: event.count for event in profile.key_averages()}
+    assert events["aten::randn_like"] == 30  # the profile is of the loop
+    assert not {key: n for key, n in events.items() if "Memcpy HtoD" in key or "Memcpy DtoH" in key}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["p_sample", "ddim_sample"])
+def test_gpu_step_is_captured_in_a_graph(name):
+    d = create_diffusion("30")
+    with pytest.raises(RuntimeError, match="prepare"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            d.original_timesteps(torch.zeros(4, dtype=torch.long, device="cuda"))
+    torch.cuda.synchronize()
+    d.prepare("cuda")
+    step = getattr(d, name)
+    x, noise = torch.randn(2, *SHAPE, device="cuda")
+    t = torch.full((4,), 29, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(wavy, x, t, cond_fn=slope, noise=noise)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(wavy, x, t, cond_fn=slope, noise=noise)["sample"]
+    for i in (29, 11, 0):
+        x.normal_()
+        noise.normal_()
+        t.fill_(i)
+        graph.replay()
+        assert torch.equal(captured, step(wavy, x, t, cond_fn=slope, noise=noise)["sample"])
+
+
+@pytest.mark.gpu
+def test_gpu_agrees_with_the_cpu():
+    d = create_diffusion("30")
+    z = torch.randn(SHAPE)
+    cpu = d.ddim_sample_loop(wavy, SHAPE, z, device="cpu")
+    gpu = d.ddim_sample_loop(wavy, SHAPE, z.cuda(), device="cuda")
+    torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=1e-4)
+    t = torch.tensor([0, 1, 15, 29])
+    torch.manual_seed(0)
+    noise = torch.randn(SHAPE)
+    for key, value in d.training_losses(wavy, z, t, noise=noise).items():
+        got = d.training_losses(wavy, z.cuda(), t.cuda(), noise=noise.cuda())[key].cpu()
+        torch.testing.assert_close(got, value, rtol=1e-4, atol=1e-5)
+    assert d.calc_bpd_loop(wavy, z.cuda())["total_bpd"].isfinite().all()
