@@ -1,0 +1,146 @@
+"""The row kernel: gates, residual, LayerNorm and adaptive modulation in one pass over the tokens.
+
+adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748, section 3.2) puts between two products
+
+    x ← x + Σᵢ gateᵢ · branchᵢ        h = (x − mean(x)) / √(var(x) + ε) · (1 + scale) + shift
+
+which as separate operations reads and writes the float32 residual stream many times over. Here an element is loaded once, the sum and
+both statistics stay in registers (variance from the centred values: E[x²] − mean² cancels), and h leaves in the dtype that the
+next product takes. Shifts, scales and gates come from a table by an index on the device, so that one captured graph serves every step.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on every platform; the twin is then the only route
+    triton = None
+
+EPS = 1e-6
+
+
+class Modulation(NamedTuple):
+    """Where a sample finds its shift, scale and gate vectors: ``table[entry[sample], vector]``."""
+    table: torch.Tensor  # (E, V, D) contiguous: pairs of timestep and label, vectors, width
+    entry: torch.Tensor  # (N,) int64, on the table's device
+
+
+def norm_modulate(x, modulation, shift, scale, branches=(), update=False, dtype=None, route="auto"):
+    """LayerNorm(x + Σ gate·branch)·(1 + scale) + shift; the norm has no parameters and ε = 1e-6.
+
+    x (N, T, D) is the residual stream, `branches` holds up to two pairs (branch (N, T, D), index of its gate); `shift`, `scale` and the
+    gates are vector indices into `modulation.table`. With `update` the sum is written back to x. Returns (N, T, D) in `dtype`
+    (x's if not given). `route`: "triton" (x and table float32, all contiguous), "torch" (the plain twin, any dtype), or "auto": triton for
+    float32 on a GPU.
+    """
+    dtype = dtype or x.dtype
+    if route == "auto":
+        route = "triton" if triton and x.is_cuda and x.dtype == torch.float32 else "torch"
+    return {"triton": _triton, "torch": _torch}[route](x, modulation, shift, scale, tuple(branches), update, dtype)
+
+
+def _torch(x, modulation, shift, scale, branches, update, dtype):
+    def vector(index):
+        return modulation.table[modulation.entry, index].unsqueeze(1)  # (N, 1, D)
+
+    total = x
+    for branch, gate in branches:
+        total = torch.addcmul(total, vector(gate), branch.to(x.dtype))
+    if update:
+        x.copy_(total)
+    normed = F.layer_norm(total, total.shape[-1:], eps=EPS)
+    return torch.addcmul(vector(shift), normed, 1 + vector(scale)).to(dtype)
+
+
+def _triton(x, modulation, shift, scale, branches, update, dtype):
+    table, entry = modulation
+    if triton is None:
+        raise RuntimeError("the row kernel needs Triton: pip install triton, or take route='torch'")
+    if x.dtype != torch.float32 or table.dtype != torch.float32:
+        raise TypeError(f"the row kernel takes a float32 residual and table, got {x.dtype} and {table.dtype}")
+    if not all(tensor.is_contiguous() for tensor in (x, table, *(branch for branch, _ in branches))):
+        raise ValueError("the row kernel takes contiguous tensors")
+    n, tokens, width = x.shape
+    out = torch.empty_like(x, dtype=dtype)
+    (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
+    config = tile_config(width, n * tokens)
+    _norm_modulate[(triton.cdiv(tokens, config["TURNS"]), n)](
+        x, first, second, out, table, entry, tokens, table.stride(0), shift, scale, gate1, gate2,
+        WIDTH=width, BRANCHES=len(branches), UPDATE=update, EPS=EPS, **config)
+    return out
+
+
+def tile_config(width, rows=16384):
+    """Launch constants. Two power-of-two tiles cover a row, 1152 = 1024 + 128: one of 2048 would leave 44 % of the lanes idle. One warp to
+    1024 columns: the sums then need no barrier, and many rows are in flight on a multiprocessor. A program takes 8 rows of a sample in turn,
+    with the modulation loaded once, but 1 if there are too few rows to give every multiprocessor its share."""
+    main = 1 << (width.bit_length() - 1)
+    tail = 1 << (width - main - 1).bit_length() if width > main else 0
+    return dict(MAIN=main, TAIL=tail, TURNS=8 if rows >= 8192 else 1, num_warps=max(1, main // 1024))
+
+
+if triton:
+
+    @triton.jit
+    def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
+        """A tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic."""
+        total = tl.load(x_ptr + offset, inside, 0.0)
+        if BRANCHES > 0:
+            total += gate1 * tl.load(first_ptr + offset, inside, 0.0).to(tl.float32)
+        if BRANCHES > 1:
+            total += gate2 * tl.load(second_ptr + offset, inside, 0.0).to(tl.float32)
+        return total
+
+    @triton.jit
+    def _vectors(vector_ptr, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr):
+        """A tile of shift, 1 + scale and the gates in use."""
+        shift = tl.load(vector_ptr + shift * WIDTH + column, inside, 0.0)
+        scale = 1 + tl.load(vector_ptr + scale * WIDTH + column, inside, 0.0)
+        first, second = shift, shift
+        if BRANCHES > 0:
+            first = tl.load(vector_ptr + gate1 * WIDTH + column, inside, 0.0)
+        if BRANCHES > 1:
+            second = tl.load(vector_ptr + gate2 * WIDTH + column, inside, 0.0)
+        return shift, scale, first, second
+
+    # The vector indices take 170 values on XL: specialised on their divisibility, the kernel would be compiled many times over.
+    @triton.jit(do_not_specialize=["tokens", "shift", "scale", "gate1", "gate2"])
+    def _norm_modulate(x_ptr, first_ptr, second_ptr, out_ptr, table_ptr, entry_ptr, tokens, entry_stride, shift, scale, gate1, gate2,
+                       WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, EPS: tl.constexpr,
+                       MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr):
+        sample = tl.program_id(1)
+        vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
+        main = tl.arange(0, MAIN)
+        in_main = main < WIDTH
+        shift_m, scale_m, gate1_m, gate2_m = _vectors(vector_ptr, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES)
+        if TAIL:
+            tail = MAIN + tl.arange(0, TAIL)
+            in_tail = tail < WIDTH
+            shift_t, scale_t, gate1_t, gate2_t = _vectors(vector_ptr, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES)
+        for turn in range(TURNS):
+            token = tl.program_id(0) * TURNS + turn
+            row = (sample.to(tl.int64) * tokens + token) * WIDTH
+            here_m = in_main & (token < tokens)
+            x = _sum(x_ptr, first_ptr, second_ptr, row + main, here_m, gate1_m, gate2_m, BRANCHES)
+            total = tl.sum(x, 0)
+            if TAIL:
+                here_t = in_tail & (token < tokens)
+                x_t = _sum(x_ptr, first_ptr, second_ptr, row + tail, here_t, gate1_t, gate2_t, BRANCHES)
+                total += tl.sum(x_t, 0)
+            if UPDATE:
+                tl.store(x_ptr + row + main, x, here_m)
+                if TAIL:
+                    tl.store(x_ptr + row + tail, x_t, here_t)
+            x = tl.where(in_main, x - total / WIDTH, 0.0)
+            square = tl.sum(x * x, 0)
+            if TAIL:
+                x_t = tl.where(in_tail, x_t - total / WIDTH, 0.0)
+                square += tl.sum(x_t * x_t, 0)
+            scaling = tl.rsqrt(square / WIDTH + EPS)
+            tl.store(out_ptr + row + main, (x * scaling * scale_m + shift_m).to(out_ptr.dtype.element_ty), here_m)
+            if TAIL:
+                tl.store(out_ptr + row + tail, (x_t * scaling * scale_t + shift_t).to(out_ptr.dtype.element_ty), here_t)

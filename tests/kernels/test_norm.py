@@ -1,0 +1,125 @@
+"""The row kernel against float64, through Triton's interpreter on a CPU and compiled on a GPU; and compiled ahead of time for three GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel.kernels import norm
+from accel.kernels.norm import Modulation, norm_modulate, tile_config
+
+WIDTHS = (1152, 216, 384, 768, 1024, 100)
+# (N, T): odd shapes, one row, more rows of a sample than a program takes and a last program that has fewer.
+SHAPES = ((2, 9), (1, 1), (3, 64), (5, 17))
+
+
+def case(width, n, tokens, branches, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+    x = draw(n, tokens, width) * 3 + 5  # a mean that a one-pass variance would lose
+    pairs = [(draw(n, tokens, width).to(dtype).to(device), gate) for gate in (2, 5)[:branches]]
+    entry = torch.arange(n) * 2 % 3  # shared between samples, out of order
+    return x.to(device), Modulation(draw(4, 6, width).to(device), entry.to(device)), pairs
+
+
+def check(width, n, tokens, branches, update, dtype, device, tolerance):
+    x, modulation, pairs = case(width, n, tokens, branches, dtype, device)
+    wide = x.double()
+    want = norm_modulate(wide, Modulation(modulation.table.double(), modulation.entry), 3, 4, pairs, update, route="torch")
+    before = x.clone()
+    got = norm_modulate(x, modulation, 3, 4, pairs, update, dtype, route="triton")
+    assert got.dtype == dtype and got.isfinite().all()
+    assert (got.double() - want).norm() <= tolerance * want.norm()
+    if update:
+        assert (x - wide).norm() <= 1e-6 * wide.norm() and not torch.equal(x, before)
+    else:
+        assert torch.equal(x, before)
+
+
+def reference(x, modulation, pairs):
+    """The module's formula written out, with vector 3 as shift and 4 as scale."""
+    row = modulation.table[modulation.entry].double()[:, :, None]  # (N, V, 1, D)
+    total = x.double() + sum(row[:, gate] * branch.double() for branch, gate in pairs)
+    centred = total - total.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + row[:, 4]) + row[:, 3]
+
+
+@pytest.mark.parametrize("branches", (0, 1, 2))
+def test_the_twin_is_the_formula(branches):
+    x, modulation, pairs = case(216, 3, 10, branches, torch.float64, "cpu")
+    got = norm_modulate(x.double(), Modulation(modulation.table.double(), modulation.entry), 3, 4, pairs, route="torch")
+    torch.testing.assert_close(got, reference(x, modulation, pairs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update", (False, True))
+@pytest.mark.parametrize("branches", (0, 1, 2))
+@pytest.mark.parametrize("width", (*WIDTHS, 1536, 2304, 4096))
+def test_compiled_kernel(width, branches, update):
+    for n, tokens in (*SHAPES, (16, 1024), (1009, 9)):
+        for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 2.5e-3), (torch.float32, 1e-6)):
+            check(width, n, tokens, branches, update, dtype, "cuda", tolerance)
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_on_a_gpu(monkeypatch):
+    launched = []
+    monkeypatch.setattr(norm, "_triton", lambda *arguments: launched.append(arguments))
+    x, modulation, pairs = case(216, 2, 9, 1, torch.float16, "cuda")
+    norm_modulate(x, modulation, 3, 4, pairs, dtype=torch.float16)
+    assert len(launched) == 1
+
+
+def test_interpreted_kernel():
+    """In a process of its own: the interpreter must be chosen before Triton is imported."""
+    done = subprocess.run([sys.executable, "-c", "import test_norm; test_norm.interpret()"], capture_output=True, text=True,
+                          cwd=Path(__file__).parent, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": _path()})
+    assert done.returncode == 0 and "interpreted" in done.stdout, done.stdout + done.stderr
+
+
+def interpret():
+    norm.tile_config = lambda width, rows: tile_config(width, 8192 if rows > 10 else rows)  # both forms, on few rows
+    for width in WIDTHS:
+        for n, tokens in SHAPES[:2]:
+            for branches, update in ((0, False), (1, False), (1, True), (2, True)):
+                # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
+                for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
+                    check(width, n, tokens, branches, update, dtype, "cpu", tolerance)
+    print("interpreted")
+
+
+def _path():
+    return str(Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("capability", (70, 80, 90))
+def test_compiles_ahead_of_time(capability, tmp_path):
+    """On any machine, for V100, A100 and H100: neither tensor-core products nor bfloat16 where a V100 has none, no spills."""
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("ahead_of_time.py")), str(capability), "1152", "fp16", "2", "1"],
+                          capture_output=True, text=True, env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": _path()})
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["target"].startswith(f"sm_{capability}") and report["cubin_bytes"] > 1000
+    assert report["tensor_core_products"] == 0 and not report["bf16"] and report["spills"] == 0
+    assert report["wide_loads"] >= 9  # 16 bytes a load for x and both branches
+
+
+def test_tiles_cover_every_width_without_idle_halves():
+    for width in range(1, 5000):
+        config = tile_config(width)
+        main, tail = config["MAIN"], config["TAIL"]
+        assert width <= main + tail < 2 * width or width == main and tail == 0
+    assert tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=8, num_warps=1)
+
+
+def test_wrong_inputs_are_refused():
+    x, modulation, _ = case(216, 2, 9, 0, torch.float16, "cpu")
+    with pytest.raises(TypeError, match="float32 residual"):
+        norm_modulate(x.half(), modulation, 0, 1, route="triton")
+    with pytest.raises(ValueError, match="contiguous"):
+        norm_modulate(x.transpose(0, 1), modulation, 0, 1, route="triton")
