@@ -283,7 +283,7 @@ class GaussianDiffusion:
                 / self._at("posterior_mean_coef1", t, x_t))
 
     def _variance(self, values, x, t):
-        """Variance and log variance of p, like x; values: the model's, like x, where `model_var_type` learns it."""
+        """Variance and log variance of p, like x; values: the model's, where it learns them."""
         if self.model_var_type is ModelVarType.LEARNED_RANGE:
             log_variance = self._range_log_variance(values, x, t)
             return torch.exp(log_variance), log_variance
@@ -345,7 +345,8 @@ class GaussianDiffusion:
         mean = out["mean"]
         if cond_fn is not None:
             mean = self.condition_mean(cond_fn, out, x, t, model_kwargs)
-        sample = mean + _not_last(t, x) * torch.exp(0.5 * out["log_variance"]) * noise
+        not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))  # (N, 1, ...): the last step ends in the mean
+        sample = mean + not_last * torch.exp(0.5 * out["log_variance"]) * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
     def ddim_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None,
@@ -353,8 +354,8 @@ class GaussianDiffusion:
         """
         DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
 
-            x_{t-1} = sqrt(abar') x_0 + sqrt(1 - abar' - sigma^2) eps + [t != 0] sigma z
-            sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')
+            x_{t-1} = sqrt(abar') x_0 + sqrt(1 - abar' - sigma^2) eps + sigma z
+            sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')    (0 at t = 0, where abar' = 1)
 
         eta: 0 deterministic, 1 ancestral. cond_fn: see condition_score. noise (z; drawn for eta = 0 too) and
         the rest: see p_sample, as for the result.
@@ -370,7 +371,7 @@ class GaussianDiffusion:
         if noise is None:
             noise = torch.randn_like(x)
         mean = out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(1 - abar_prev - sigma ** 2) * eps
-        sample = mean + _not_last(t, x) * sigma * noise
+        sample = mean + sigma * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
     def ddim_reverse_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None,
@@ -527,11 +528,6 @@ class GaussianDiffusion:
         terms = {name: torch.stack(rows, dim=1) for name, rows in terms.items()}  # each (N, T)
         prior_bpd = self._prior_bpd(x_start)
         return {"total_bpd": terms["vb"].sum(dim=1) + prior_bpd, "prior_bpd": prior_bpd, **terms}
-
-
-def _not_last(t, x):
-    """float32 (N, 1, ...): 1, but 0 at t = 0, whose step ends in the mean."""
-    return (t != 0).float().view(-1, *[1] * (x.ndim - 1))
 
 
 def _last_sample(steps):

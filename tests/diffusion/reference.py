@@ -98,7 +98,7 @@ class Reference:
         return math.sqrt(after) * x0 + math.sqrt(1 - after) * self.eps(xt, t, x0)
 
     def bound_term(self, x0, xt, t, mean, log_variance):
-        """Bits per dimension of one row (Ho, eq. 5): the KL of the two Gaussians or, at t = 0, the coded length of x0."""
+        """Bits per dimension of one row, Ho eq. 5: the two Gaussians' KL or, at t = 0, the coded length of x0."""
         sigma = torch.exp(torch.as_tensor(log_variance, dtype=torch.float64) / 2).expand(x0.shape)
         if t == 0:
             return -level_log_probability(x0, mean, sigma).mean() / math.log(2)

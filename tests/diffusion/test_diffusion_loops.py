@@ -58,10 +58,11 @@ def test_noise_is_drawn_after_the_model():
 def test_progressive_loops_yield_every_step_and_leave_the_grad_mode_alone():
     d = create_diffusion("6")
     z = torch.randn(SHAPE)
+    weight = torch.ones((), requires_grad=True)
     for name in ("p_sample_loop", "ddim_sample_loop"):
         outs = []
         torch.manual_seed(0)
-        for out in getattr(d, name + "_progressive")(wavy, SHAPE, z, device="cpu"):
+        for out in getattr(d, name + "_progressive")(lambda x, t: weight * wavy(x, t), SHAPE, z, device="cpu"):
             assert torch.is_grad_enabled() and not out["sample"].requires_grad
             outs.append(out)
         torch.manual_seed(0)
@@ -131,7 +132,7 @@ def test_argument_names_and_order_are_the_published_ones():
 
 
 class Record(TorchDispatchMode):
-    """Which operations ran, and which of them wait for the device, or take from or bring to it anything but launches."""
+    """Which operations ran, and which of them wait for the device or move data to or from it."""
 
     WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero"}
     MAKING = {"lift", "lift_fresh", "lift_fresh_copy", "scalar_tensor", "copy_", "from_file"}
@@ -195,7 +196,8 @@ def test_no_copy_and_no_wait_in_losses_and_bound(device):
 def test_the_recorder_sees_copies_and_waits(device):
     table = create_diffusion("10").betas
     t = torch.arange(4, device=device)
-    for sin in (lambda: torch.from_numpy(table).to(device, torch.float32)[t], lambda: torch.tensor([1, 2], device=device)):
+    for sin in (lambda: torch.from_numpy(table).to(device, torch.float32)[t],
+                lambda: torch.tensor([1, 2], device=device)):
         with Record(device) as ops:
             sin()
         assert ops.found

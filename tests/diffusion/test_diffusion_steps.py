@@ -262,8 +262,8 @@ def test_guidance_of_the_mean(variance):
 
 
 def test_guidance_of_the_score_is_bayes_rule():
-    # Data N(mu, s^2), seen through y = x_0 + r noise. Guided by the exact grad log p(y | x_t), the model of the data is
-    # the model of the data given y, which is Gaussian again.
+    # Data N(mu, s^2), seen through y = x_0 + r noise. Guided by the exact grad log p(y | x_t), the model of the
+    # data is the model of the data given y, which is Gaussian again.
     d, _ = process("250", "small")
     t, x, _, noise = batch(d)
     mu, s, r, y = 0.3, 0.6, 0.5, -0.4
@@ -295,8 +295,8 @@ def test_guidance_of_the_score_is_bayes_rule():
 
 @pytest.mark.parametrize("mean, std", [(0.4, 0.3), (-0.2, 0.9)])
 def test_exact_model_reproduces_its_data(mean, std):
-    # The true reverse step of Gaussian data is Gaussian, and its variance lies in the learned range: told both, the chain
-    # of any length ends in E[x_0 | x_1] of exactly the data, up to what x_T lacks of a normal distribution.
+    # The true reverse step of Gaussian data is Gaussian, and its variance lies in the learned range: told both, the
+    # chain of any length ends in E[x_0 | x_1] of exactly the data, up to what x_T lacks of a normal distribution.
     d, ref = process("50", "range")
     exact = Gaussian(mean, std, process("")[0].alphas_cumprod)
 
@@ -338,7 +338,8 @@ def test_gaussian_densities():
     x = torch.linspace(-5, 5, 1001, dtype=torch.float64)
     assert (diffusion_utils.approx_standard_normal_cdf(x) - torch.special.ndtr(x)).abs().max() < 2e-4
     torch.testing.assert_close(
-        diffusion_utils.continuous_gaussian_log_likelihood(m1, means=m2, log_scales=v1), normal(m2, v1.exp()).log_prob(m1))
+        diffusion_utils.continuous_gaussian_log_likelihood(m1, means=m2, log_scales=v1),
+        normal(m2, v1.exp()).log_prob(m1))
 
     levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
     for mean, sigma in ((0.1, 0.3), (-0.9, 0.2), (0.98, 0.05)):
