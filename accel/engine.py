@@ -256,12 +256,16 @@ class Engine:
             raise UsageError(f"--precision {self.precision}: the latents are not finite; use --precision fp32 or check the weights")
         return latents
 
+    def load_decoder(self):
+        """The VAE, loaded at the first call."""
+        if self.decoder is None:
+            self.decoder = vae.load_vae(self.vae_folder, self.device)
+        return self.decoder
+
     def decode(self, latents):
         """Latents → pixels (n, 3, H, W), about (-1, 1)."""
         with self.watch.phase("decode"):
-            if self.decoder is None:
-                self.decoder = vae.load_vae(self.vae_folder, self.device)
-            return vae.decode(self.decoder, latents)
+            return vae.decode(self.load_decoder(), latents)
 
     def save(self, latents, pixels=None):
         """Write the options' output, whole or not at all: the latents, or a picture of `pixels`, decoded here if not given."""

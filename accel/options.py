@@ -99,6 +99,37 @@ class SamplingOptions:
             raise UsageError(f"--output {path}: cannot write there ({error.strerror}); choose another path") from None
 
 
+@dataclass
+class DistributedOptions(SamplingOptions):
+    """Options of one job over many processes. With `num_fid_samples` it makes a folder for FID, without it one picture grid."""
+
+    seed: int = flag(0, "seed of the noise: same seed, device and number of ranks, same pictures", names=("--global-seed", "--seed"))
+    num_fid_samples: int = flag(None, "make so many pictures of random classes, one PNG each, and an .npz for FID; default: one grid of "
+                                      "--labels", type=positive)
+    per_proc_batch_size: int = flag(32, "pictures that a rank makes at a time for FID", type=positive)
+    sample_dir: str = flag("samples", "where the folder of an FID job is made")
+    world_independent_noise: bool = flag(False, "FID: key noise and labels by picture, so that any number of ranks makes the same pictures; "
+                                                "default: the usual stream, a seed a rank", action="store_true")
+    tf32: bool = flag(None, "--tf32 is --precision tf32, --no-tf32 is --precision fp32", action=argparse.BooleanOptionalAction)
+    decode: str = flag("local", "grid: local: every rank decodes its own latents; gather: rank 0 decodes all",
+                       choices=("local", "gather"))
+
+    def resolve(self):
+        if self.tf32 is not None:
+            tier = "tf32" if self.tf32 else "fp32"
+            if self.precision not in (None, tier):
+                raise UsageError(f"--{'' if self.tf32 else 'no-'}tf32: conflicts with --precision {self.precision}; give one")
+            self.precision = tier
+        if self.num_fid_samples is not None:
+            for name, unused in dict(labels=None, output=None, repeats=1, output_type="image").items():
+                if getattr(self, name) != unused:
+                    raise UsageError(f"--{name.replace('_', '-')}: has no meaning with --num-fid-samples, which draws its labels and fills "
+                                     "a folder; drop one of them")
+        elif self.world_independent_noise:
+            raise UsageError("--world-independent-noise: a grid is the same on any number of ranks; use it with --num-fid-samples")
+        return super().resolve()
+
+
 class _Once(argparse.Action):
     """Stores a value and refuses a second, different one: of two checkpoints only one can be meant."""
 
@@ -116,19 +147,24 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def flag_names(item):
+    """The flags of a field, its own first."""
+    return item.metadata.get("names", ("--" + item.name.replace("_", "-"),))
+
+
 def add_arguments(parser, options=SamplingOptions, leave_out=()):
     """Add a flag for every field of `options` but those in `leave_out`."""
     for item in fields(options):
         if item.name in leave_out:
             continue
         argument = dict(item.metadata)
-        if item.default is None and "nargs" not in argument and "type" not in argument and "choices" not in argument:
+        if item.default is None and not argument.keys() & {"nargs", "type", "choices", "action"}:
             argument["action"] = _Once
-        if item.default not in (None, MISSING):
+        if item.default not in (None, MISSING) and "action" not in argument:
             argument["help"] += f" (default: {item.default})"
             argument.setdefault("type", type(item.default))
-        names = argument.pop("names", ("--" + item.name.replace("_", "-"),))
-        parser.add_argument(*names, dest=item.name, default=item.default, **argument)
+        argument.pop("names", None)
+        parser.add_argument(*flag_names(item), dest=item.name, default=item.default, **argument)
 
 
 def options_from(args, options=SamplingOptions):

@@ -1,0 +1,1 @@
+"""How one job is split over processes."""

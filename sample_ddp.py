@@ -1,0 +1,76 @@
+"""Sample pictures from a DiT with many processes, one a GPU.
+
+    torchrun --standalone --nproc_per_node=4 sample_ddp.py                              # one grid, as sample.py makes it
+    torchrun --standalone --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000      # a folder and an .npz for FID
+
+Also under srun, one task a GPU. An FID job that was stopped or killed goes on when the same command is given again.
+"""
+
+import os
+import signal
+import time
+
+from accel.options import DistributedOptions, OneLineParser, add_arguments, options_from, user_errors
+
+
+class RankParser(OneLineParser):
+    """Says it once: the other ranks leave in silence, and later, since a launcher ends the rest as soon as one is gone."""
+
+    def exit(self, status=0, message=None):
+        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))):
+            time.sleep(2)
+            message = None
+        super().exit(status, message)
+
+
+def main():
+    parser = RankParser(prog="sample_ddp.py", description="Sample class-conditional pictures from a diffusion transformer with many GPUs.")
+    add_arguments(parser, DistributedOptions)
+    args = parser.parse_args()
+    with user_errors(parser):
+        options = options_from(args, DistributedOptions)
+    from accel.parallel.group import job  # after the cheap checks: torch is slow to import
+    with job(parser.prog) as group:
+        options.device = group.device(options.device)
+        (sample_grid if options.num_fid_samples is None else sample_for_fid)(options, group)
+
+
+def load(options, group):
+    """The engine on this rank's device. What any rank lacks is named before anything is sampled."""
+    from accel.engine import Engine, fetch_weights
+    # One download where the file system is shared, one a node where it is not.
+    group.together("fetch once", lambda: fetch_weights(options), only=0)
+    group.together("fetch a node", lambda: group.local_rank or fetch_weights(options))
+    engine = group.together("load", lambda: Engine(options))
+    print(f"{engine.describe()} · {group.world} rank{'s' * (group.world > 1)}")
+    return engine
+
+
+def sample_grid(options, group):
+    """The picture of sample.py: every rank computes its share of the labels from the same random stream."""
+    from accel.parallel.rows import gather_rows, share
+    group.together("output", options.check_output, only=0)
+    group.open_collectives(options.device)
+    engine = load(options, group)
+    n = len(options.labels)
+    latents, pixels = engine.sample(share(n, group.world, group.rank), show=group.rank == 0), None
+    local = options.output_type == "image" and options.decode == "local"
+    if local:
+        side = options.image_size
+        pixels = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
+    with engine.watch.phase("gather"):
+        latents, pixels = (None, gather_rows(group, pixels, n)) if local else (gather_rows(group, latents, n), None)
+    if group.rank == 0:
+        engine.save(latents, pixels)
+        print(f"{options.output}: {engine.watch}")
+
+
+def sample_for_fid(options, group):
+    """The folder of pictures and its .npz."""
+    from accel import fid
+    group.stop_on_signals(signal.SIGTERM, signal.SIGUSR1)
+    fid.run(load(options, group), group)
+
+
+if __name__ == "__main__":
+    main()
