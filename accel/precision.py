@@ -1,5 +1,7 @@
 """Precision tiers: which arithmetic a run uses, and the backend switches that make it so."""
 
+from contextlib import contextmanager
+
 import torch
 
 TIERS = {
@@ -26,3 +28,14 @@ def apply_precision(tier, device):
         raise ValueError(f"--precision tf32: {device} has no TF32 (Ampere or later); choose fp32")
     torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
     torch.backends.cudnn.allow_tf32 = tier == "tf32"
+
+
+@contextmanager
+def true_float32():
+    """Float32 products without TF32 inside, whatever the tier: half precision keeps its few wide products exact."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

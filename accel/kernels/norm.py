@@ -107,8 +107,9 @@ if triton:
             second = tl.load(vector_ptr + gate2 * WIDTH + column, inside, 0.0)
         return shift, scale, first, second
 
-    # The vector indices take 170 values on XL: specialised on their divisibility, the kernel would be compiled many times over.
-    @triton.jit(do_not_specialize=["tokens", "shift", "scale", "gate1", "gate2"])
+    # The vector indices take 170 values on XL, and a half of the batch may start at an odd entry: specialised on their divisibility, the kernel
+    # would be compiled many times over.
+    @triton.jit(do_not_specialize=["entry_ptr", "tokens", "shift", "scale", "gate1", "gate2"])
     def _norm_modulate(x_ptr, first_ptr, second_ptr, out_ptr, table_ptr, entry_ptr, tokens, entry_stride, shift, scale, gate1, gate2,
                        WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, EPS: tl.constexpr,
                        MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr):

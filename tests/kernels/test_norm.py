@@ -57,13 +57,14 @@ def test_the_twin_is_the_formula(branches):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("update", (False, True))
-@pytest.mark.parametrize("branches", (0, 1, 2))
+@pytest.mark.parametrize("branches, update", ((0, False), (1, False), (2, False), (2, True)))
 @pytest.mark.parametrize("width", (*WIDTHS, 1536, 2304, 4096))
 def test_compiled_kernel(width, branches, update):
     for n, tokens in (*SHAPES, (16, 1024), (1009, 9)):
-        for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 2.5e-3), (torch.float32, 1e-6)):
-            check(width, n, tokens, branches, update, dtype, "cuda", tolerance)
+        check(width, n, tokens, branches, update, torch.float16, "cuda", 3e-4)
+        if width in (1152, 216):
+            check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3)
+            check(width, n, tokens, branches, update, torch.float32, "cuda", 1e-6)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,237 @@
+"""y = x·Wᵀ + b, with GELU in the product's epilogue, by an algorithm of cuBLASLt that was measured on this GPU.
+
+cuBLASLt picks an algorithm from a model of the chip. A DiT needs few products, all known ahead: trying takes a fraction of a second,
+once for a GPU and library, and gives 4 to 18 % on them. torch cannot name an algorithm, so the very library it has loaded is called through
+ctypes. GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2), 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))).
+"""
+
+import ctypes
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+ROUTES = ("auto", "plain", "epilogue", "tuned")
+
+
+def linear(x, weight, bias, gelu=False, route="auto"):
+    """x (…, K), weight (N, K), bias (N,), one dtype → (…, N), accumulated in float32 for half inputs.
+
+    `route`: "plain" (product, then GELU as a kernel of its own), "epilogue" (torch's fused call, GPU only), "tuned" (the fastest measured
+    algorithm of cuBLASLt, float16 or bfloat16 on a GPU), or "auto": tuned where it applies, else plain.
+    """
+    if route == "auto":
+        route = "tuned" if x.is_cuda and x.dtype in _CUDA_TYPE else "plain"
+    if route == "tuned":
+        return _tuned(x, weight, bias, gelu)
+    if route not in ROUTES:
+        raise ValueError(f"linear: route {route!r}: one of {', '.join(ROUTES)}")
+    if route == "plain" or not gelu:
+        y = F.linear(x, weight, bias)
+        return F.gelu(y, approximate="tanh") if gelu else y
+    if not x.is_cuda:  # there torch's fused call is the exact GELU, another function
+        raise ValueError("linear: route 'epilogue' runs on a GPU; take 'plain'")
+    return torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True).unflatten(0, x.shape[:-1])
+
+
+#################################################################################
+#                             cuBLASLt, called directly                         #
+#################################################################################
+
+# Values of the library's public enumerations (cublasLt.h, library_types.h).
+_CUDA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
+_CUDA_R_32F, _COMPUTE_32F, _TRANSPOSED = 0, 68, 1
+_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_BIAS_TYPE = 3, 7, 8, 26
+_EPILOGUE_BIAS, _EPILOGUE_GELU_BIAS = 4, 36
+_PREFERENCE_WORKSPACE = 1
+
+_WORKSPACE_BYTES = 32 << 20  # the most an algorithm may ask for; NVIDIA's advice for Hopper
+_SUGGESTIONS = 16  # asked for; the library gives about 8
+
+
+class Algorithm(NamedTuple):
+    """One of cuBLASLt's algorithms, fully configured: the library's opaque 64 bytes, and the workspace it needs."""
+    words: tuple
+    workspace: int
+
+
+class _Heuristic(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("status", ctypes.c_int),
+                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+
+
+@lru_cache(None)
+def _library():
+    """The cuBLASLt that torch has mapped into this process: any other copy could be another version."""
+    maps = Path("/proc/self/maps")
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line} if maps.exists() else ()
+    if not paths:
+        raise RuntimeError("linear: no cuBLASLt in this process for route 'tuned'; take 'epilogue'")
+    library = ctypes.CDLL(min(paths))
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return library
+
+
+def _call(name, *arguments):
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} failed with status {status}")
+
+
+@lru_cache(None)
+def _handle(device):
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+def _matrix(dtype, rows, columns):
+    layout = ctypes.c_void_p()
+    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _CUDA_TYPE[dtype], ctypes.c_uint64(rows), ctypes.c_uint64(columns),
+          ctypes.c_int64(rows))
+    return layout
+
+
+class Product:
+    """y = x·Wᵀ + b for one shape on one GPU.
+
+    The library is column-major: it sees yᵀ (N, M) = (Wᵀ)ᵀ · xᵀ, so nothing is transposed in memory and the bias runs along the rows of yᵀ,
+    where the epilogue wants it.
+    """
+
+    def __init__(self, m, n, k, dtype, gelu, device):
+        self.shape, self.dtype, self.gelu, self.device = (m, n, k), dtype, gelu, device
+        self.operands = _matrix(dtype, k, n), _matrix(dtype, k, m), _matrix(dtype, n, m), _matrix(dtype, n, m)  # Wᵀ, xᵀ, C, yᵀ
+        self.description = ctypes.c_void_p()
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, _CUDA_R_32F)
+        self._set(_DESC_TRANSA, ctypes.c_int32(_TRANSPOSED))
+        self._set(_DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_GELU_BIAS if gelu else _EPILOGUE_BIAS))
+        self._set(_DESC_BIAS_TYPE, ctypes.c_int32(_CUDA_TYPE[dtype]))
+
+    def _set(self, attribute, value):
+        _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def suggestions(self):
+        """Algorithms that the library proposes, best by its own estimate first."""
+        preference, found, count = ctypes.c_void_p(), (_Heuristic * _SUGGESTIONS)(), ctypes.c_int()
+        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        limit = ctypes.c_size_t(_WORKSPACE_BYTES)
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, _PREFERENCE_WORKSPACE, ctypes.byref(limit), ctypes.c_size_t(8))
+        _call("cublasLtMatmulAlgoGetHeuristic", _handle(self.device), self.description, *self.operands, preference, _SUGGESTIONS, found,
+              ctypes.byref(count))
+        _call("cublasLtMatmulPreferenceDestroy", preference)
+        return [Algorithm(tuple(one.words), one.workspace) for one in found[:count.value] if one.status == 0]
+
+    def candidates(self):
+        """Own suggestions, then those for fewer rows that run here too: they bring other tiles, and are often faster."""
+        m, n, k = self.shape
+        found = self.suggestions()
+        for divisor in (2, 4, 8):
+            for algorithm in Product(max(1, m // divisor), n, k, self.dtype, self.gelu, self.device).suggestions():
+                result = _Heuristic()
+                if not _library().cublasLtMatmulAlgoCheck(_handle(self.device), self.description, *self.operands,
+                                                         (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.byref(result)):
+                    found.append(Algorithm(algorithm.words, result.workspace))
+        return [algorithm for algorithm in dict.fromkeys(found) if algorithm.workspace <= _WORKSPACE_BYTES]
+
+    def run(self, x, weight, bias, out, algorithm):
+        """Launch on the current stream. Operands: contiguous, of this product's shape, dtype and device."""
+        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        a, b, c, d = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out, out))
+        workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)  # the stream's own
+        self._set(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        wt, xt, ct, yt = self.operands
+        _call("cublasLtMatmul", _handle(self.device), self.description, ctypes.byref(one), a, wt, b, xt, ctypes.byref(zero), c, ct, d, yt,
+              (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(algorithm.workspace),
+              ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream))
+
+    def fastest(self):
+        """The candidate with the least time on random operands. Another than the library's first must win by 1 %: timings jitter, and the
+        choice should not."""
+        m, n, k = self.shape
+        x, weight, bias = (torch.randn(shape, device=self.device).to(self.dtype) for shape in ((m, k), (n, k), (n,)))
+        out = torch.empty(m, n, dtype=self.dtype, device=self.device)
+        candidates = self.candidates()
+        graphs = []
+        for algorithm in candidates:
+            self.run(x, weight, bias, out, algorithm)  # loads the kernel
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(5):
+                    self.run(x, weight, bias, out, algorithm)
+            graphs.append(graph)
+        times = []
+        for _ in range(3):
+            for graph in graphs:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                times.append((start, end))
+        torch.cuda.synchronize(self.device)
+        times = torch.tensor([start.elapsed_time(end) for start, end in times]).view(3, -1).median(0).values
+        best = int(times.argmin())
+        return candidates[best if times[best] < 0.99 * times[0] else 0]
+
+
+_chosen = {}  # (shape, dtype, gelu, device) → (Product, Algorithm)
+
+
+def _tuned(x, weight, bias, gelu):
+    if not x.is_cuda or x.dtype not in _CUDA_TYPE:
+        raise ValueError(f"linear: route 'tuned' takes float16 or bfloat16 on a GPU, got {x.dtype} on {x.device}")
+    if not x.is_contiguous() or not weight.is_contiguous():
+        raise ValueError("linear: route 'tuned' takes contiguous tensors")
+    (n, k), m = weight.shape, x.numel() // x.shape[-1]
+    key = m, n, k, x.dtype, gelu, x.device
+    if key not in _chosen:
+        _chosen[key] = _choose(Product(*key))
+    product, algorithm = _chosen[key]
+    out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
+    product.run(x, weight, bias, out, algorithm)
+    return out
+
+
+def _choose(product):
+    """A product and its algorithm, from the file of earlier measurements, else measured and added to it."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("linear: a product was first met inside a CUDA graph; run the step once before capturing it")
+    m, n, k = product.shape
+    name = f"{m}x{n}x{k} {str(product.dtype).removeprefix('torch.')}{' gelu' if product.gelu else ''}"
+    file = _measurements(product.device)
+    known = _read(file)
+    if name not in known:
+        with torch.cuda.device(product.device), torch.cuda.stream(torch.cuda.Stream(product.device)):
+            algorithm = product.fastest()
+        known = {**_read(file), name: algorithm}
+        _write(file, known)
+    return product, known[name]
+
+
+def _measurements(device):
+    """The file that holds what was measured for a GPU and a library version: an algorithm's bytes mean nothing to another version."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
+    gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
+    return folder / f"products-{gpu}-cublaslt-{_library().cublasLtGetVersion()}.json"
+
+
+def _read(file):
+    try:
+        return {name: Algorithm(tuple(words), workspace) for name, (words, workspace) in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # absent or damaged: measured again
+        return {}
+
+
+def _write(file, known):
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        partial.write_text(json.dumps(known))
+        os.replace(partial, file)
+    except OSError:  # a read-only home: every process measures for itself
+        pass
