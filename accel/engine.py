@@ -1,12 +1,13 @@
 """From options to pictures: choose the device, load the weights, denoise, decode, save. Commands are thin around this."""
 
 import time
-from contextlib import contextmanager
-
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from accel import precision, vae
+from accel.graphs import Replayed
 from accel.options import UsageError, partial_file
 from diffusion import create_diffusion
 from models import DiT_models
@@ -48,9 +49,9 @@ def choose_precision(options, device):
 #################################################################################
 
 
-def load_model(options, device):
-    """The DiT of `options` in eval mode on `device`, float32, its weights straight from the file: nothing is initialised to be thrown
-    away, and a file that torch can map is read once.
+def load_model(options, device, tier="fp32"):
+    """The network of `options` on `device`, its weights straight from the file: nothing is initialised to be thrown away, and a file that
+    torch can map is read once. A models.DiT in eval mode and float32; for the half tiers a FastDiT.
 
     Raises UsageError for an unknown model, weights that are missing or those of another model.
     """
@@ -66,9 +67,33 @@ def load_model(options, device):
         trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with recomputed positions")
         state = {**state, "pos_embed": model.position_table()}
+    if tier in precision.HALF and not options.compile:
+        from accel.fast import FastDiT  # brings Triton, which the other tiers need not wait for
+        from accel.kernels.norm import compile_ahead
+        tokens, width = model.pos_embed.shape[1:]
+        rows = 2 * len(options.labels) * tokens
+        with ThreadPoolExecutor(1) as pool:  # the compiler's seconds go by while weights are copied
+            compiling = pool.submit(compile_ahead, width, rows, precision.HALF[tier], device)
+            network = FastDiT(state, model.num_heads, precision.HALF[tier], device)
+            compiling.result()
+        return network
     state = {name: tensor if tensor.dtype == torch.float32 else tensor.float() for name, tensor in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    if options.compile:
+        from accel.fast import CompiledDiT
+        return CompiledDiT(model, precision.HALF.get(tier, torch.float32))
+    return model
+
+
+@torch.inference_mode()
+def overflows(network, options, device):
+    """Whether `network` gives infinities or NaN on noise, at the first, the middle and the last timestep, with guidance."""
+    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
+    n = len(options.labels)
+    labels = torch.tensor([*options.labels, *[options.num_classes] * n], device=device)
+    x = torch.randn(2 * n, 4, options.latent_size, options.latent_size, generator=generator, device=device)
+    return not all(network.forward_with_cfg(x, torch.full_like(labels, t), labels, options.cfg_scale).isfinite().all() for t in (999, 500, 0))
 
 
 def fetch_weights(options):
@@ -124,35 +149,52 @@ def draw_latents(n, latent_size, seed, device):
 
 
 @torch.inference_mode()
-def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, rows=slice(None), draw=None, steps=None, progress=None):
+def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, rows=slice(None), draw=None, steps=None, progress=None,
+            sums=None):
     """Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2) with classifier-free guidance.
 
-    network: anything with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`. z (n, 4, L, L): the whole batch's noise;
-    labels (n,) on z's device. rows: the part of the batch to compute (a rank's share); returns its latents (n', 4, L, L).
+    network: anything with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`; a FastDiT's conditioning is hoisted and its steps are
+    captured, as its switches say. z (n, 4, L, L): the whole batch's noise; labels (n,) on z's device. rows: the part of the batch to compute
+    (a rank's share); returns its latents (n', 4, L, L).
     guided: with guidance a step's normal draw covers 2n rows. The null half's update is never computed, since the network only
     reads the first half, but its draw is made: the random stream stays upstream's.
     draw: called once a step for the noise of `rows` (n', 4, L, L), in place of that stream.
-    steps: stop after so many (for warm-up). progress: called after each step has been queued.
+    steps: stop after so many (for warm-up). progress: called after each step has been queued. sums (steps,), on z's device: receives the
+    latents' sum after each step, which tells afterwards at which one they ceased to be finite.
     """
     x, y = z[rows], labels[rows]
     mine, n = len(x), len(z)
     if guided:
         y = torch.cat([y, torch.full_like(y, null_label)])  # (2n',)
 
+    def step(x, t, y, noise):
         def model(x, t):
-            return network.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), y, cfg_scale)[:mine]
-    else:
-        def model(x, t):
+            if guided:
+                return network.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), y, cfg_scale)[:len(x)]
             return network.forward(x, t, y)
 
-    drawn = (2 * n if guided else n, *z.shape[1:])
+        return diffusion.p_sample(model, x, t, clip_denoised=False, noise=noise)["sample"]
+
+    conditions, drawn = nullcontext(), (2 * n if guided else n, *z.shape[1:])
+    if (switches := getattr(network, "optimisations", None)) is not None:
+        from accel.fast import hoist_conditioning
+        if switches.hoist:
+            conditions = hoist_conditioning(network, diffusion.timestep_map[::-1], y.tolist())
+        if switches.graph and z.is_cuda:
+            diffusion.prepare(z.device)
+            step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step))
     timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=z.device)
-    for index in range(diffusion.num_timesteps)[:steps]:
-        # Draw 2n rows, use this rank's: upstream's random stream.
-        noise = draw() if draw is not None else torch.randn(drawn, device=z.device)[:n][rows]
-        x = diffusion.p_sample(model, x, timesteps[index].expand(mine), clip_denoised=False, noise=noise)["sample"]
-        if progress is not None:
-            progress()
+    with conditions as table:
+        for index in range(diffusion.num_timesteps)[:steps]:
+            if table is not None:
+                table.reach(index)
+            # Draw 2n rows, use this rank's: upstream's random stream.
+            noise = draw() if draw is not None else torch.randn(drawn, device=z.device)[:n][rows]
+            x = step(x, timesteps[index].expand(mine), y, noise)
+            if sums is not None:
+                torch.sum(x.flatten(), 0, out=sums[index])
+            if progress is not None:
+                progress()
     return x
 
 
@@ -211,12 +253,24 @@ class Engine:
         self.options = options
         self.device = choose_device(options)
         self.watch = Stopwatch(self.device)
-        self.decoder = None  # loaded when it is first needed
+        self.decoder = self.loading = None  # the VAE, loaded when it is first needed, and the load under way
         with self.watch.phase("load"):
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             self.precision = choose_precision(options, self.device)
-            self.network = load_model(options, self.device)
+            self.network = load_model(options, self.device, self.precision)
+            if self.precision == "fp16" and overflows(self.network, options, self.device):
+                self._leave_fp16()
             self.diffusion = create_diffusion(str(options.num_sampling_steps))
+
+    def _leave_fp16(self):
+        if self.options.precision == "fp16" or not precision.supports("bf16", self.device):
+            remedy = "bf16" if precision.supports("bf16", self.device) else "fp32"
+            raise UsageError(f"--precision fp16: overflows on these weights; use --precision {remedy}")
+        print("these weights overflow float16: sampling in bfloat16")
+        self.precision = "bf16"
+        precision.apply_precision("bf16", self.device)
+        self.network = None  # first its memory
+        self.network = load_model(self.options, self.device, "bf16")
 
     def describe(self):
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -225,8 +279,16 @@ class Engine:
                 f"torch {torch.__version__}")
 
     def denoise(self, z, labels, **how):
-        """Noise z (n, 4, L, L) and labels (n,) → latents; `how` as in the function of the same name."""
-        return denoise(self.network, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes, **how)
+        """Noise z (n, 4, L, L) and labels (n,) → latents; `how` as in the function of the same name. Raises UsageError, naming the step and a
+        remedy, if they are not finite."""
+        sums = torch.zeros(self.diffusion.num_timesteps, device=self.device)
+        latents = denoise(self.network, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes, sums=sums, **how)
+        failed = torch.nonzero(~sums.isfinite())
+        if len(failed):
+            remedies = {"fp16": "use --precision bf16", "bf16": "use --precision fp32", "tf32": "use --precision fp32", "fp32": "check the weights"}
+            raise UsageError(f"--precision {self.precision}: the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on; "
+                             f"{remedies[self.precision]}")
+        return latents
 
     def run(self, rows=slice(None), **how):
         """Latents (n', 4, L, L) of `rows` of the options' labels, from the options' seed; the same on every call."""
@@ -238,6 +300,8 @@ class Engine:
     def sample(self, rows=slice(None), show=True):
         """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process talks."""
         runs, times = self.options.repeats, []
+        if self.options.output_type == "image" and self.device.type == "cuda":
+            self._load_decoder_beside()
         if runs > 1:
             with self.watch.phase("warm-up"):
                 self.run(rows, steps=3)
@@ -252,15 +316,25 @@ class Engine:
             times.sort()
             median = (times[(runs - 1) // 2] + times[runs // 2]) / 2
             print(f"sampling, {runs} runs after warm-up: median {median:.3f} s, from {times[0]:.3f} to {times[-1]:.3f} s")
-        if not torch.isfinite(latents).all():
-            raise UsageError(f"--precision {self.precision}: the latents are not finite; use --precision fp32 or check the weights")
         return latents
 
     def load_decoder(self):
         """The VAE, loaded at the first call."""
         if self.decoder is None:
-            self.decoder = vae.load_vae(self.vae_folder, self.device)
+            self.decoder = self.loading.result() if self.loading else vae.load_vae(self.vae_folder, self.device)
         return self.decoder
+
+    def _load_decoder_beside(self):
+        """Start to load the VAE in a thread: while the GPU denoises, this process has little else to do."""
+        def load():
+            stream = torch.cuda.Stream(self.device)  # not behind the queued steps
+            with torch.cuda.stream(stream):
+                decoder = vae.load_vae(self.vae_folder, self.device)
+            stream.synchronize()
+            return decoder
+
+        if self.decoder is None and self.loading is None:
+            self.loading = ThreadPoolExecutor(1).submit(load)
 
     def decode(self, latents):
         """Latents → pixels (n, 3, H, W), about (-1, 1)."""

@@ -36,6 +36,7 @@ class Replayed:
             replay = capture(lambda: result.append(self.function(*fixed)))
             self.captured[key] = [value for value in fixed if torch.is_tensor(value)], result[-1], replay
         inputs, output, replay = self.captured[key]
-        torch._foreach_copy_(inputs, tensors)
+        for fixed, tensor in zip(inputs, tensors):
+            fixed.copy_(tensor)
         replay()
         return output.clone()

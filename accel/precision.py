@@ -7,27 +7,33 @@ import torch
 TIERS = {
     "fp32": "true float32, TF32 off",
     "tf32": "float32 with TF32 products on tensor cores",
+    "fp16": "float16 products, float32 accumulation; residual stream, norms, softmax statistics, final layer and sampler in float32",
+    "bf16": "the same with bfloat16 products: for weights that overflow float16",
 }
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_NEEDS = {"tf32": ((8, 0), "TF32 (Ampere or later)"), "fp16": ((7, 0), "float16 tensor cores (Volta or later)"),
+          "bf16": ((8, 0), "bfloat16 (Ampere or later)")}
 
 
-def has_tf32(device):
-    """TF32 came with Ampere (compute capability 8.0)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+def supports(tier, device):
+    """Whether `device` has the units for `tier`. Everything runs fp32."""
+    return tier not in _NEEDS or device.type == "cuda" and torch.cuda.get_device_capability(device) >= _NEEDS[tier][0]
 
 
 def default_tier(device):
-    """What DiT does on this device: TF32 where the hardware has it."""
-    return "tf32" if has_tf32(device) else "fp32"
+    """fp16 where there are tensor cores, else fp32."""
+    return "fp16" if supports("fp16", device) else "fp32"
 
 
 def apply_precision(tier, device):
     """Set the process-wide switches of `tier`. Raises ValueError where the hardware lacks it: nothing falls back in silence."""
     if tier not in TIERS:
         raise ValueError(f"--precision {tier}: choose from {', '.join(TIERS)}")
-    if tier == "tf32" and not has_tf32(device):
-        raise ValueError(f"--precision tf32: {device} has no TF32 (Ampere or later); choose fp32")
+    if not supports(tier, device):
+        raise ValueError(f"--precision {tier}: {device} has no {_NEEDS[tier][1]}; choose fp32")
     torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
-    torch.backends.cudnn.allow_tf32 = tier == "tf32"
+    # Convolutions are the decoder's. Beside half precision TF32 is no loss there; it cannot overflow, and float16 is only a third faster.
+    torch.backends.cudnn.allow_tf32 = tier != "fp32"
 
 
 @contextmanager

@@ -128,11 +128,11 @@ class Product:
         return [Algorithm(tuple(one.words), one.workspace) for one in found[:count.value] if one.status == 0]
 
     def candidates(self):
-        """Own suggestions, then those for fewer rows that run here too: they bring other tiles, and are often faster."""
+        """Own suggestions, then those for neighbouring shapes that run here too: they bring other tiles, and are often faster."""
         m, n, k = self.shape
         found = self.suggestions()
-        for divisor in (2, 4, 8):
-            for algorithm in Product(max(1, m // divisor), n, k, self.dtype, self.gelu, self.device).suggestions():
+        for shape in ((m, k, n), *((max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n)))):
+            for algorithm in Product(*shape, self.dtype, self.gelu, self.device).suggestions():
                 result = _Heuristic()
                 if not _library().cublasLtMatmulAlgoCheck(_handle(self.device), self.description, *self.operands,
                                                          (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.byref(result)):

@@ -83,6 +83,18 @@ def tile_config(width, rows=16384):
     return dict(MAIN=main, TAIL=tail, TURNS=8 if rows >= 8192 else 1, num_warps=max(1, main // 1024))
 
 
+def compile_ahead(width, rows, dtype, device):
+    """Compile, or fetch from Triton's disk cache, the variants that a network of `width` needs for `rows` tokens with products in `dtype`;
+    seconds of work with an empty cache, made for a thread beside the loading of weights."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        x = torch.zeros(1, rows, width, device=device)
+        branch = torch.zeros_like(x, dtype=dtype)
+        modulation = Modulation(torch.zeros(1, 1, width, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+        for branches, result in ((0, dtype), (1, dtype), (2, dtype), (2, torch.float32)):
+            norm_modulate(x, modulation, 0, 0, ((branch, 0),) * branches, branches == 2, result, route="triton")
+        torch.cuda.current_stream().synchronize()
+
+
 if triton:
 
     @triton.jit

@@ -1,0 +1,182 @@
+"""The accelerated DiT: the same function as models.DiT, laid out for a GPU.
+
+From a DiT's state dict it builds a flat sequence of products in half precision (float32 accumulation) around a float32 residual stream.
+Everything between two products is one kernel; what depends on (timestep, label) alone comes from a table. Per block:
+
+    h ← norm_modulate(x)                            row kernel, reads x, writes h in half
+    a ← proj(attention(qkv(h)))                     two products, one attention
+    h ← norm_modulate(x + gate·a)                   row kernel, x stays unwritten: the next one adds a again, which is cheaper
+    m ← fc2(gelu(fc1(h)))                           two products, GELU in the epilogue
+    x ← x + gate·a + gate·m, h ← norm_modulate(x)   row kernel, which is already the next block's first
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from accel.conditioning import Conditioning, HoistedConditioning
+from accel.graphs import Replayed
+from accel.kernels.attention import attention
+from accel.kernels.linear import linear
+from accel.kernels.norm import Modulation, norm_modulate
+from accel.precision import true_float32
+
+
+@dataclass(frozen=True)
+class Optimisations:
+    """The switches of the accelerated network, each measured alone by scripts/benchmark.py."""
+
+    hoist: bool = True  # a sampling run computes the conditioning of its steps ahead
+    rows: str = "auto"  # route of accel.kernels.norm
+    attention: str = "auto"  # route of accel.kernels.attention
+    products: str = "auto"  # route of accel.kernels.linear
+    graph: bool = True  # on a GPU, a step of a sampling run, or a call of what `accelerate` returns, is one CUDA graph
+
+
+def accelerate(model, precision="fp16", device=None, optimisations=Optimisations()):
+    """An accelerated twin of a trained DiT, for sampling: `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)` as in models.DiT.
+
+    model: a DiT with the published state-dict keys and `num_heads`, models.DiT or the original class; its weights are copied, on the device that
+    they are on unless `device` names another. precision: "fp16" or "bf16", the dtype of the products, or "fp32".
+    Raises ValueError for an unknown precision or a model that is no DiT.
+    """
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    if precision not in dtypes:
+        raise ValueError(f"precision {precision!r}: choose from {', '.join(dtypes)}")
+    state = model.state_dict()
+    missing = {"x_embedder.proj.weight", "blocks.0.attn.qkv.weight", "final_layer.linear.weight"} - set(state)
+    if missing or not hasattr(model, "num_heads"):
+        raise ValueError(f"{type(model).__name__} is no DiT: it has no {', '.join(sorted(missing)) or 'num_heads'}")
+    device = torch.device(device) if device is not None else state["pos_embed"].device
+    network = FastDiT(state, model.num_heads, dtypes[precision], device, optimisations)
+    if optimisations.graph and device.type == "cuda":
+        network._forward, network._guided = Replayed(network._forward), Replayed(network._guided)
+    return network
+
+
+class FastDiT:
+    """See the module's text. state: a DiT's state dict, on any device; dtype: that of the products. With float32 or float64 everything is in
+    that dtype."""
+
+    def __init__(self, state, num_heads, dtype, device, optimisations=Optimisations()):
+        self.num_heads, self.dtype, self.device, self.optimisations = num_heads, dtype, device, optimisations
+        self.wide = torch.float32 if dtype.itemsize == 2 else dtype  # residual stream, norms, conditioning, final layer
+        self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
+
+        def take(name, dtype=self.wide):
+            # First to the device, which converts faster; always a copy, so that the model may go on being trained.
+            return state[name].detach().to(device).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+        kernel = take("x_embedder.proj.weight")  # (D, C, p, p)
+        self.width, self.patch_size = len(kernel), kernel.shape[-1]
+        self.patches = kernel.flatten(1)
+        self.position = take("pos_embed")[0] + take("x_embedder.proj.bias")  # (T, D)
+        self.blocks = [[(take(f"blocks.{i}.{layer}.weight", dtype), take(f"blocks.{i}.{layer}.bias", dtype))
+                        for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")] for i in range(self.depth)]
+        self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
+        self.out_channels = len(self.final[1]) // self.patch_size**2
+        self.conditioning = Conditioning(state, self.depth, device, self.wide)
+        self.table = self.hoisted = None
+        self.captured = {}  # steps of sampling runs, by what they depend on
+
+    def parameters(self):
+        """Every weight, as a module's parameters() gives them."""
+        yield from (self.patches, self.position, *self.final)
+        yield from (tensor for block in self.blocks for layer in block for tensor in layer)
+        yield from self.conditioning.parameters()
+
+    @torch.no_grad()
+    def forward(self, x, t, y):
+        """As models.DiT.forward: x (N, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
+        return self._forward(x, t, y)
+
+    __call__ = forward
+
+    @torch.no_grad()
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        """As models.DiT.forward_with_cfg: x (2N, C, H, W), of which the first N rows are read; t, y (2N,) → (2N, C', H, W)."""
+        return self._guided(x, t, y, cfg_scale)
+
+    def _forward(self, x, t, y):
+        return self._network(self._embed(x), t, y).to(x.dtype)
+
+    def _guided(self, x, t, y, cfg_scale):
+        out = self._network(self._embed(x[: len(x) // 2], copies=2), t, y)
+        eps, rest = out[:, :3], out[:, 3:]
+        cond, uncond = eps.chunk(2)
+        guided = uncond + cfg_scale * (cond - uncond)
+        return torch.cat([torch.cat([guided, guided]), rest], dim=1).to(x.dtype)
+
+    def _embed(self, x, copies=1):
+        """Latents (N, C, H, W) → tokens (copies·N, T, D), the batch `copies` times over."""
+        patches = F.pixel_unshuffle(x.to(self.wide), self.patch_size).flatten(2).transpose(1, 2)  # (N, T, C·p·p)
+        with true_float32():
+            tokens = F.linear(patches, self.patches)
+        return (tokens.expand(copies, *tokens.shape) + self.position).flatten(0, 1)
+
+    def _network(self, x, t, y):
+        """Tokens x (N, T, D), overwritten → (N, C', H, W) in the wide dtype."""
+        if self.hoisted:
+            modulation = self.hoisted.modulation(t, y)
+        else:
+            modulation = Modulation(self.conditioning(t, y), torch.arange(len(x), device=x.device))
+        out = self._tower(x, modulation)  # (N, T, p·p·C')
+        side, p = round(out.shape[1] ** 0.5), self.patch_size
+        out = out.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
+        return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), self.out_channels, side * p, side * p)
+
+    def _tower(self, x, modulation):
+        """All blocks and the final layer: x (N, T, D), overwritten → (N, T, p·p·C')."""
+        def norm(shift, *branches, dtype=self.dtype):
+            return norm_modulate(x, modulation, shift, shift + 1, branches, update=len(branches) == 2, dtype=dtype, route=switch.rows)
+
+        def product(x, layer, gelu=False):
+            return linear(x, *layer, gelu, route=switch.products)
+
+        switch = self.optimisations
+        route = {} if switch.attention == "auto" else dict(route=switch.attention)
+        h = norm(0)  # (N, T, D)
+        for i, (qkv, proj, fc1, fc2) in enumerate(self.blocks):
+            gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
+            a = product(attention(product(h, qkv), self.num_heads, **route), proj)
+            h = norm(shift_mlp, (a, gate_msa))
+            m = product(product(h, fc1, gelu=True), fc2)
+            h = norm(following, (a, gate_msa), (m, gate_mlp), dtype=self.wide if i + 1 == self.depth else self.dtype)
+        with true_float32():
+            return F.linear(h, *self.final)
+
+
+@contextmanager
+def hoist_conditioning(network, timesteps, labels):
+    """Compute a run's conditioning ahead of its loop. timesteps: the original timesteps in the order they come (ints); labels: all that the run
+    meets, the null label included (ints). Yields the table: call its `reach(i)` before step i. Inside, `network` (a FastDiT) knows these pairs
+    only.
+    """
+    if network.table is None:
+        network.table = HoistedConditioning(network.conditioning)
+    network.table.begin(timesteps, labels)
+    network.hoisted = network.table
+    try:
+        yield network.table
+    finally:
+        network.hoisted = None
+
+
+class CompiledDiT:
+    """A models.DiT in `dtype` under torch.compile, for whoever prefers the compiler, and for comparison."""
+
+    def __init__(self, model, dtype, mode="max-autotune"):
+        self.model, self.dtype = model.to(dtype), dtype
+        self._forward = torch.compile(model.forward, mode=mode, dynamic=False)
+        self._guided = torch.compile(model.forward_with_cfg, mode=mode, dynamic=False)
+
+    def parameters(self):
+        return self.model.parameters()
+
+    def forward(self, x, t, y):
+        return self._forward(x.to(self.dtype), t, y).to(x.dtype, copy=True)  # the compiler's graph will overwrite its output
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        return self._guided(x.to(self.dtype), t, y, cfg_scale).to(x.dtype, copy=True)

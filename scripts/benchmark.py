@@ -1,0 +1,265 @@
+"""The ladder: one optimisation after the other, each with its time, its error and its gate.
+
+    python scripts/benchmark.py --image-size 512 --pictures 8 --compile max-autotune --output log/ladder.json
+    python scripts/benchmark.py --model DiT-Demo/2 --gate 3
+
+Times are of denoising steps in the sampling loop that sample.py runs (guidance, update, noise draw included; no decoder): median, 10th and 90th
+percentile, after --load seconds of the same steps, since a GPU under load runs slower than in a burst. Weights are random and not zero (a fresh
+DiT outputs zeros) except the demo's. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward of the network against float64. The gate compares
+250-step pictures of the demo with those of fp32, same noise: worst of all pictures.
+"""
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+from accel import engine, precision, vae  # noqa: E402
+from accel.fast import CompiledDiT, FastDiT, Optimisations  # noqa: E402
+from accel.options import OneLineParser, SamplingOptions, positive, user_errors  # noqa: E402
+from diffusion import create_diffusion  # noqa: E402
+from models import DiT_models  # noqa: E402
+
+PLAIN = Optimisations(hoist=False, rows="torch", attention="sdpa", products="plain", graph=False)
+# Rung → (tier, switches); each adds one to the rung before. Those without switches are models.DiT, upstream's arithmetic.
+STEPS = (("half products", {}), ("hoisted conditioning", dict(hoist=True)), ("row kernels", dict(rows="auto")), ("attention", dict(attention="auto")),
+         ("GELU epilogue", dict(products="epilogue")), ("measured products", dict(products="auto")), ("CUDA graph", dict(graph=True)))
+
+
+def ladder(device, tiers):
+    """(name, tier, switches or None for models.DiT) of every rung that `device` can run."""
+    for tier in ("fp32", "tf32"):
+        if precision.supports(tier, device):
+            yield tier, tier, None
+    for tier in tiers:
+        switches = PLAIN
+        for name, change in STEPS:
+            switches = replace(switches, **change)
+            if device.type == "cuda" or name in ("half products", "hoisted conditioning"):
+                yield f"{tier} + {name}", tier, switches
+
+
+def random_state(model, seed=0):
+    """A state dict of random, non-zero weights on `model`'s device: products keep a variance of about one."""
+    generator = torch.Generator(model.pos_embed.device).manual_seed(seed)
+    state = model.state_dict()
+    for name, value in state.items():
+        if name != "pos_embed":
+            scale = value[0].numel() ** -0.5 if value.ndim > 1 else 0.1
+            state[name] = torch.randn(value.shape, generator=generator, device=value.device) * scale
+    return state
+
+
+def build(model, tier, switches, device):
+    """The network of a rung: `model` (models.DiT, float32) itself, or an accelerated twin of it."""
+    if device.type == "cuda":
+        precision.apply_precision(tier, device)
+    if switches is None:
+        return model
+    return FastDiT(model.state_dict(), model.num_heads, precision.HALF[tier], device, switches)
+
+
+class Enough(Exception):
+    """Ends a sampling run from its progress callback."""
+
+
+def time_steps(network, args, device):
+    """Milliseconds of single steps in engine.denoise, after `args.load` seconds of them."""
+    diffusion = create_diffusion("250")
+    side = args.image_size // 8
+    z, labels = torch.randn(args.pictures, 4, side, side, device=device), torch.arange(args.pictures, device=device) % args.num_classes
+    marks, started = [], None
+
+    def mark():
+        nonlocal started
+        if device.type != "cuda":
+            marks.append(time.perf_counter())
+        else:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+            if len(marks) > 4:
+                marks[-4].synchronize()  # the host is at most a few steps ahead, so that the clock below counts work that was done
+        started = started or time.perf_counter()
+        if time.perf_counter() - started > args.load + args.window:
+            raise Enough
+
+    engine.denoise(network, diffusion, z, labels, args.cfg_scale, args.num_classes, steps=2)  # what only the first step does
+    try:
+        while True:
+            engine.denoise(network, diffusion, z, labels, args.cfg_scale, args.num_classes, progress=mark)
+    except Enough:
+        pass
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+    else:
+        times = [1e3 * (b - a) for a, b in zip(marks, marks[1:])]
+    total, kept = 0.0, []
+    for one in reversed(times):  # the last `window` seconds
+        total += one
+        if total > 1e3 * args.window and kept:
+            break
+        kept.append(one)
+    kept.sort()
+    return dict(ms=statistics.median(kept), mean=statistics.fmean(kept), p10=kept[len(kept) // 10], p90=kept[-1 - len(kept) // 10], steps=len(kept))
+
+
+class Reference:
+    """One forward in float64, and others' distance to it: two rows, a label and the null label, at three timesteps."""
+
+    def __init__(self, model, args, device):
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(2, 4, args.image_size // 8, args.image_size // 8, generator=generator).to(device)
+        self.y = torch.tensor([1, args.num_classes], device=device)
+        self.t = [torch.full((2,), t, device=device) for t in (980, 500, 20)]
+        wide = FastDiT(model.state_dict(), model.num_heads, torch.float64, device, PLAIN)
+        self.out = [wide(self.x.double(), t, self.y) for t in self.t]
+
+    @torch.no_grad()
+    def error(self, network):
+        return max(float((network.forward(self.x, t, self.y).double() - want).norm() / want.norm()) for t, want in zip(self.t, self.out))
+
+
+class Gate:
+    """250 guided steps of the demo, 64 pictures a seed, against fp32 from the same noise."""
+
+    def __init__(self, seeds, device):
+        self.device, self.seeds = device, range(seeds)
+        self.options = SamplingOptions(model="DiT-Demo/2", labels=tuple(range(8)) * 8, device=str(device), precision="fp32").resolve()
+        self.model = engine.load_model(self.options, device)
+        self.diffusion = create_diffusion("250")
+        self.decoder = vae.load_vae(vae.find_vae(self.options.vae), device)
+        self.want = None
+        self.want = self.pictures("fp32", None)
+
+    def pictures(self, tier, switches):
+        network = build(self.model, tier, switches, self.device)
+        labels = torch.tensor(self.options.labels, device=self.device)
+        latents = [engine.denoise(network, self.diffusion, engine.draw_latents(64, self.options.latent_size, seed, self.device), labels,
+                                  self.options.cfg_scale, self.options.num_classes) for seed in self.seeds]
+        if self.device.type == "cuda":
+            precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
+        return [vae.to_uint8(vae.decode(self.decoder, one)).numpy() for one in latents]
+
+    def judge(self, tier, switches):
+        """Worst picture's and whole set's figures, and whether every picture passes but for LPIPS, which scripts leave to evaluate.py."""
+        from evaluate import GATES, mae, psnr, ssim
+        rows = [(mae(a, b) / 255, psnr(a, b), ssim(a, b)) for want, got in zip(self.want, self.pictures(tier, switches))
+                for a, b in zip(want, got)]
+        worst = dict(mae=max(row[0] for row in rows), psnr=min(row[1] for row in rows), ssim=min(row[2] for row in rows))
+        bars = GATES["contest"]
+        return dict(pictures=len(rows), worst=worst, mean=dict(mae=statistics.fmean(row[0] for row in rows), ssim=statistics.fmean(row[2] for row in rows)),
+                    passes=worst["mae"] <= bars["mae"] and worst["psnr"] > bars["psnr"] and worst["ssim"] >= bars["ssim"])
+
+
+def copy_bandwidth(device):
+    """Bytes read and written a second by a large copy on the device."""
+    source, target = torch.empty(2, 1 << 30, dtype=torch.uint8, device=device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    target.copy_(source)
+    start.record()
+    for _ in range(10):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize(device)
+    return 10 * 2 * source.numel() / start.elapsed_time(end) * 1e3
+
+
+def git(*arguments):
+    return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+
+
+def measure(args, device):
+    options = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, device=str(device), ckpt=args.ckpt,
+                              labels=(0,)).resolve()
+    args.image_size, args.num_classes = options.image_size, options.num_classes
+    if options.ckpt is not None:
+        model = engine.load_model(options, device)
+    else:
+        with torch.device(device):
+            model = DiT_models[args.model](input_size=options.latent_size, num_classes=options.num_classes)
+        model.load_state_dict(random_state(model))
+        model = model.eval().requires_grad_(False)
+    reference = Reference(model, args, device)
+    gate = Gate(args.gate, device) if args.gate else None
+    rungs = list(ladder(device, args.precision))
+    rungs = [rung for rung in rungs if not args.only or any(word in rung[0] for word in args.only)]
+    results = []
+
+    def report(name, network, tier, switches):
+        row = dict(rung=name)
+        try:
+            if not args.untimed:
+                before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+                if before:
+                    torch.cuda.reset_peak_memory_stats()
+                row |= time_steps(network, args, device)
+                if before:
+                    row["activations_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+            row["error"] = reference.error(network)
+            if gate and (switches is not None or tier != "fp32") and name.count("compile") == 0:
+                row["gate"] = gate.judge(tier, switches)
+        except torch.cuda.OutOfMemoryError:
+            row["failed"] = "out of memory"
+        results.append(row)
+        verdict = f"   worst PSNR {row['gate']['worst']['psnr']:.1f} {'pass' if row['gate']['passes'] else 'FALLS SHORT'}" if "gate" in row else ""
+        times = f"{row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]" if "ms" in row else " " * 8
+        print(f"{name:32} {times}   error {row.get('error', float('nan')):.1e}{verdict}", flush=True)
+
+    for name, tier, switches in rungs:
+        network = build(model, tier, switches, device)
+        report(name, network, tier, switches)
+        del network
+        gc.collect()
+    for mode in args.compile:
+        precision.apply_precision("fp16", device)
+        torch._dynamo.reset()
+        with torch.device(device):
+            plain = DiT_models[args.model](input_size=options.latent_size, num_classes=options.num_classes)
+        plain.load_state_dict(model.state_dict())
+        started = time.perf_counter()
+        report(f"fp16 + torch.compile {mode}", CompiledDiT(plain.eval().requires_grad_(False), torch.float16, mode), "fp16", None)
+        results[-1]["seconds_with_compilation"] = time.perf_counter() - started
+    return results
+
+
+def main():
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="DiT-XL/2", choices=DiT_models, help="network to time")
+    parser.add_argument("--ckpt", help="its weights (default: random; the demo's own)")
+    parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
+    parser.add_argument("--num-classes", type=int, help="number of classes")
+    parser.add_argument("--pictures", type=positive, default=8, help="pictures at a time; with guidance twice as many rows")
+    parser.add_argument("--cfg-scale", type=float, default=4.0, help="strength of guidance")
+    parser.add_argument("--precision", nargs="+", default=["fp16"], choices=tuple(precision.HALF), help="half tiers to climb")
+    parser.add_argument("--compile", nargs="*", default=[], choices=("default", "max-autotune"), help="modes of torch.compile to compare with")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with one of these words in their name")
+    parser.add_argument("--load", type=float, default=5.0, help="seconds of steps before those that count")
+    parser.add_argument("--window", type=float, default=3.0, help="seconds of steps that count")
+    parser.add_argument("--untimed", action="store_true", help="errors and gates only")
+    parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge every rung on the demo's pictures, 64 a seed")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+    parser.add_argument("--output", help="JSON file to write")
+    args = parser.parse_args()
+    with user_errors(parser):
+        device = engine.choose_device(args)
+        place = dict(gpu=torch.cuda.get_device_name(device), copy_tb_s=copy_bandwidth(device) / 1e12) if device.type == "cuda" else dict(gpu=None)
+        about = dict(place, torch=torch.__version__, commit=git("describe", "--always", "--dirty"), command=" ".join(["python", *sys.argv]))
+        print(json.dumps(about), flush=True)
+        results = measure(args, device)
+        if args.output:
+            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.output).write_text(json.dumps(dict(about, model=args.model, image_size=args.image_size, pictures=args.pictures, rows=2 * args.pictures,
+                                                         load_seconds=args.load, rungs=results), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
