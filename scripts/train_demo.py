@@ -232,8 +232,8 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train (default: a GPU if there is one)")
     parser.add_argument("--seed", type=int, default=0, help="seed of pictures, weights and training (default: 0)")
     parser.add_argument("--pictures", type=int, default=16384, help="pictures a class (default: %(default)s)")
-    parser.add_argument("--vae-steps", type=int, default=2500, help="steps of the VAE (default: %(default)s)")
-    parser.add_argument("--dit-steps", type=int, default=20000, help="steps of the DiT (default: %(default)s)")
+    parser.add_argument("--vae-steps", type=int, default=9620, help="steps of the VAE (default: %(default)s)")
+    parser.add_argument("--dit-steps", type=int, default=21620, help="steps of the DiT (default: %(default)s)")
     parser.add_argument("--vae-batch", type=int, default=48, help="pictures a step of the VAE (default: %(default)s)")
     parser.add_argument("--dit-batch", type=int, default=1024, help="latents a step of the DiT (default: %(default)s)")
     parser.add_argument("--minutes", type=float, nargs=2, default=(60, 120), metavar=("VAE", "DIT"),
