@@ -1,5 +1,6 @@
 """The latent decoder: find it, load it, latents to pixels, pixels to bytes. The only home of 0.18215."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def find_vae(name):
 
     Raises UsageError if there is none or it is not whole; nothing is loaded yet.
     """
+    if importlib.util.find_spec("diffusers") is None:
+        raise UsageError("--vae: the decoder needs diffusers: pip install -r requirements.txt (or --output-type latent)")
     if name in PUBLISHED:
         folder = ROOT / "pretrained_models" / f"sd-vae-ft-{name}"
         if not folder.is_dir():

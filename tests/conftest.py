@@ -34,7 +34,7 @@ def run():
     def run(script, *args, cwd=None, timeout=240, **environment):
         return subprocess.run(
             [sys.executable, str(ROOT / script), *map(str, args)], cwd=cwd or ROOT, timeout=timeout, text=True, capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment})
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), **environment})
 
     return run
 
