@@ -136,11 +136,10 @@ class FastDiT:
             return linear(x, *layer, gelu, route=switch.products)
 
         switch = self.optimisations
-        route = {} if switch.attention == "auto" else dict(route=switch.attention)
         h = norm(0)  # (N, T, D)
         for i, (qkv, proj, fc1, fc2) in enumerate(self.blocks):
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
-            a = product(attention(product(h, qkv), self.num_heads, **route), proj)
+            a = product(attention(product(h, qkv), self.num_heads, route=switch.attention), proj)
             h = norm(shift_mlp, (a, gate_msa))
             m = product(product(h, fc1, gelu=True), fc2)
             h = norm(following, (a, gate_msa), (m, gate_mlp), dtype=self.wide if i + 1 == self.depth else self.dtype)

@@ -31,12 +31,16 @@ class Replayed:
         tensors = [value for value in arguments if torch.is_tensor(value)]
         key = tuple((value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments)
         if key not in self.captured:
-            fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]
-            result = []
-            replay = capture(lambda: result.append(self.function(*fixed)))
-            self.captured[key] = [value for value in fixed if torch.is_tensor(value)], result[-1], replay
+            with torch.inference_mode(False), torch.no_grad():  # usable whatever the mode of the first caller
+                self.captured[key] = self._capture(arguments)
         inputs, output, replay = self.captured[key]
         for fixed, tensor in zip(inputs, tensors):
             fixed.copy_(tensor)
         replay()
         return output.clone()
+
+    def _capture(self, arguments):
+        fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]
+        result = []
+        replay = capture(lambda: result.append(self.function(*fixed)))
+        return [value for value in fixed if torch.is_tensor(value)], result[-1], replay

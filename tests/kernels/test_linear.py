@@ -83,7 +83,7 @@ def test_the_epilogue_is_the_tanh_form():
 def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "_chosen", {})
-    x, weight, bias = case(2048, 4608, 1152, torch.float16, "cuda")
+    x, weight, bias = case(2048, 4608, 1152, torch.float16, "cuda")  # not among the known ones
     product = module.Product(2048, 4608, 1152, torch.float16, True, x.device)
     want, candidates = reference(x, weight, bias, True), product.candidates()
     assert len(candidates) > 4
@@ -91,7 +91,48 @@ def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeyp
         out = torch.full((2048, 4608), float("nan"), dtype=torch.float16, device="cuda")  # an element left unwritten shows
         product.run(x, weight, bias, out, algorithm)
         assert (out.double() - want).norm() <= 5e-4 * want.norm(), algorithm
+    state = torch.cuda.get_rng_state()
     first = linear(x, weight, bias, True, "tuned")
+    assert torch.equal(torch.cuda.get_rng_state(), state)  # a run's noise does not depend on whether it had to measure
     monkeypatch.setattr(module, "_chosen", {})  # as in the next process
     monkeypatch.setattr(module.Product, "fastest", lambda self: pytest.fail("measured again"))
     assert torch.equal(linear(x, weight, bias, True, "tuned"), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, n, k", ((512, 216, 864), (256, 648, 216), (2048, 1152, 4608)))
+def test_the_same_bits_every_time(m, n, k):
+    """Algorithms that split a small product's K must not depend on which part comes first."""
+    x, weight, bias = case(m, n, k, torch.float16, "cuda")
+    product = module.Product(m, n, k, torch.float16, False, x.device)
+    for algorithm in product.candidates():
+        results = []
+        for _ in range(20):
+            results.append(torch.empty(m, n, dtype=torch.float16, device="cuda"))
+            product.run(x, weight, bias, results[-1], algorithm)
+        assert all(torch.equal(result, results[0]) for result in results), algorithm
+
+
+@pytest.mark.gpu
+def test_measuring_leaves_the_random_stream_alone():
+    """A product may first be met in the middle of a sampling run: the run's pictures must not depend on what was measured before."""
+    from accel.kernels.linear import Product
+    torch.manual_seed(5)
+    want = torch.randn(8, device="cuda")
+    torch.manual_seed(5)
+    Product(256, 144, 72, torch.float16, False, torch.device("cuda", 0)).fastest()
+    assert torch.equal(torch.randn(8, device="cuda"), want)
+
+
+@pytest.mark.gpu
+def test_known_algorithms_are_taken_without_measuring(monkeypatch):
+    gpu = torch.cuda.get_device_name()
+    if gpu not in module.KNOWN:
+        pytest.skip(f"nothing is recorded for {gpu}")
+    monkeypatch.setattr(module, "_chosen", {})
+    monkeypatch.setattr(module.Product, "fastest", lambda self: pytest.fail("measured"))
+    for (m, n, k, gelu), configuration in module.KNOWN[gpu].items():
+        x, weight, bias = case(m, n, k, torch.float16, "cuda")
+        linear(x, weight, bias, gelu, "tuned")
+        _, algorithm = module._chosen[m, n, k, torch.float16, gelu, x.device]
+        assert module._configuration(algorithm) == configuration
