@@ -249,11 +249,12 @@ def main():
     parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge every rung on the demo's pictures, 64 a seed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
     parser.add_argument("--output", help="JSON file to write")
+    parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
     args = parser.parse_args()
     with user_errors(parser):
         device = engine.choose_device(args)
         place = dict(gpu=torch.cuda.get_device_name(device), copy_tb_s=copy_bandwidth(device) / 1e12) if device.type == "cuda" else dict(gpu=None)
-        about = dict(place, torch=torch.__version__, commit=git("describe", "--always", "--dirty"), command=" ".join(["python", *sys.argv]))
+        about = dict(place, torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]))
         print(json.dumps(about), flush=True)
         results = measure(args, device)
         if args.output:

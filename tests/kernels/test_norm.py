@@ -68,6 +68,35 @@ def test_compiled_kernel(width, branches, update):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("branches, update, element_bytes", ((1, False, 4 + 2 + 2), (2, True, 4 + 4 + 2 + 2 + 2)))
+def test_bandwidth(branches, update, element_bytes):
+    """XL's rows of 16 × 1024 tokens at 85 % or more of the bandwidth that a copy of the residual stream reaches."""
+    cases = [case(1152, 16, 1024, branches, torch.float16, "cuda", seed) for seed in range(4)]  # more than any cache holds
+    copies = [torch.empty_like(x) for x, _, _ in cases]
+
+    def milliseconds(step):
+        times = []
+        for _ in range(20):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for index in range(4):
+                step(index)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 4)
+        return sorted(times)[10]
+
+    def kernel(index):
+        x, modulation, pairs = cases[index]
+        norm_modulate(x, modulation, 3, 4, pairs, update, torch.float16, route="triton")
+
+    elements = cases[0][0].numel()
+    copied = 8 * elements / milliseconds(lambda index: copies[index].copy_(cases[index][0]))
+    moved = element_bytes * elements / milliseconds(kernel)
+    assert moved >= 0.85 * copied, f"{moved / 1e9:.2f} TB/s, a copy {copied / 1e9:.2f}"
+
+
+@pytest.mark.gpu
 def test_auto_takes_the_kernel_on_a_gpu(monkeypatch):
     launched = []
     monkeypatch.setattr(norm, "_triton", lambda *arguments: launched.append(arguments))
