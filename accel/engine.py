@@ -193,7 +193,7 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
             conditions = hoist_conditioning(network, diffusion.timestep_map[::-1], y.tolist())
         if switches.graph and z.is_cuda:
             diffusion.prepare(z.device)
-            step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step))
+            step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step, switches.reset_once))
     timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=z.device)
     with conditions as table:
         for index in range(diffusion.num_timesteps)[:steps]:

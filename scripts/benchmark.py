@@ -28,10 +28,10 @@ from accel.options import OneLineParser, SamplingOptions, positive, user_errors 
 from diffusion import create_diffusion  # noqa: E402
 from models import DiT_models  # noqa: E402
 
-PLAIN = Optimisations(hoist=False, rows="torch", products="plain", graph=False)
+PLAIN = Optimisations(hoist=False, rows="torch", products="plain", graph=False, reset_once=False)
 # Rung → (tier, switches); each adds one to the rung before. Those without switches are models.DiT, upstream's arithmetic.
 STEPS = (("half products", {}), ("hoisted conditioning", dict(hoist=True)), ("row kernels", dict(rows="auto")), ("attention", dict(attention="auto")),
-         ("GELU epilogue", dict(products="epilogue")), ("measured products", dict(products="auto")), ("CUDA graph", dict(graph=True)))
+         ("GELU epilogue", dict(products="epilogue")), ("measured products", dict(products="auto")), ("CUDA graph", dict(graph=True)), ("one reset", dict(reset_once=True)))
 
 
 def ladder(device, tiers):

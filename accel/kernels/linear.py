@@ -8,6 +8,7 @@ ctypes. GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, sectio
 import ctypes
 import json
 import os
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -166,7 +167,10 @@ class Product:
         """Launch on the current stream. Operands: contiguous, of this product's shape, dtype and device."""
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         a, b, c, d = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out, out))
-        workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)  # the stream's own
+        if _counters and 0 < algorithm.workspace <= COUNTER_BYTES:
+            workspace = _counters.pop()
+        else:
+            workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)  # the stream's own
         self._set(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
         wt, xt, ct, yt = self.operands
         _call("cublasLtMatmul", _handle(self.device), self.description, ctypes.byref(one), a, wt, b, xt, ctypes.byref(zero), c, ct, d, yt,
@@ -209,6 +213,23 @@ class Product:
         return next((algorithm for algorithm in self.candidates() if wanted and _configuration(algorithm) == wanted), None)
 
 
+COUNTER_BYTES = 256
+_counters = []
+
+
+@contextmanager
+def separate_counters(device, count=1024):
+    """Inside, each product that asks for no more than COUNTER_BYTES of workspace (cuBLASLt's fast kernels keep one counter there, from which
+    their blocks draw tiles) gets its own, out of the one tensor that is yielded. It is for whoever captures a graph: the counters can
+    then be reset all at once."""
+    arena = torch.zeros(count, COUNTER_BYTES, dtype=torch.uint8, device=device)
+    _counters[:] = arena.unbind(0)
+    try:
+        yield arena
+    finally:
+        _counters.clear()
+
+
 _chosen = {}  # (shape, dtype, gelu, device) → (Product, Algorithm)
 
 
@@ -246,9 +267,19 @@ def _choose(product):
     return product, known[name]
 
 
+_kept_in = None
+
+
+def keep_measurements(folder):
+    """From now on keep what is measured in `folder`, not in the user's cache: a job that has to give the same bits when it is started again,
+    perhaps elsewhere, needs the same algorithms."""
+    global _kept_in
+    _kept_in = Path(folder)
+
+
 def _measurements(device):
     """The file that holds what was measured for a GPU and a library version: an algorithm's bytes mean nothing to another version."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
+    folder = _kept_in or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
     gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
     return folder / f"products-{gpu}-cublaslt-{_library().cublasLtGetVersion()}.json"
 
