@@ -7,9 +7,11 @@ So the folder ends with the same bits, however often it was interrupted.
     <folder>/000000.png …           the pictures
     <folder>/.job/settings.json     what decides their bits; a start with other settings is refused
     <folder>/.job/rank-0000.jsonl   one line a finished batch: its number and the generator's state after it
+    <folder>/.job/products-*.json   GPU: the algorithms its matrix products were found to run best with
     <folder>.npz                    arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from accel.kernels.linear import keep_measurements
 from accel.options import DEFAULTS_OF, UsageError, flag_names
 from accel.parallel.group import Stopped
 from accel.vae import to_uint8
@@ -318,13 +321,23 @@ class PictureNoise:
 
 def run(engine, group):
     """Make the pictures of the engine's options and their .npz, or what is missing of them. Raises Stopped when asked to stop."""
+    try:
+        _run(engine, group, folder := folder_of(engine.options))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f"--sample-dir: {error.strerror} at {folder}; free some and start again with the same command: it goes on") from None
+
+
+def _run(engine, group, folder):
     options, plan = engine.options, Plan(engine.options, group.rank, group.world)
-    folder = folder_of(options)
     npz = folder.with_name(folder.name + ".npz")
     journal = Journal(folder, plan)
     settings = group.together("settings", lambda: settings_of(engine, plan))
     group.together("folder", lambda: Journal.prepare(folder, npz, settings), only=0)
     todo = plan.left(group.together("record", journal.read))
+    if engine.device.type == "cuda":
+        _choose_products(engine, group, plan, folder)
     left = sum(group.tell("todo", sum(len(plan.pictures(batch)) for batch in todo)))
     if left:
         todo = _make_pictures(engine, group, journal, todo, plan.total - left)
@@ -334,6 +347,18 @@ def run(engine, group):
         with engine.watch.phase("npz"):
             write_npz(folder, npz, options.num_fid_samples, options.image_size, lambda: group.stopping)
     print(f"{folder}: {plan.total} pictures, {npz}: {options.num_fid_samples} · {engine.watch}")
+
+
+def _choose_products(engine, group, plan, folder):
+    """Products may run by an algorithm that is chosen by measurement, and another one rounds differently. So one rank measures, and the
+    choice stays in the job's folder, for the other ranks and for the job when it is started again."""
+    keep_measurements(folder / ".job")
+    side = engine.options.latent_size
+    z, labels = (torch.zeros(plan.n, *shape, device=engine.device, dtype=dtype) for shape, dtype in (((4, side, side), None), ((), torch.int64)))
+    for rank_0 in (True, False):
+        if (group.rank == 0) == rank_0:
+            engine.denoise(z, labels, guided=engine.options.cfg_scale > 1, steps=1)
+        group.barrier("chosen" if rank_0 else "ready")
 
 
 def _make_pictures(engine, group, journal, todo, already):
@@ -353,8 +378,6 @@ def _make_pictures(engine, group, journal, todo, already):
             try:
                 with engine.watch.phase("sample"):
                     latents = engine.denoise(z, labels, guided=options.cfg_scale > 1, draw=draw)
-                if not torch.isfinite(latents).all():
-                    raise UsageError(f"--precision {engine.precision}: the latents are not finite; use --precision fp32 or check the weights")
                 pixels = to_uint8(engine.decode(latents))
             except torch.OutOfMemoryError:
                 raise UsageError(f"--per-proc-batch-size {plan.n}: does not fit in the GPU's memory; use a smaller one") from None

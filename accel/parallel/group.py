@@ -202,8 +202,9 @@ class Group:
                     silent[peer] = 0 if sign != last.get(peer) or sign == b"left" else silent[peer] + 1
                     last[peer] = sign
                     if silent[peer] > SILENCE:
-                        self._fail(f"rank {peer} has given no sign of life for {silent[peer] * BEAT:.0f} s", 1, store)
-                        self._follow(json.loads(store.get("failed")))
+                        text = f"rank {peer} has given no sign of life for {silent[peer] * BEAT:.0f} s"
+                        self._follow(self._fail(text, 1, store))
+                        self._die(text, 1)
             except RuntimeError as error:  # what a store raises when its host is gone
                 if not self._leaving.is_set():
                     self._die(f"the job's store is gone, and with it rank 0 or its launcher ({str(error).splitlines()[0]})", 1)
@@ -217,10 +218,13 @@ class Group:
 
     def _follow(self, cause):
         rank, host, text, code = cause
-        self._die(f"rank {rank} on {host} ended the job: {text}", code)
+        if rank == self.rank:
+            return  # the main thread is telling it
+        self._die(f"rank {rank} on {host} ended the job: {text}", code, pause=2 * BEAT)  # a launcher is to see that rank go first
 
-    def _die(self, text, code):
+    def _die(self, text, code, pause=0.0):
         print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+        time.sleep(pause)
         os._exit(code)  # not sys.exit: the main thread may sit in a collective that never returns
 
     def leave(self):
@@ -286,7 +290,12 @@ def _end(group, program, error):
         code, text = error.code if isinstance(error.code, int) else 1, f"left with status {error.code}"
     if isinstance(error, UsageError):
         code, text = 2, str(error)
-    cause = group._fail(text, code, group.store)
+    try:
+        cause = group._fail(text, code, group.store)
+    except dist.DistError:  # the store is gone, which may be all that happened here
+        if isinstance(error, dist.DistError):
+            group._die("the job's store is gone, and with it rank 0 or its launcher", 1)
+        cause = [group.rank]
     if cause[0] != group.rank:
         if text == cause[2]:  # the same mistake, told already
             os._exit(code)
@@ -299,5 +308,6 @@ def _end(group, program, error):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
             get_error_handler().record_exception(error)
     sys.stderr.flush()
-    time.sleep(BEAT)  # the others follow from the store before the launcher's signals make noise
+    if group.rank == 0 and group.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        time.sleep(3 * BEAT)  # no launcher keeps the store, this process does: the others are to read the cause first
     os._exit(code)

@@ -44,9 +44,9 @@ class Cluster:
     """`with Cluster() as cluster:` — up on entry (node idle), down with all its processes on exit. `cluster.env` makes Slurm's
     commands talk to it."""
 
-    def __init__(self, cpus=16, memory_mb=64000, gpus=4):
+    def __init__(self, nodes=2, cpus=16, memory_mb=64000, gpus=4):
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a Unix socket's path has 107 characters at most
-        self.cpus, self.memory_mb, self.gpus = cpus, memory_mb, gpus
+        self.nodes, self.cpus, self.memory_mb, self.gpus = [f"127.0.0.{i + 1}" for i in range(nodes)], cpus, memory_mb, gpus
         self.env = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
         self.processes = []
 
@@ -83,24 +83,25 @@ class Cluster:
             (root / name).mkdir()
         for i in range(self.gpus):
             os.mknod(root / f"dev/gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        (root / "gres.conf").write_text(f"NodeName={host} Name=gpu File={root}/dev/gpu[0-{self.gpus - 1}]\n")
+        (root / "gres.conf").write_text(f"Name=gpu File={root}/dev/gpu[0-{self.gpus - 1}]\n")
+        nodes = "\n".join(f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={_free_port()} CPUs={self.cpus} "
+                          f"RealMemory={self.memory_mb} Gres=gpu:{self.gpus} State=UNKNOWN" for node in self.nodes)
         (root / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainCores=no\n")
         (root / "slurm.conf").write_text(f"""
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={_free_port()}
-SlurmdPort={_free_port()}
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool
+SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.pid
+SlurmdPidFile={root}/slurmd.%n.pid
 SlurmctldLogFile={root}/log/slurmctld
-SlurmdLogFile={root}/log/slurmd
+SlurmdLogFile={root}/log/slurmd.%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -114,8 +115,8 @@ SelectTypeParameters=CR_Core_Memory
 KillWait=5
 GresTypes=gpu
 SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs={self.cpus} RealMemory={self.memory_mb} Gres=gpu:{self.gpus} State=UNKNOWN
-PartitionName=ssc-gpu Nodes={host} Default=YES MaxTime=INFINITE State=UP
+{nodes}
+PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE State=UP
 """)
         subprocess.run(["mungekey", "--create", f"--keyfile={root}/munge.key"], check=True, env=self.env)
 
@@ -126,11 +127,13 @@ PartitionName=ssc-gpu Nodes={host} Default=YES MaxTime=INFINITE State=UP
                     "--num-threads=2")
         self._wait(lambda: (root / "munge.socket").exists(), "munged did not open its socket")
         self._spawn("slurmctld", "-D", "-c", "-i")
-        self._spawn("slurmd", "-D", "-c")
-        self._wait(lambda: self.run("sinfo", "-h", "-o", "%T", check=False) == "idle", "the node did not become idle", 30)
+        for node in self.nodes:
+            self._spawn("slurmd", "-D", "-c", "-N", node)
+        self._wait(lambda: self.run("sinfo", "-h", "-o", "%D %T", check=False) == f"{len(self.nodes)} idle",
+                   "the nodes did not become idle", 30)
 
     def _spawn(self, *command):
-        with open(self.root / "log" / f"{command[0]}.out", "w") as log:
+        with open(self.root / "log" / f"{len(self.processes)}-{command[0]}.out", "w") as log:
             self.processes.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT,
                                                    start_new_session=True))
 

@@ -1,0 +1,79 @@
+"""sample_ddp.py on GPUs, over NCCL: as many ranks as there are GPUs."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import ROOT, fill
+from models import DiT_models
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+GPUS = torch.cuda.device_count()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, tiny_vae):
+    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
+    save_file(fill(DiT_models["DiT-Demo/2"]()).state_dict(), path)
+    return ["--model", "DiT-Demo/2", "--ckpt", str(path), "--vae", str(tiny_vae)]
+
+
+def start(processes, *args):
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+                             str(ROOT / "sample_ddp.py"), *map(str, args)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process, status=0):
+    output = "\n".join(process.communicate(timeout=200))
+    assert process.returncode == status, output
+    return output
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_grid_equals_one_process(precision, demo, tmp_path, run):
+    """As many labels as ranks and one more. In half precision fewer rows may run by another product, which rounds differently."""
+    common = [*demo, "--precision", precision, "--num-sampling-steps", 20, "--output-type", "latent", "--labels", *[i % 8 for i in range(GPUS + 1)]]
+    finish(start(GPUS, *common, "--output", tmp_path / "many.npy"))
+    assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
+    many, one = np.load(tmp_path / "many.npy"), np.load(tmp_path / "one.npy")
+    bound = 1e-4 if precision == "fp32" else 2e-2
+    assert np.abs(one).max() > 0.5 and np.abs(many - one).max() <= bound * np.abs(one).max()
+
+
+def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
+    """All ranks killed twice; the algorithms of its products are those of the calm job, as they are when a job is started again."""
+    command = [*demo, "--num-fid-samples", 64 * GPUS, "--per-proc-batch-size", 4, "--num-sampling-steps", 100, "--sample-dir"]
+    finish(start(GPUS, *command, tmp_path / "calm"))
+    calm = next(path for path in (tmp_path / "calm").iterdir() if path.is_dir())
+    killed = tmp_path / "killed" / calm.name
+    (killed / ".job").mkdir(parents=True)
+    for choice in (calm / ".job").glob("products-*"):
+        shutil.copy(choice, killed / ".job")
+    for least in (4, 24):
+        job = start(GPUS, *command, tmp_path / "killed")
+        deadline = time.monotonic() + 120
+        while len(list(killed.glob("*.png"))) < least * GPUS:
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.02)
+        for child in subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True).stdout.split():
+            os.kill(int(child), signal.SIGKILL)
+        finish(job, status=1)
+        assert len(list(killed.glob("*.png"))) < 64 * GPUS
+    finish(start(GPUS, *command, tmp_path / "killed"))
+    for file in [*sorted(calm.glob("*.png")), calm.with_name(calm.name + ".npz")]:
+        assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "calm")).read_bytes(), file.name
+
+
+def test_two_ranks_on_one_gpu_are_named(demo):
+    """One process more than there are GPUs."""
+    text = finish(start(GPUS + 1, *demo), status=1)  # torchrun's own status
+    assert "share one GPU" in text and "exitcode  : 2" in text and "step/s" not in text

@@ -1,0 +1,161 @@
+"""The batch files through a real Slurm of two nodes: submitted, run, signalled, requeued, waited for."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster import Cluster, missing  # noqa: E402
+from conftest import ROOT, fill  # noqa: E402
+from models import DiT_models  # noqa: E402
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started: {missing()}"), pytest.mark.timeout(240)]
+STEPS = "--num-sampling-steps", "4"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, tiny_vae):
+    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
+    save_file(fill(DiT_models["DiT-Demo/2"]()).state_dict(), path)
+    return "--model", "DiT-Demo/2", "--ckpt", str(path), "--vae", str(tiny_vae), "--device", "cpu"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder that looks like the repository to the batch files, so that what they write stays out of it."""
+    for name in ("sample.py", "sample_ddp.py", "evaluate.py", "slurm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    (binaries / "torchrun").write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    for program in binaries.iterdir():
+        program.chmod(0o755)
+    (tmp_path / "log").mkdir()
+    return tmp_path
+
+
+def log_of(checkout, job):
+    return "\n".join(file.read_text() for file in (checkout / "log").glob(f"*-{job}.out"))
+
+
+def finish(cluster, checkout, job, seconds=120):
+    state = cluster.wait_for(job, {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}, seconds)
+    assert state == "COMPLETED", log_of(checkout, job)
+
+
+def picture(checkout, job):
+    return np.asarray(Image.open(checkout / "output" / f"job_{job}" / "sample.png")).astype(int)
+
+
+def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, checkout, demo):
+    """Four files submitted at once; Slurm decides what runs when."""
+    jobs = [cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout) for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")]
+    jobs.append(cluster.submit("--gres=gpu:2", "--cpus-per-task=2", "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
+    assert cluster.fact(jobs[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(jobs[3], "NumNodes").startswith("2")
+    for job in jobs:
+        finish(cluster, checkout, job)
+    baseline, *others = [picture(checkout, job) for job in jobs]
+    assert baseline.std() > 1 and np.array_equal(baseline, others[0])
+    # A row's bits depend on how many rows the processor's matrix product has, by float32 rounding.
+    assert all(np.abs(baseline - other).max() <= 1 for other in others)
+    assert "4 ranks" in log_of(checkout, jobs[2]) and "4 ranks" in log_of(checkout, jobs[3])
+
+
+def test_evaluate_waits_for_the_pictures(cluster, checkout, demo):
+    """`evaluate` starts after both jobs, gets the two files, and leaves its words in its folder."""
+    (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere; here: the dependency, the arguments, the output
+    (checkout / "evaluate.py").write_text("import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n")
+    a, b = (cluster.submit("slurm/sample_1gpu.sbatch", *demo, *STEPS, cwd=checkout) for _ in "ab")
+    job = cluster.submit(f"--dependency=afterok:{a}:{b}", "slurm/evaluate.sbatch", f"output/job_{a}/sample.png", f"output/job_{b}/sample.png",
+                         cwd=checkout)
+    assert cluster.state(job) == "PENDING" and cluster.fact(job, "Reason") == "Dependency"
+    finish(cluster, checkout, job)
+    assert (checkout / "output" / f"job_{job}" / "verdict.txt").read_text().count("PNG") == 2
+    bad = cluster.submit("slurm/sample_1gpu.sbatch", "--labels", "9999", cwd=checkout)
+    never = cluster.submit(f"--dependency=afterok:{bad}", "slurm/evaluate.sbatch", "x", "y", cwd=checkout)
+    assert cluster.wait_for(bad, {"FAILED"}, 60) and cluster.fact(bad, "ExitCode") == "2:0"
+    cluster.run("scancel", never)
+
+
+FID = "--num-fid-samples", "32", "--per-proc-batch-size", "2", "--num-sampling-steps", "40"
+
+
+def fid_files(checkout, job):
+    home = checkout / "output" / f"job_{job}"
+    return {str(file.relative_to(home)): file.read_bytes() for file in sorted(home.rglob("*")) if file.is_file()}
+
+
+def wait_for_pictures(checkout, job, count, seconds=90):
+    deadline = time.monotonic() + seconds
+    while len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) < count:
+        assert time.monotonic() < deadline, log_of(checkout, job)
+        time.sleep(0.1)
+
+
+def requeued(cluster, checkout, job, restarts, seconds=60):
+    """Wait until the job has put itself back in the queue, and spare the test Slurm's two minutes of patience."""
+    deadline = time.monotonic() + seconds
+    while int(cluster.fact(job, "Restarts")) < restarts or cluster.state(job) != "PENDING":
+        assert time.monotonic() < deadline, cluster.state(job) + log_of(checkout, job)
+        time.sleep(0.2)
+    again(cluster, job)
+
+
+def again(cluster, job):
+    # Not at once: within the second of its requeue a job's credential still counts as revoked.
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
+
+
+def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
+    """One job: a rank killed (the job fails, its user requeues it), the warning before the time limit (it requeues itself), SIGTERM to
+    the ranks as in preemption (again itself). It ends with the files of an undisturbed job."""
+    size = "--ntasks-per-node=2", "--cpus-per-task=1"
+    calm, job = (cluster.submit(*size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout) for _ in range(2))
+    wait_for_pictures(checkout, job, 2)
+    os.kill(ranks_of(job)[1], signal.SIGKILL)
+    assert cluster.wait_for(job, {"FAILED"}, 60) and cluster.fact(job, "ExitCode") == "137:0"
+    cluster.run("scontrol", "requeue", job)
+    again(cluster, job)
+    for restart, how in enumerate((["--batch", "--signal=USR1"], ["--signal=TERM"]), start=2):
+        cluster.wait_for(job, {"RUNNING"}, 30)
+        wait_for_pictures(checkout, job, len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) + 4)
+        cluster.run("scancel", *how, job)
+        requeued(cluster, checkout, job, restart)
+        assert log_of(checkout, job).count("start again with the same command") == restart - 1
+        assert not list((checkout / "output").glob(f"job_{job}/*.npz"))
+    for each in (calm, job):
+        finish(cluster, checkout, each)
+    expected = fid_files(checkout, calm)
+    assert sum(name.endswith(".png") for name in expected) == 32 and sum(name.endswith(".npz") for name in expected) == 1
+    assert fid_files(checkout, job) == expected
+    assert int(cluster.fact(job, "Restarts")) == 3 and int(cluster.fact(calm, "Restarts")) == 0
+
+
+def ranks_of(job):
+    """Process ids of a job's ranks, in rank order."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ, command = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        rank = re.search(rb"SLURM_PROCID=(\d+)", environ)
+        if b"sample_ddp.py" in command and f"SLURM_JOB_ID={job}\0".encode() in environ and b"SLURM_STEP_NUM_TASKS" in environ and rank \
+                and not command.startswith((b"srun", b"/bin/bash")):
+            found[int(rank[1])] = int(process.name)
+    return [found[rank] for rank in sorted(found)]
