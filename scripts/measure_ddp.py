@@ -32,10 +32,11 @@ def make_weights(path, model, image_size):
     from models import DiT_models
     with torch.device("meta"):
         network = DiT_models[model](input_size=image_size // 8)
-    generator, state = torch.Generator("cuda").manual_seed(0), {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator, state = torch.Generator(device).manual_seed(0), {}
     for name, value in network.state_dict().items():
         scale = 0.02 if "adaLN" in name or value.ndim == 1 else 0.5 / value[0].numel() ** 0.5
-        state[name] = (torch.randn(value.shape, generator=generator, device="cuda") * scale).cpu()
+        state[name] = (torch.randn(value.shape, generator=generator, device=device) * scale).cpu()
     state["pos_embed"] = network.position_table()
     torch.save(state, path)
 
@@ -59,19 +60,20 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
 import accel.engine as engine
 import torch
 notes["imports"] = time.time() - start
-inner, fid_runs = engine.denoise, []
+inner, runs = engine.denoise, []
+synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 def denoise(network, diffusion, z, *args, progress=None, **how):
     def first():
         if "first step" not in notes:
-            torch.cuda.synchronize()
+            synchronize()
             notes["first step"] = time.time() - start
         if progress is not None:
             progress()
-    torch.cuda.synchronize()
+    synchronize()
     begin = time.time()
     out = inner(network, diffusion, z, *args, progress=first, **how)
-    torch.cuda.synchronize()
-    fid_runs.append((begin - start, time.time() - start, len(out)))
+    synchronize()
+    runs.append((begin - start, time.time() - start, len(out)))
     return out
 engine.denoise = denoise
 import sample_ddp
@@ -79,7 +81,7 @@ try:
     sample_ddp.main()
 finally:
     notes["end"] = time.time() - start
-    notes["runs"] = fid_runs
+    notes["runs"] = runs
     json.dump(notes, open(os.path.join(os.environ["NOTES"], os.environ.get("RANK", "0")), "w"))
 """
 
@@ -154,7 +156,7 @@ def main():
                                          "efficiency": rates[args.gpus] / (args.gpus * rates[1])}
 
     commit = args.commit or subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(0)
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     record = dict(gpu=name, gpus=args.gpus, torch=torch.__version__, commit=commit, date=str(date.today()), model=args.model,
                   image_size=args.image_size, precision=args.precision, weights=args.ckpt or "random, seed 0", steps=args.steps, **results)
     output = args.output or ROOT / "log" / f"ddp_{args.gpus}x_{name.replace(' ', '-')}.json"

@@ -89,8 +89,8 @@ class Group:
         return [json.loads(text) for text in self.store.multi_get([f"{name}/{rank}" for rank in range(self.world)])]
 
     def together(self, name, work, only=None):
-        """`work()` on every rank, or on rank `only`. If it raises UsageError anywhere, every rank does, with one line for each different complaint that
-        names its ranks: a mistake on one node ends the job before any work."""
+        """`work()` on every rank, or on rank `only`. If it raises UsageError anywhere, every rank does, with one line for each
+        different complaint that names its ranks: a mistake on one node ends the job before any work."""
         result, complaint = None, ""
         try:
             result = work() if only in (None, self.rank) else None
@@ -102,7 +102,8 @@ class Group:
             if text:
                 lines.setdefault(text, []).append((rank, host))
         if lines:
-            raise _Agreed("\n".join(text if only is not None or len(ranks) == self.world else f"{_names(ranks)}: {text}" for text, ranks in lines.items()))
+            raise _Agreed("\n".join(text if only is not None or len(ranks) == self.world else f"{_names(ranks)}: {text}"
+                                    for text, ranks in lines.items()))
         return result
 
     def device(self, wanted):
@@ -275,8 +276,11 @@ def job(program):
     except Stopped as stopped:
         if group.rank == 0:
             print(f"{program}: {stopped}", file=sys.stderr, flush=True)
+        # Launchers end the other ranks as soon as one leaves with a status: no signal of theirs may change what this one leaves with.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         group.leave()
-        sys.exit(STOPPED)
+        sys.stdout.flush()
+        os._exit(STOPPED)
     except BaseException as error:
         _end(group, program, error)
 
