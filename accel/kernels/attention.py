@@ -1,7 +1,8 @@
 """Multi-head self-attention straight from the packed projection: nothing is transposed, padded or copied in memory.
 
-Each route but "math" keeps softmax's statistics in float32 and never stores the (T, T) weights. Queries, keys and values go in as views with
-strides, and the result comes back with the heads side by side, so that (N, T, D) is a view of it too.
+Each route but "math" keeps softmax's statistics in float32 and never stores the (T, T) weights. To torch's kernels queries, keys and values go
+as views with strides, and the result comes back with the heads side by side, so that (N, T, D) is a view of it too; our own reads the packed
+tensor as it is.
 """
 
 from functools import lru_cache
@@ -12,25 +13,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BACKENDS = dict(math=SDPBackend.MATH, efficient=SDPBackend.EFFICIENT_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
                 cudnn=SDPBackend.CUDNN_ATTENTION)
-ROUTES = ("auto", *BACKENDS)
+ROUTES = ("auto", *BACKENDS, "hopper")
 HALF = (torch.float16, torch.bfloat16)
 
 
 def attention(qkv, num_heads, route="auto"):
     """softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
-    qkv (N, T, 3·D): q, k, v side by side, each head-major → (N, T, D), same dtype, differentiable. `route`: "math" (plain products, any
-    device), "efficient" (any GPU), "flash" (half precision from sm_80 on; CPUs), "cudnn" (half precision from sm_80 on), or "auto": cudnn on
-    Hopper, flash on other GPUs from sm_80 on, efficient on older ones and for float32. ValueError if the route cannot run there.
+    qkv (N, T, 3·D): q, k, v side by side, each head-major → (N, T, D), same dtype. `route`: "math" (plain products, any device),
+    "efficient" (any GPU), "flash" (half precision from sm_80 on; CPUs), "cudnn" (half precision from sm_80 on), "hopper" (our kernel: half
+    precision, head dim 72, capability 9.0, no gradient), or "auto": on Hopper hopper, else cudnn; flash on other GPUs from sm_80 on; efficient
+    on older ones and for float32. ValueError if a route cannot run there.
     """
-    if torch.compiler.is_compiling() and route == "auto":  # the compiler chooses for itself
-        return _sdpa(qkv, num_heads)
+    dim, gradient = qkv.shape[-1] // (3 * num_heads), qkv.requires_grad and torch.is_grad_enabled()
     if route == "auto":
-        route = choose(qkv.device, qkv.dtype)
+        if torch.compiler.is_compiling():  # the compiler chooses for itself
+            return _sdpa(qkv, num_heads)
+        route = choose(qkv.device, qkv.dtype, dim, gradient)
     else:
-        refuse(route, qkv.device, qkv.dtype)
+        refuse(route, qkv.device, qkv.dtype, dim, gradient)
     if route == "default":
         return _sdpa(qkv, num_heads)
+    if route == "hopper":
+        from accel.kernels.attention_hopper import attention_hopper
+        return attention_hopper(qkv.contiguous(), num_heads)[0]
     with sdpa_kernel(BACKENDS[route]):
         return _sdpa(qkv, num_heads)
 
@@ -41,28 +47,33 @@ def _sdpa(qkv, num_heads):
 
 
 @lru_cache(None)
-def choose(device, dtype):
+def choose(device, dtype, dim, gradient=False):
     """The route that "auto" takes: "default" leaves the choice to torch (CPU, float64)."""
     if device.type != "cuda" or dtype == torch.float64:
         return "default"
     capability = torch.cuda.get_device_capability(device)
     if dtype not in HALF or capability < (8, 0):
         return "efficient"
-    return "cudnn" if capability[0] == 9 and torch.backends.cudnn.is_available() else "flash"
+    if capability != (9, 0) or dim > 128 or dim % 8:
+        return "flash"
+    return "hopper" if dim == 72 and not gradient else "cudnn"
 
 
 @lru_cache(None)
-def refuse(route, device, dtype):
+def refuse(route, device, dtype, dim, gradient=False):
     """ValueError, in one line, if `route` does not run on this device and dtype."""
     if route not in ROUTES:
         raise ValueError(f"attention: route {route!r}: one of {', '.join(ROUTES)}")
-    gpu = device.type == "cuda"
-    modern = gpu and torch.cuda.get_device_capability(device) >= (8, 0)
-    needs = {
-        "math": None,
-        "efficient": None if gpu and (dtype in (torch.float32, torch.float16) or modern and dtype in HALF) else "a GPU and float32 or half",
-        "flash": None if device.type == "cpu" or modern and dtype in HALF else "half precision on a GPU from sm_80 on, or a CPU",
-        "cudnn": None if modern and dtype in HALF else "half precision on a GPU from sm_80 on",
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    modern = capability >= (8, 0) and dtype in HALF
+    runs, takes = {
+        "math": (True, ""),
+        "efficient": (capability > (0, 0) and dtype in (torch.float32, torch.float16) or modern, "float32 or half precision on a GPU"),
+        "flash": (device.type == "cpu" or modern, "half precision on a GPU from sm_80 on, or a CPU"),
+        "cudnn": (modern and dim <= 128 and dim % 8 == 0, "half precision on a GPU from sm_80 on, head dim up to 128 in eights"),
+        "hopper": (modern and capability == (9, 0) and dim == 72 and not gradient, "half precision at head dim 72 on a GPU of capability 9.0, "
+                                                                                   "without a gradient"),
     }[route]
-    if needs:
-        raise ValueError(f"attention: route {route!r} takes {needs}, not {str(dtype).removeprefix('torch.')} on {device}; take 'auto'")
+    if not runs:
+        raise ValueError(f"attention: route {route!r} takes {takes}, not {str(dtype).removeprefix('torch.')} at head dim {dim} on {device}"
+                         f"{' with a gradient' if gradient else ''}; take 'auto'")

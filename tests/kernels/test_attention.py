@@ -1,9 +1,15 @@
-"""Attention's routes against float64, from the packed projection, over shapes, dtypes and unusual inputs."""
+"""Attention's routes against float64, from the packed projection, over shapes, dtypes and unusual inputs; our kernel's machine code."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
 from accel.kernels import attention as module
+from accel.kernels import attention_hopper as hopper
 from accel.kernels.attention import ROUTES, attention
 
 CPU_ROUTES = ("auto", "math", "flash")
@@ -75,24 +81,64 @@ def test_refusals():
 @pytest.mark.parametrize("capability, dtype, expected", (
     ((7, 0), torch.float16, "efficient"), ((7, 0), torch.float32, "efficient"), ((7, 5), torch.float16, "efficient"),
     ((8, 0), torch.float16, "flash"), ((8, 0), torch.bfloat16, "flash"), ((8, 0), torch.float32, "efficient"),
+    ((9, 0), torch.float16, "hopper"), ((9, 0), torch.bfloat16, "hopper"), ((10, 0), torch.float16, "flash"),
     ((9, 0), torch.float32, "efficient"), ((9, 0), torch.float64, "default")))
 def test_auto_by_capability(capability, dtype, expected, monkeypatch):
     """The choice is a table of the GPU's capability: asked without the GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert module.choose.__wrapped__(torch.device("cuda"), dtype) == expected
+    assert module.choose.__wrapped__(torch.device("cuda"), dtype, 72) == expected
+    if expected == "hopper":  # which has neither a gradient nor another head dim
+        assert module.choose.__wrapped__(torch.device("cuda"), dtype, 72, True) == "cudnn"
+        assert module.choose.__wrapped__(torch.device("cuda"), dtype, 64) == "cudnn"
 
 
 def test_auto_leaves_the_cpu_to_torch():
-    assert module.choose(torch.device("cpu"), torch.float32) == "default"
+    assert module.choose(torch.device("cpu"), torch.float32, 72) == "default"
 
 
-@pytest.mark.parametrize("route", ("flash", "cudnn"))
+@pytest.mark.parametrize("route", ("flash", "cudnn", "hopper"))
 def test_a_v100_is_refused_what_it_has_not(route, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     with pytest.raises(ValueError, match=route):
-        module.refuse.__wrapped__(route, torch.device("cuda"), torch.float16)
+        module.refuse.__wrapped__(route, torch.device("cuda"), torch.float16, 72)
     with pytest.raises(ValueError, match="bfloat16"):
-        module.refuse.__wrapped__("efficient", torch.device("cuda"), torch.bfloat16)
+        module.refuse.__wrapped__("efficient", torch.device("cuda"), torch.bfloat16, 72)
+
+
+#################################################################################
+#                      Our kernel, compiled without a GPU                       #
+#################################################################################
+
+
+@pytest.mark.parametrize("config", (hopper.LONG, hopper.SHORT))
+def test_machine_code(config, tmp_path):
+    """Products of exactly 72 columns, no register spilled in the loop over the keys, and shared memory that a multiprocessor has."""
+    for dtype in (torch.float16, torch.bfloat16):
+        (tmp_path / "cubin").write_bytes(hopper.compile_cubin(config, dtype))
+        assembly = disassemble(tmp_path / "cubin")
+        products = re.findall(r"HGMMA\.(64x\d+x16)\.F32(\.BF16)?", assembly)
+        assert {shape for shape, _ in products} == {f"64x{config.keys}x16", "64x72x16"}
+        assert all(bool(bf16) == (dtype == torch.bfloat16) for _, bf16 in products)
+        assert "UTMALDG.4D" in assembly and "USETMAXREG" in assembly
+        first, second = sorted(match.start() for match in re.finditer(rf"HGMMA\.64x{config.keys}x16", assembly))[4:6]
+        loop = assembly[second:assembly.rindex("HGMMA.64x72x16")]
+        assert loop.count("MUFU.EX2") >= config.keys // 2 and loop.count("STL") + loop.count("LDL") <= 8
+    assert config.blocks * (config.shared_bytes + 1024) <= 228 * 1024
+    computing, copying = config.registers
+    assert config.blocks * 128 * (config.warpgroups * computing + copying) <= 65536
+
+
+def disassemble(file):
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        triton = pytest.importorskip("triton", reason="needs cuobjdump, which CUDA's toolkit and Triton bring")
+        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    return subprocess.run([tool, "-sass", str(file)], capture_output=True, text=True, check=True).stdout
+
+
+#################################################################################
+#                                     GPU                                       #
+#################################################################################
 
 
 GPU_ROUTES = ("math", "efficient", "flash", "cudnn")
@@ -109,13 +155,64 @@ def test_routes_on_a_gpu(route, dtype, tolerance):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("route", ("efficient", "flash", "cudnn"))
+@pytest.mark.parametrize("route", ("efficient", "flash", "cudnn", "hopper"))
 def test_nothing_is_copied(route):
-    """One kernel a call, and no memory beyond the result and the log-sum-exp."""
+    if route == "hopper":
+        needs_hopper()
     qkv = packed(2, 256, 16, 72, torch.float16, "cuda")
     with torch.inference_mode():
         attention(qkv, 16, route)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             attention(qkv, 16, route)
             torch.cuda.synchronize()
-    assert sum("copy" in event.key.lower() or "memcpy" in event.key.lower() for event in profile.key_averages()) == 0
+    kernels = [event.key for event in profile.key_averages() if not event.key.startswith("cuda")]
+    assert kernels and not any(word in kernel.lower() for kernel in kernels for word in ("copy", "cat", "transpose", "pad")), kernels
+
+
+def needs_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("our kernel needs a GPU of capability 9.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", (hopper.LONG, hopper.SHORT))
+@pytest.mark.parametrize("dtype, tolerance", ((torch.float16, 4e-4), (torch.bfloat16, 3e-3)))
+def test_our_kernel(config, dtype, tolerance):
+    """Tails of queries and keys, more work than a GPU takes at once, sharp and flat weights; the log-sum-exp; the same bits every time."""
+    needs_hopper()
+    for n, tokens, heads in ((1, 1, 1), (1, 64, 1), (3, 17, 2), (2, 130, 2), (2, 191, 5), (2, 256, 16), (1, 1000, 5), (4, 1024, 16), (1, 4096, 3)):
+        for sharpness in (1, 30, 0):
+            qkv = packed(n, tokens, heads, 72, dtype, "cuda", tokens)
+            qkv[..., :2 * heads * 72] *= sharpness
+            got, lse = hopper.attention_hopper(qkv, heads, config)
+            want = reference(qkv, heads)
+            assert got.isfinite().all() and error(got, want) <= tolerance * (2 if sharpness == 30 else 1)
+            q, k, _ = qkv.double().unflatten(-1, (3, heads, 72)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
+            torch.testing.assert_close(lse.double(), (q @ k.mT / 72 ** 0.5).logsumexp(-1), rtol=2e-6, atol=2e-6)
+            assert torch.equal(got, hopper.attention_hopper(qkv, heads, config)[0])
+
+
+@pytest.mark.gpu
+def test_our_kernel_is_as_accurate_as_flash_and_is_taken(monkeypatch):
+    needs_hopper()
+    qkv = packed(2, 1024, 16, 72, torch.float16, "cuda")
+    want = reference(qkv, 16)
+    assert error(attention(qkv, 16), want) <= 1.05 * error(attention(qkv, 16, "flash"), want)
+    launched = []
+    monkeypatch.setattr(hopper, "attention_hopper", lambda *arguments: launched.append(arguments) or (qkv,))
+    attention(qkv, 16)
+    assert len(launched) == 1
+    assert attention(qkv.requires_grad_(), 16).requires_grad and len(launched) == 1
+
+
+@pytest.mark.gpu
+def test_our_kernel_in_a_graph():
+    needs_hopper()
+    qkv = packed(2, 300, 16, 72, torch.float16, "cuda")
+    attention(qkv, 16, "hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(qkv, 16, "hopper")
+    qkv.copy_(packed(2, 300, 16, 72, torch.float16, "cuda", seed=1))
+    graph.replay()
+    assert torch.equal(out, attention(qkv, 16, "hopper"))

@@ -1,0 +1,262 @@
+// softmax(q·kᵀ/√d)·v for Hopper (sm_90a), from the packed projection (N, T, 3, H, d), in half precision with float32 accumulation.
+//
+// Warpgroup products take the inner dimension in 16s and the columns in 8s, so that d = 72 costs 80 in q·kᵀ and exactly 72 in p·v. The copy
+// engine cuts a tile into 64 columns and the rest: of q and k 16 more, of v what a second tile of 64 would hold, and fills with zeros what lies
+// beyond the head and beyond the sample. One warpgroup copies, the others compute; a block stays on its multiprocessor and takes
+// 64 · WARPGROUPS queries of one head after another, and the copies run ahead across that border. A warpgroup multiplies and exponentiates in
+// turn; the others fill its gaps.
+//
+// Given before this text: HEAD (d), KEYS (keys a tile), WARPGROUPS (that compute), STAGES (tiles of keys and values held), BLOCKS (on a
+// multiprocessor), REGISTERS and COPY_REGISTERS (of a computing and a copying thread), and the functions multiply_qk, multiply_pv, round_pair,
+// which are wgmma and cvt in the dtype at hand.
+
+constexpr int QUERIES = 64 * WARPGROUPS;
+constexpr int BOX = 32;                                     // rows that one copy takes
+constexpr int Q_REST = QUERIES * 128, K_REST = KEYS * 128;  // where the columns from 64 on begin; rows of 128 and of 32 bytes, swizzled
+constexpr int Q_BYTES = QUERIES * 160, K_BYTES = KEYS * 160, V_BYTES = KEYS * 256;
+constexpr int Q_BUFFERS = 2;
+constexpr int BARRIERS = 2 * Q_BUFFERS + 4 * STAGES;
+constexpr int HEADER = 1024;
+constexpr int THREADS = WARPGROUPS * 128 + 128;  // registers are shared out by warpgroups, so one copies, by one thread
+constexpr float GROWTH = 8;  // a maximum may fall behind by 2⁸ before the sums are rescaled: exact, since it cancels, and seldom
+
+struct alignas(64) TensorMap { unsigned char opaque[128]; };
+
+__device__ __forceinline__ void wait(unsigned barrier, int parity) {
+    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+                 :: "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void finish_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Nothing that reads these registers may move above this point: to the compiler a product is done when it is issued.
+template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
+    #pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+// Swizzles of the copy engine as the products' descriptors name them.
+constexpr unsigned long long SWIZZLE_128 = 1ull << 62, SWIZZLE_32 = 3ull << 62;
+
+__device__ __forceinline__ unsigned long long descriptor(unsigned address, unsigned leading, unsigned stride, unsigned long long swizzle) {
+    return (unsigned long long)((address & 0x3FFFF) >> 4) | (unsigned long long)(leading >> 4) << 16 | (unsigned long long)(stride >> 4) << 32 | swizzle;
+}
+
+__device__ __forceinline__ float exp2_unit(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A quarter of a row's scores sit in each of four neighbouring lanes.
+__device__ __forceinline__ float over_row(float x, bool maximum) {
+    float y = __shfl_xor_sync(~0u, x, 1);
+    x = maximum ? fmaxf(x, y) : x + y;
+    y = __shfl_xor_sync(~0u, x, 2);
+    return maximum ? fmaxf(x, y) : x + y;
+}
+
+struct Softmax {
+    float top[2], sum[2];  // per row: the maximum in use, this lane's share of the sum
+
+    // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be scaled by `factor`; the same for a whole warp.
+    template <bool FIRST> __device__ __forceinline__ bool weigh(float (&s)[KEYS / 2], float (&factor)[2], float scale, int inside, int column) {
+        if (inside < KEYS) {  // the last tile's end
+            #pragma unroll
+            for (int i = 0; i < KEYS / 2; i++)
+                if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
+        }
+        float high[2];
+        #pragma unroll
+        for (int row = 0; row < 2; row++) {
+            high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
+            #pragma unroll
+            for (int i = 4; i < KEYS / 2; i += 4) high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
+            high[row] = over_row(high[row], true);
+        }
+        bool rescale = false;
+        if (FIRST) {
+            top[0] = high[0], top[1] = high[1];
+            sum[0] = sum[1] = 0;
+        } else {
+            rescale = __any_sync(~0u, (high[0] - top[0]) * scale > GROWTH || (high[1] - top[1]) * scale > GROWTH);
+            if (rescale) {
+                #pragma unroll
+                for (int row = 0; row < 2; row++) {
+                    high[row] = fmaxf(high[row], top[row]);
+                    factor[row] = exp2_unit((top[row] - high[row]) * scale);
+                    top[row] = high[row];
+                    sum[row] *= factor[row];
+                }
+            }
+        }
+        const float offset[2] = {top[0] * scale, top[1] * scale};
+        #pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+            const int row = i / 2 % 2;
+            const float x = fmaf(s[i], scale, -offset[row]);
+            s[i] = exp2_unit(x);
+            sum[row] += s[i];
+        }
+        return rescale;
+    }
+};
+
+__device__ __forceinline__ void pack(const float (&s)[KEYS / 2], unsigned (&p)[KEYS / 4]) {
+    #pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) p[i] = round_pair(s[2 * i], s[2 * i + 1]);
+}
+
+__device__ __forceinline__ void scores(float (&s)[KEYS / 2], unsigned q, unsigned q_rest, unsigned k) {
+    begin_products();
+    #pragma unroll
+    for (int step = 0; step < 4; step++)
+        multiply_qk(s, descriptor(q + 32 * step, 0, 1024, SWIZZLE_128), descriptor(k + 32 * step, 0, 1024, SWIZZLE_128), step > 0);
+    multiply_qk(s, descriptor(q_rest, 0, 256, SWIZZLE_32), descriptor(k + K_REST, 0, 256, SWIZZLE_32), 1);
+    commit_products();
+    finish_products();
+    settle(s);
+}
+
+__device__ __forceinline__ void mix(float (&o)[HEAD / 2], const unsigned (&p)[KEYS / 4], unsigned v) {
+    begin_products();
+    #pragma unroll
+    for (int step = 0; step < KEYS / 16; step++)
+        multiply_pv(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], descriptor(v + 2048 * step, 128 * KEYS, 1024, SWIZZLE_128));
+    commit_products();
+    finish_products();
+    settle(o);
+}
+
+// One box of rows of a head; the barrier counts its bytes.
+__device__ __forceinline__ void copy(unsigned to, const TensorMap &map, int column, int part, int token, int sample, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 :: "r"(to), "l"(&map), "r"(column), "r"(part), "r"(token), "r"(sample), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_and_expect(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+attention(const __grid_constant__ TensorMap main, const __grid_constant__ TensorMap rest, unsigned short *__restrict__ out, float *__restrict__ lse, int tokens, int heads, int items, float scale) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const unsigned base = (unsigned)__cvta_generic_to_shared(shared);
+    const unsigned q_full = base, q_empty = q_full + 8 * Q_BUFFERS, k_full = q_empty + 8 * Q_BUFFERS, k_empty = k_full + 8 * STAGES,
+                   v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+    const unsigned q_tiles = base + HEADER, k_tiles = q_tiles + Q_BUFFERS * Q_BYTES, v_tiles = k_tiles + STAGES * K_BYTES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < BARRIERS; i++) {
+            const bool empty = i >= Q_BUFFERS && i < 2 * Q_BUFFERS || i >= 2 * Q_BUFFERS && (i - 2 * Q_BUFFERS) / STAGES % 2;
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(base + 8 * i), "r"(empty ? 4 * WARPGROUPS : 1) : "memory");
+        }
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
+
+    const int blocks = (tokens + QUERIES - 1) / QUERIES, tiles = (tokens + KEYS - 1) / KEYS;
+    int turn = 0, tile = 0;  // queries and key tiles met so far: they give buffer and parity
+
+    if (warp >= 4 * WARPGROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COPY_REGISTERS));
+        if (threadIdx.x != 128 * WARPGROUPS) return;
+        for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
+            const int block = item % blocks, head = item / blocks % heads, sample = item / blocks / heads;
+            const int buffer = turn % Q_BUFFERS;
+            wait(q_empty + 8 * buffer, turn / Q_BUFFERS % 2 ^ 1);
+            arrive_and_expect(q_full + 8 * buffer, Q_BYTES);
+            for (int row = 0; row < QUERIES; row += BOX) {
+                copy(q_tiles + buffer * Q_BYTES + row * 128, main, 0, head, block * QUERIES + row, sample, q_full + 8 * buffer);
+                copy(q_tiles + buffer * Q_BYTES + Q_REST + row * 32, rest, 64, head, block * QUERIES + row, sample, q_full + 8 * buffer);
+            }
+            for (int i = 0; i < tiles; i++, tile++) {
+                const int stage = tile % STAGES, parity = tile / STAGES % 2 ^ 1;
+                wait(k_empty + 8 * stage, parity);
+                arrive_and_expect(k_full + 8 * stage, K_BYTES);
+                for (int row = 0; row < KEYS; row += BOX) {
+                    copy(k_tiles + stage * K_BYTES + row * 128, main, 0, heads + head, i * KEYS + row, sample, k_full + 8 * stage);
+                    copy(k_tiles + stage * K_BYTES + K_REST + row * 32, rest, 64, heads + head, i * KEYS + row, sample, k_full + 8 * stage);
+                }
+                wait(v_empty + 8 * stage, parity);
+                arrive_and_expect(v_full + 8 * stage, V_BYTES);
+                for (int row = 0; row < KEYS; row += BOX) {
+                    copy(v_tiles + stage * V_BYTES + row * 128, main, 0, 2 * heads + head, i * KEYS + row, sample, v_full + 8 * stage);
+                    copy(v_tiles + stage * V_BYTES + (KEYS + row) * 128, main, 64, 2 * heads + head, i * KEYS + row, sample, v_full + 8 * stage);
+                }
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+    const int warpgroup = warp / 4, column = lane % 4 * 2;
+    float s[KEYS / 2], o[HEAD / 2], factor[2];
+    unsigned p[KEYS / 4];
+    Softmax softmax;
+    for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
+        const int block = item % blocks, head = item / blocks % heads, sample = item / blocks / heads;
+        const int buffer = turn % Q_BUFFERS;
+        const unsigned q = q_tiles + buffer * Q_BYTES + warpgroup * 8192, q_rest = q_tiles + buffer * Q_BYTES + Q_REST + warpgroup * 2048;
+        const int query = block * QUERIES + warpgroup * 64 + warp % 4 * 16 + lane / 4;
+        wait(q_full + 8 * buffer, turn / Q_BUFFERS % 2);
+        if (block * QUERIES + warpgroup * 64 >= tokens) {  // no queries for this warpgroup: pass every tile on
+            if (lane == 0) arrive(q_empty + 8 * buffer);
+            for (int i = 0; i < tiles; i++, tile++) {
+                const int stage = tile % STAGES, parity = tile / STAGES % 2;
+                wait(k_full + 8 * stage, parity);
+                if (lane == 0) arrive(k_empty + 8 * stage);
+                wait(v_full + 8 * stage, parity);
+                if (lane == 0) arrive(v_empty + 8 * stage);
+            }
+            continue;
+        }
+        #pragma unroll
+        for (int i = 0; i < HEAD / 2; i++) o[i] = 0;
+
+        int stage = tile % STAGES, parity = tile / STAGES % 2;
+        wait(k_full + 8 * stage, parity);
+        scores(s, q, q_rest, k_tiles + stage * K_BYTES);
+        if (lane == 0) arrive(k_empty + 8 * stage);
+        softmax.weigh<true>(s, factor, scale, tokens, column);
+        pack(s, p);
+        for (int i = 1; i < tiles; i++) {
+            wait(v_full + 8 * stage, parity);
+            mix(o, p, v_tiles + stage * V_BYTES);
+            if (lane == 0) arrive(v_empty + 8 * stage);
+            stage = (tile + i) % STAGES, parity = (tile + i) / STAGES % 2;
+            wait(k_full + 8 * stage, parity);
+            scores(s, q, q_rest, k_tiles + stage * K_BYTES);
+            if (lane == 0) arrive(k_empty + 8 * stage);
+            if (softmax.weigh<false>(s, factor, scale, tokens - i * KEYS, column)) {
+                #pragma unroll
+                for (int j = 0; j < HEAD / 2; j++) o[j] *= factor[j / 2 % 2];
+            }
+            pack(s, p);
+        }
+        if (lane == 0) arrive(q_empty + 8 * buffer);
+        wait(v_full + 8 * stage, parity);
+        mix(o, p, v_tiles + stage * V_BYTES);
+        if (lane == 0) arrive(v_empty + 8 * stage);
+        tile += tiles;
+
+        #pragma unroll
+        for (int row = 0; row < 2; row++) {
+            const int token = query + 8 * row;
+            const float sum = over_row(softmax.sum[row], false), inverse = 1 / sum;
+            if (token >= tokens) continue;
+            unsigned *to = reinterpret_cast<unsigned *>(out + (((long long)sample * tokens + token) * heads + head) * HEAD + column);
+            #pragma unroll
+            for (int j = 0; j < HEAD / 8; j++) to[4 * j] = round_pair(o[4 * j + 2 * row] * inverse, o[4 * j + 2 * row + 1] * inverse);
+            if (column == 0)  // natural logarithm of Σ exp(q·k/√d)
+                lse[((long long)sample * heads + head) * tokens + token] = 0.69314718f * (softmax.top[row] * scale + log2f(sum));
+        }
+    }
+}
