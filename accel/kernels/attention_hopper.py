@@ -1,6 +1,6 @@
 """Attention at head dim 72 on Hopper: attention_hopper.cu, compiled by the NVRTC that torch brings, kept on disk, launched through the driver.
 
-No nvcc and no build: the first call on a machine compiles for two seconds, later processes load 40 KB. An exact product needs no padding here
+No nvcc and no build: the first call on a machine compiles for a second, later processes load 50 KB. An exact product needs no padding here
 (72 is 80 in q·kᵀ and 72 in p·v), where libraries compute 96 or 128 columns.
 """
 
