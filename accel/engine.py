@@ -80,13 +80,21 @@ def load_model(options, device, tier="fp32"):
         state = {**state, "pos_embed": model.position_table()}
     if tier in precision.HALF and not options.compile:
         from accel.fast import FastDiT  # brings Triton, which the other tiers need not wait for
+        from accel.kernels.attention import attention
         from accel.kernels.norm import compile_ahead
         tokens, width = model.pos_embed.shape[1:]
         rows = 2 * len(options.labels) * tokens
-        with ThreadPoolExecutor(1) as pool:  # the compiler's seconds go by while weights are copied
-            compiling = pool.submit(compile_ahead, width, rows, precision.HALF[tier], device)
-            network = FastDiT(state, model.num_heads, precision.HALF[tier], device)
-            compiling.result()
+        dtype = precision.HALF[tier]
+
+        def meet_attention():
+            attention(torch.zeros(1, tokens, 3 * width, dtype=dtype, device=device), model.num_heads)
+            synchronize(device)
+
+        with ThreadPoolExecutor(2) as pool:  # the compilers' seconds go by while weights are copied
+            compiling = pool.submit(compile_ahead, width, rows, dtype, device), pool.submit(meet_attention)
+            network = FastDiT(state, model.num_heads, dtype, device)
+            for one in compiling:
+                one.result()
         return network
     state = {name: tensor if tensor.dtype == torch.float32 else tensor.float() for name, tensor in state.items()}
     model.load_state_dict(state, strict=True, assign=True)

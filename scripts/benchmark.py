@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 from accel import engine, precision, vae  # noqa: E402
 from accel.fast import CompiledDiT, FastDiT, Optimisations  # noqa: E402
-from accel.options import OneLineParser, SamplingOptions, positive, user_errors  # noqa: E402
+from accel.options import OneLineParser, SamplingOptions, UsageError, positive, user_errors  # noqa: E402
 from diffusion import create_diffusion  # noqa: E402
 from models import DiT_models  # noqa: E402
 
@@ -178,7 +178,8 @@ def git(*arguments):
     return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 
 
-def measure(args, device):
+def measure(args, device, record):
+    """Climb; `record` is given the rungs so far after each."""
     options = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, device=str(device), ckpt=args.ckpt,
                               labels=(0,)).resolve()
     args.image_size, args.num_classes = options.image_size, options.num_classes
@@ -211,6 +212,7 @@ def measure(args, device):
         except torch.cuda.OutOfMemoryError:
             row["failed"] = "out of memory"
         results.append(row)
+        record(results)
         verdict = f"   worst PSNR {row['gate']['worst']['psnr']:.1f} {'pass' if row['gate']['passes'] else 'FALLS SHORT'}" if "gate" in row else ""
         times = f"{row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]" if "ms" in row else " " * 8
         print(f"{name:32} {times}   error {row.get('error', float('nan')):.1e}{verdict}", flush=True)
@@ -229,7 +231,7 @@ def measure(args, device):
         started = time.perf_counter()
         report(f"fp16 + torch.compile {mode}", CompiledDiT(plain.eval().requires_grad_(False), torch.float16, mode), "fp16", None)
         results[-1]["seconds_with_compilation"] = time.perf_counter() - started
-    return results
+        record(results)
 
 
 def main():
@@ -253,14 +255,20 @@ def main():
     args = parser.parse_args()
     with user_errors(parser):
         device = engine.choose_device(args)
+        if args.compile and device.type != "cuda":
+            raise UsageError(f"--compile: compares float16 on a GPU, not on {device}; leave it out")
         place = dict(gpu=torch.cuda.get_device_name(device), copy_tb_s=copy_bandwidth(device) / 1e12) if device.type == "cuda" else dict(gpu=None)
         about = dict(place, torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]))
         print(json.dumps(about), flush=True)
-        results = measure(args, device)
-        if args.output:
-            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.output).write_text(json.dumps(dict(about, model=args.model, image_size=args.image_size, pictures=args.pictures, rows=2 * args.pictures,
-                                                         load_seconds=args.load, rungs=results), indent=1) + "\n")
+
+        def record(rungs):
+            if args.output:
+                Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+                Path(args.output).write_text(json.dumps(dict(
+                    about, model=args.model, image_size=args.image_size, pictures=args.pictures, rows=2 * args.pictures,
+                    load_seconds=args.load, rungs=rungs), indent=1) + "\n")
+
+        measure(args, device, record)
 
 
 if __name__ == "__main__":
