@@ -76,6 +76,8 @@ class HoistedConditioning:
 
     def begin(self, timesteps, labels):
         """timesteps: a run's original timesteps in order (ints); labels: those it meets, the null label included (ints)."""
+        if max(timesteps) >= len(self.step_offset) - 1:
+            raise ValueError(f"timestep {max(timesteps)}: the table is for processes of {len(self.step_offset) - 1} steps")
         self.timesteps = torch.tensor(list(timesteps), device=self.device)  # copied here once: the loop itself never waits for the host
         self.run_labels = torch.tensor(sorted(set(labels)), device=self.device)
         if len(self.run_labels) > self.capacity:

@@ -1,11 +1,15 @@
 """CUDA graphs: a step's kernels recorded once and launched as one, so that the host has nothing to do between steps."""
 
 import ctypes
+import inspect
 from functools import lru_cache
 
 import torch
 
 from accel.kernels.linear import COUNTER_BYTES, separate_counters
+
+
+_EDITABLE = "keep_graph" in inspect.signature(torch.cuda.CUDAGraph.__new__).parameters
 
 
 def capture(step, reset_once=True):
@@ -14,14 +18,14 @@ def capture(step, reset_once=True):
 
     Replays give the very bits of direct runs: the same kernels in the same order. Random draws belong outside.
     reset_once: cuBLASLt resets a counter of four bytes before nearly every product, a hundred small nodes in the way of the large ones;
-    reset them all by one node at the start instead.
+    reset them all by one node at the start instead (torch 2.8 and later: 2.7 gives no access to a graph).
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    if not reset_once:
+    if not (reset_once and _EDITABLE):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on loading and saving
             step()
@@ -109,12 +113,14 @@ class Replayed:
         tensors = [value for value in arguments if torch.is_tensor(value)]
         key = tuple((value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments)
         if key not in self.captured:
-            with torch.inference_mode(False), torch.no_grad():  # usable whatever the mode of the first caller
+            # Usable whatever the mode of the first caller, on the tensors' GPU.
+            with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(tensors[0].device):
                 self.captured[key] = self._capture(arguments)
         inputs, output, replay = self.captured[key]
         for fixed, tensor in zip(inputs, tensors):
             fixed.copy_(tensor)
-        replay()
+        with torch.cuda.device(output.device):
+            replay()
         return output.clone()
 
     def _capture(self, arguments):

@@ -208,6 +208,8 @@ class TestHoistedConditioning:
         assert table.table.numel() * 8 <= 11 * fast.conditioning.bias.numel() * 8
         with pytest.raises(ValueError, match="sample fewer"):
             table.begin([5], range(11))
+        with pytest.raises(ValueError, match="timestep 1000"):
+            table.begin([1000], [1])
 
 
 #################################################################################

@@ -244,7 +244,8 @@ def _tuned(x, weight, bias, gelu):
         _chosen[key] = _choose(Product(*key))
     product, algorithm = _chosen[key]
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
-    product.run(x, weight, bias, out, algorithm)
+    with torch.cuda.device(x.device):
+        product.run(x, weight, bias, out, algorithm)
     return out
 
 

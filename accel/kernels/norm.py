@@ -68,9 +68,10 @@ def _triton(x, modulation, shift, scale, branches, update, dtype):
     out = torch.empty_like(x, dtype=dtype)
     (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
     config = tile_config(width, n * tokens)
-    _norm_modulate[(triton.cdiv(tokens, config["TURNS"]), n)](
-        x, first, second, out, table, entry, tokens, table.stride(0), shift, scale, gate1, gate2,
-        WIDTH=width, BRANCHES=len(branches), UPDATE=update, EPS=EPS, **config)
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
+        _norm_modulate[(triton.cdiv(tokens, config["TURNS"]), n)](
+            x, first, second, out, table, entry, tokens, table.stride(0), shift, scale, gate1, gate2,
+            WIDTH=width, BRANCHES=len(branches), UPDATE=update, EPS=EPS, **config)
     return out
 
 
