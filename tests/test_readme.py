@@ -1,0 +1,44 @@
+"""README: its figures are those of the files in log/, its commands are real."""
+
+import json
+import re
+import shlex
+
+from accel.options import DistributedOptions, SamplingOptions, add_arguments, OneLineParser
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def ladder(*files):
+    """The rungs of benchmark files as the table that README shows."""
+    lines = ["| rung | ms a step | error of a forward against float64 | worst of 64 pictures against fp32 |", "|---|---|---|---|"]
+    for file in files:
+        for rung in json.loads((ROOT / "log" / file).read_text())["rungs"]:
+            gate = rung.get("gate")
+            psnr = "–" if not gate else f"{gate['worst']['psnr']:.1f} dB" if gate["passes"] else "see the file's note"
+            lines.append(f"| {rung['rung']} | {rung['ms']:.1f} | {rung['error']:.1e} | {psnr} |")
+    return "\n".join(lines)
+
+
+def test_the_ladder_is_the_measured_one():
+    assert ladder("ladder-h200-512px-16rows.json", "step-h200-hopper.json") in README
+
+
+def test_files_that_are_named_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_commands_parse():
+    """Every sample.py and sample_ddp.py line in a code block is understood by its parser."""
+    seen = 0
+    for line in "\n".join(re.findall(r"```bash\n(.*?)```", README, re.S)).splitlines():
+        words = shlex.split(line, comments=True)
+        for script, options in (("sample.py", SamplingOptions), ("sample_ddp.py", DistributedOptions)):
+            if script in words and "--help" not in words:
+                parser = OneLineParser()
+                add_arguments(parser, options)
+                parser.parse_args(words[words.index(script) + 1:])
+                seen += 1
+    assert seen >= 8
