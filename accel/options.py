@@ -90,16 +90,7 @@ class SamplingOptions:
 
     def check_output(self):
         """Make the output's folder and prove that a file can be written there, before any work is done."""
-        path = Path(self.output)
-        if path.is_dir():
-            raise UsageError(f"--output {path}: is a folder; name a file")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with partial_file(path) as partial:
-                partial.touch()
-                partial.unlink()
-        except OSError as error:
-            raise UsageError(f"--output {path}: cannot write there ({error.strerror}); choose another path") from None
+        check_writable(self.output)
 
 
 @dataclass
@@ -174,6 +165,20 @@ def options_from(args, options=SamplingOptions):
     """The parsed flags as resolved options."""
     known = {item.name for item in fields(options)}
     return options(**{name: value for name, value in vars(args).items() if name in known}).resolve()
+
+
+def check_writable(path, flag="--output"):
+    """Make the folder of the file `path`, which `flag` names, and prove that it can be written. Raises UsageError."""
+    path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial_file(path) as partial:
+            partial.touch()
+            partial.unlink()
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot write there ({error.strerror}); choose another path") from None
 
 
 @contextmanager
