@@ -19,6 +19,7 @@ RULES = {
     "accel/kernels/": set(),
     "accel/options.py": set(),
     "accel/precision.py": set(),
+    "accel/work.py": set(),
     "accel/vae.py": {"accel.precision", "accel.options"},
     "accel/parallel/": {"accel.kernels", "accel.options"},
     "pretrained_models/": {"accel.options", "models"},
