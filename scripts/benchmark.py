@@ -2,19 +2,27 @@
 
     python scripts/benchmark.py --image-size 512 --pictures 8 --compile max-autotune --output log/ladder.json
     python scripts/benchmark.py --model DiT-Demo/2 --gate 3
+    python scripts/benchmark.py --only graph --vs compile,diffusers --output log/versus.json
+    python scripts/benchmark.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output log/sweep.json
+    python scripts/benchmark.py --contest fp32 fp16 --output log/contest.json
 
 Times are of denoising steps in the sampling loop that sample.py runs (guidance, update, noise draw included; no decoder): median, 10th and 90th
 percentile, after --load seconds of the same steps, since a GPU under load runs slower than in a burst. Weights are random and not zero (a fresh
 DiT outputs zeros) except the demo's. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward of the network against float64. The gate compares
-250-step pictures of the demo with those of fp32, same noise: worst of all pictures.
+250-step pictures of the demo with those of fp32, same noise: worst of all pictures. The contest's T runs from loading the model to the picture on
+disk, sample.py in a process of its own.
 """
 
 import gc
 import json
+import math
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +121,31 @@ def time_steps(network, args, device):
     return dict(ms=statistics.median(kept), mean=statistics.fmean(kept), p10=kept[len(kept) // 10], p90=kept[-1 - len(kept) // 10], steps=len(kept))
 
 
+class DiffusersDiT:
+    """The same weights in diffusers' DiTTransformer2DModel, with the guidance of models.DiT. Its timestep frequencies are others (its shift is 1),
+    so its output is not quite that of the published model."""
+
+    def __init__(self, state, dtype, device):
+        from diffusers import DiTTransformer2DModel
+        from pretrained_models.download import to_diffusers
+        from scripts.convert_checkpoint import config_of
+        with torch.device(device):
+            model = DiTTransformer2DModel(**{name: value for name, value in config_of(state).items() if not name.startswith("_")})
+        model.load_state_dict(to_diffusers(state))
+        self.model, self.dtype = model.to(dtype).eval().requires_grad_(False), dtype
+
+    @torch.no_grad()
+    def forward(self, x, t, y):
+        return self.model(x.to(self.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        half = x[: len(x) // 2]
+        out = self.forward(torch.cat([half, half]), t, y)
+        cond, uncond = out[:, :3].chunk(2)
+        guided = uncond + cfg_scale * (cond - uncond)
+        return torch.cat([torch.cat([guided, guided]), out[:, 3:]], dim=1)
+
+
 class Reference:
     """One forward in float64, and others' distance to it: two rows, a label and the null label, at three timesteps."""
 
@@ -178,18 +211,21 @@ def git(*arguments):
     return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 
 
-def measure(args, device, record):
-    """Climb; `record` is given the rungs so far after each."""
+def network_of(args, device):
+    """The options that `args` imply, and models.DiT with its weights: those of --ckpt, the demo's own, else random ones."""
     options = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, device=str(device), ckpt=args.ckpt,
                               labels=(0,)).resolve()
-    args.image_size, args.num_classes = options.image_size, options.num_classes
     if options.ckpt is not None:
-        model = engine.load_model(options, device)
-    else:
-        with torch.device(device):
-            model = DiT_models[args.model](input_size=options.latent_size, num_classes=options.num_classes)
-        model.load_state_dict(random_state(model))
-        model = model.eval().requires_grad_(False)
+        return options, engine.load_model(options, device)
+    with torch.device(device):
+        model = DiT_models[args.model](input_size=options.latent_size, num_classes=options.num_classes)
+    model.load_state_dict(random_state(model))
+    return options, model.eval().requires_grad_(False)
+
+
+def measure(args, device, record):
+    """Climb; `record` is given the rungs so far after each."""
+    options, model = network_of(args, device)
     reference = Reference(model, args, device)
     gate = Gate(args.gate, device) if args.gate else None
     rungs = list(ladder(device, args.precision))
@@ -207,7 +243,7 @@ def measure(args, device, record):
                 if before:
                     row["activations_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
             row["error"] = reference.error(network)
-            if gate and (switches is not None or tier != "fp32") and name.count("compile") == 0:
+            if gate and (switches is not None or tier == "tf32"):
                 row["gate"] = gate.judge(tier, switches)
         except torch.cuda.OutOfMemoryError:
             row["failed"] = "out of memory"
@@ -232,6 +268,85 @@ def measure(args, device, record):
         report(f"fp16 + torch.compile {mode}", CompiledDiT(plain.eval().requires_grad_(False), torch.float16, mode), "fp16", None)
         results[-1]["seconds_with_compilation"] = time.perf_counter() - started
         record(results)
+    if "diffusers" in args.vs:
+        precision.apply_precision("fp16", device)
+        report("fp16 + diffusers' DiTTransformer2DModel", DiffusersDiT(model.state_dict(), torch.float16, device), "fp16", None)
+
+
+def sweep(args, device, record):
+    """What a step of the fastest rung costs as pictures grow in number and in size; `record` is given the rows so far after each."""
+    cases = dict.fromkeys([(args.image_size, n) for n in args.sweep_pictures] + [(size, args.pictures) for size in args.sweep_sizes])
+    results, before = [], 0
+    for size, pictures in cases:
+        case = Namespace(**{**vars(args), "image_size": size, "pictures": pictures})
+        row = dict(image_size=size, pictures=pictures)
+        try:
+            if before != size:
+                model = network = None  # first their memory
+                gc.collect()
+                _, model = network_of(case, device)
+                name, tier, switches = [rung for rung in ladder(device, args.precision) if precision.supports(rung[1], device)][-1]
+                network, before = build(model, tier, switches, device), size
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            row |= dict(rung=name, **time_steps(network, case, device))
+            row["ms_a_picture"] = row["ms"] / pictures
+            if device.type == "cuda":
+                row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        except torch.cuda.OutOfMemoryError:
+            row["failed"] = "out of memory"
+        results.append(row)
+        record(results)
+        print(f"{row['image_size']} px, {pictures} pictures: " + (f"{row['ms']:.2f} ms a step, {row['ms_a_picture']:.3f} a picture" if "ms" in row else
+                                                            row["failed"]), flush=True)
+
+
+def score(seconds):
+    """The contest's points for T seconds from loading the model to the picture: 50 below 100 s, none from 300 s on."""
+    return 0.0 if seconds >= 300 else 50.0 if seconds < 100 else 50 * math.log(300 / seconds) / math.log(3)
+
+
+def contest(args, device, record):
+    """sample.py's picture as the contest times it, each run a process of its own after one that fills the file and kernel caches."""
+    root, results = Path(__file__).resolve().parent.parent, []
+    with tempfile.TemporaryDirectory() as work:
+        command = ["--model", args.model, "--cfg-scale", args.cfg_scale, "--device", device, "--output", Path(work) / "sample.png"]
+        for name in ("image_size", "num_classes", "ckpt", "vae"):
+            if getattr(args, name) is not None:
+                command += ["--" + name.replace("_", "-"), getattr(args, name)]
+        if args.ckpt is None and args.model == "DiT-XL/2":
+            from scripts.measure_ddp import make_vae, make_weights
+            make_weights(Path(work) / "random.pt", args.model, args.image_size)
+            command += ["--ckpt", Path(work) / "random.pt"]
+            if args.vae is None:
+                make_vae(Path(work) / "vae")
+                command += ["--vae", Path(work) / "vae"]
+        for tier in args.contest or [precision.default_tier(device)]:
+            runs = []
+            for index in range(1 + args.repeats):
+                line = [sys.executable, root / "sample.py", *command, "--precision", tier, "--num-sampling-steps",
+                        args.num_sampling_steps if index else min(3, args.num_sampling_steps)]
+                started = time.perf_counter()
+                done = subprocess.run([*map(str, line)], capture_output=True, text=True)
+                process = time.perf_counter() - started
+                if done.returncode:
+                    raise UsageError(f"--contest: sample.py failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+                phases = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+) s", done.stdout.splitlines()[-1])}
+                if index:
+                    runs.append(dict(phases, process=process))
+            seconds = statistics.median(run["total"] for run in runs)
+            results.append(dict(tier=tier, seconds=seconds, points=score(seconds), runs=runs))
+            record(results)
+            print(f"{tier:8} T = {seconds:.2f} s, {min(run['total'] for run in runs):.2f} to {max(run['total'] for run in runs):.2f}: "
+                  f"{score(seconds):.1f} of 50 points", flush=True)
+
+
+def listed(text):
+    """--vs' value: what to compare with, separated by commas."""
+    names = text.split(",")
+    if set(names) - {"compile", "diffusers"}:
+        raise ArgumentTypeError(f"{text}: choose from compile, diffusers, separated by a comma")
+    return names
 
 
 def main():
@@ -244,6 +359,16 @@ def main():
     parser.add_argument("--cfg-scale", type=float, default=4.0, help="strength of guidance")
     parser.add_argument("--precision", nargs="+", default=["fp16"], choices=tuple(precision.HALF), help="half tiers to climb")
     parser.add_argument("--compile", nargs="*", default=[], choices=("default", "max-autotune"), help="modes of torch.compile to compare with")
+    parser.add_argument("--vs", type=listed, default=[], metavar="WHAT,WHAT", help="alternatives to time on the same weights: compile (the modes of "
+                        "--compile, or its default mode), diffusers")
+    parser.add_argument("--sweep-pictures", nargs="+", type=positive, default=[], metavar="N", help="instead of the ladder: a step of its last rung "
+                        "at these numbers of pictures")
+    parser.add_argument("--sweep-sizes", nargs="+", type=positive, default=[], metavar="PX", help="the same at these sizes of pictures")
+    parser.add_argument("--contest", nargs="*", choices=tuple(precision.TIERS), metavar="TIER", help="instead of the ladder: seconds from loading the "
+                        "model to the picture, and the contest's points, in these tiers (default: sample.py's)")
+    parser.add_argument("--num-sampling-steps", type=positive, default=250, help="the contest's steps (default: 250)")
+    parser.add_argument("--repeats", type=positive, default=3, help="the contest's runs a tier, after one for the caches (default: 3)")
+    parser.add_argument("--vae", help="the contest's decoder, as in sample.py (default: random beside random weights; the demo's own)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with one of these words in their name")
     parser.add_argument("--load", type=float, default=5.0, help="seconds of steps before those that count")
     parser.add_argument("--window", type=float, default=3.0, help="seconds of steps that count")
@@ -255,20 +380,28 @@ def main():
     args = parser.parse_args()
     with user_errors(parser):
         device = engine.choose_device(args)
-        if args.compile and device.type != "cuda":
-            raise UsageError(f"--compile: compares float16 on a GPU, not on {device}; leave it out")
+        if "compile" in args.vs and not args.compile:
+            args.compile = ["default"]
+        for flag, given in (("--vs", args.vs), ("--compile", args.compile)):
+            if given and device.type != "cuda":
+                raise UsageError(f"{flag}: compares float16 on a GPU, not on {device}; leave it out")
         place = dict(gpu=torch.cuda.get_device_name(device), copy_tb_s=copy_bandwidth(device) / 1e12) if device.type == "cuda" else dict(gpu=None)
         about = dict(place, torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]))
         print(json.dumps(about), flush=True)
 
-        def record(rungs):
+        implied = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, labels=(0,)).resolve()
+        args.image_size, args.num_classes = implied.image_size, implied.num_classes
+        what, work = (("contest", contest) if args.contest is not None else ("sweep", sweep) if args.sweep_pictures or args.sweep_sizes else
+                      ("rungs", measure))
+
+        def record(results):
             if args.output:
                 Path(args.output).parent.mkdir(parents=True, exist_ok=True)
                 Path(args.output).write_text(json.dumps(dict(
                     about, model=args.model, image_size=args.image_size, pictures=args.pictures, rows=2 * args.pictures,
-                    load_seconds=args.load, rungs=rungs), indent=1) + "\n")
+                    load_seconds=args.load, **{what: results}), indent=1) + "\n")
 
-        measure(args, device, record)
+        work(args, device, record)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from accel.options import OneLineParser, SamplingOptions, UsageError, check_writ
 from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
 from models import DiT_models
-from scripts.benchmark import build, copy_bandwidth, git, random_state
+from scripts.benchmark import build, copy_bandwidth, git, network_of
 
 TRACE_LIMIT = 200e6  # bytes of JSON that viewers still open
 WAIT, WARMUP = 1, 2  # steps before those that are recorded
@@ -429,16 +429,10 @@ def prepare(args, device):
                               else precision.default_tier(device))
     if args.baseline and tier not in ("fp32", "tf32"):
         raise UsageError(f"--precision {tier}: upstream samples in fp32 or tf32; leave out --baseline or choose one of these")
-    options = SamplingOptions(model=args.model, image_size=args.image_size, ckpt=args.ckpt, vae=args.vae, device=str(device), precision=tier,
+    options = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, ckpt=args.ckpt, vae=args.vae, device=str(device), precision=tier,
                               labels=(0,), num_sampling_steps=args.num_sampling_steps).resolve()
     engine.choose_precision(options, device)
-    if options.ckpt is not None:
-        model = engine.load_model(options, device)
-    else:
-        with torch.device(device):
-            model = DiT_models[args.model](input_size=options.latent_size, num_classes=options.num_classes)
-        model.load_state_dict(random_state(model))
-        model = model.eval().requires_grad_(False)
+    _, model = network_of(args, device)
     shape = work.Shape.of(model, 2 * args.pictures)
     generator = torch.Generator(device).manual_seed(0)
     z = torch.randn(args.pictures, 4, options.latent_size, options.latent_size, generator=generator, device=device)
@@ -508,6 +502,7 @@ def main():
     parser.add_argument("--vae", help="decoder: ema, mse or a folder (default: random weights of the same size; the demo's own)")
     parser.add_argument("--no-decoder", action="store_true", help="leave out the decoder")
     parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
+    parser.add_argument("--num-classes", type=int, help="number of classes")
     parser.add_argument("--pictures", type=positive, default=8, help="pictures at a time; with guidance twice as many rows")
     parser.add_argument("--num-sampling-steps", type=positive, default=250, help="steps of the job that is extrapolated to")
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier (default: sample.py's; with --baseline upstream's)")

@@ -1,10 +1,14 @@
 """The ladder: every rung adds one thing, and the command runs where there is no GPU."""
 
 import json
+import sys
 from dataclasses import asdict
 
+import pytest
 import torch
 
+from conftest import fill
+from models import DiT_models
 from scripts import benchmark
 
 
@@ -27,6 +31,47 @@ def test_on_a_cpu(tmp_path, run):
     assert log["torch"] == torch.__version__ and log["commit"] and "benchmark.py" in log["command"] and log["rows"] == 2
 
 
-def test_comparing_with_the_compiler_needs_a_gpu(run):
-    done = run("scripts/benchmark.py", "--compile", "default", "--device", "cpu")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--compile" in done.stderr
+@pytest.mark.parametrize("flag,value", [("--compile", "default"), ("--vs", "compile,diffusers"), ("--vs", "diffusers,tensorrt")])
+def test_comparing_needs_a_gpu(flag, value, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        benchmark_here(monkeypatch, flag, value)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and flag in error
+
+
+def benchmark_here(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--model", "DiT-Demo/2", "--device", "cpu", *map(str, args)])
+    benchmark.main()
+
+
+def test_sweep(tmp_path, monkeypatch):
+    benchmark_here(monkeypatch, "--sweep-pictures", 1, 3, "--sweep-sizes", 128, 64, "--pictures", 1, "--load", 0, "--window", 0.1, "--output", tmp_path / "log.json")
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert [(row["image_size"], row["pictures"]) for row in log["sweep"]] == [(128, 1), (128, 3), (64, 1)] and log["image_size"] == 128
+    assert all(row["rung"] == "fp32" and row["ms_a_picture"] == row["ms"] / row["pictures"] > 0 for row in log["sweep"])
+    assert log["sweep"][2]["ms"] < log["sweep"][1]["ms"]
+
+
+@pytest.mark.parametrize("seconds,points", [(0.5, 50), (99.9, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (300, 0), (900, 0)])
+def test_the_contests_points(seconds, points):
+    assert benchmark.score(seconds) == pytest.approx(points, abs=0.001)
+
+
+def test_contest(tmp_path, monkeypatch):
+    benchmark_here(monkeypatch, "--contest", "--num-sampling-steps", 2, "--repeats", 1, "--output", tmp_path / "log.json")
+    [row] = json.loads((tmp_path / "log.json").read_text())["contest"]
+    [run] = row["runs"]
+    assert row["tier"] == "fp32" and row["points"] == 50 and row["seconds"] == run["total"] < run["process"]
+    assert run["total"] == pytest.approx(run["load"] + run["sample"] + run["decode"] + run["save"], abs=0.03)
+
+
+def test_diffusers_network_is_the_same_but_for_its_frequencies():
+    model = fill(DiT_models["DiT-Demo/2"](num_classes=8))
+    theirs = benchmark.DiffusersDiT(model.state_dict(), torch.float32, torch.device("cpu"))
+    x, t, y = torch.randn(4, 4, 16, 16), torch.full((4,), 300), torch.tensor([1, 5, 8, 8])
+    with torch.no_grad():
+        want = model.forward_with_cfg(x, t, y, 4.0)
+        assert 1e-3 < (theirs.forward_with_cfg(x, t, y, 4.0) - want).norm() / want.norm() < 0.5
+        for block in theirs.model.transformer_blocks:
+            block.norm1.emb.time_proj.downscale_freq_shift = 0
+        assert torch.allclose(theirs.forward_with_cfg(x, t, y, 4.0), want, atol=1e-4)
