@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from accel import precision, vae
 from accel.graphs import Replayed
+from accel.meta import shapes_only
 from accel.options import UsageError, partial_file
 from diffusion import create_diffusion
 from models import DiT_models
@@ -51,15 +51,6 @@ def choose_precision(options, device):
 #################################################################################
 
 
-class _NoDraws(TorchFunctionMode):
-    """On the meta device there is nothing to draw, but the attempt makes torch import its compiler: up to three seconds."""
-
-    def __torch_function__(self, function, types, arguments=(), keywords=None):
-        if getattr(function, "__module__", None) == "torch.nn.init" or function in (torch.Tensor.uniform_, torch.Tensor.normal_):
-            return arguments[0] if arguments else keywords["tensor"]
-        return function(*arguments, **keywords or {})
-
-
 def load_model(options, device, tier="fp32"):
     """The network of `options` on `device`, its weights straight from the file: nothing is initialised to be thrown away, and a file that
     torch can map is read once. A models.DiT in eval mode and float32; for the half tiers a FastDiT.
@@ -68,7 +59,7 @@ def load_model(options, device, tier="fp32"):
     """
     if options.model not in DiT_models:
         raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(DiT_models)}")
-    with torch.device("meta"), _NoDraws():
+    with shapes_only():
         model = DiT_models[options.model](input_size=options.latent_size, num_classes=options.num_classes)
     if options.latent_size % model.patch_size:
         raise UsageError(f"--image-size {options.image_size}: must be a multiple of {8 * model.patch_size} for {options.model}")
@@ -149,7 +140,7 @@ def _check_fit(options, model, state):
         raise UsageError(f"--num-classes {options.num_classes}: the weights in {name} know {len(table) - 1} classes; "
                          f"use --num-classes {len(table) - 1}")
     for other, build in DiT_models.items():
-        with torch.device("meta"), _NoDraws():
+        with shapes_only():
             candidate = build(input_size=options.latent_size, num_classes=len(table) - 1 if table is not None else 1000)
         if not _mismatches(candidate, state):
             raise UsageError(f"--ckpt {name}: holds the weights of {other}, not of {options.model}; use --model {other}")

@@ -1,16 +1,18 @@
 """The latent decoder: find it, load it, latents to pixels, pixels to bytes. The only home of 0.18215."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import torch
 
+from accel.decoder import Decoder
+from accel.meta import shapes_only
 from accel.options import ROOT, UsageError
 
 SCALE = 0.18215  # latents of sd-vae-ft-* times this have about unit variance
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
+PICKLED = "diffusion_pytorch_model.bin"
 
 
 def find_vae(name):
@@ -19,8 +21,6 @@ def find_vae(name):
 
     Raises UsageError if there is none or it is not whole; nothing is loaded yet.
     """
-    if importlib.util.find_spec("diffusers") is None:
-        raise UsageError("--vae: the decoder needs diffusers: pip install -r requirements.txt (or --output-type latent)")
     if name in PUBLISHED:
         folder = ROOT / "pretrained_models" / f"sd-vae-ft-{name}"
         if not folder.is_dir():
@@ -29,15 +29,21 @@ def find_vae(name):
         folder = Path(name)
         if not folder.is_dir():
             raise UsageError(f"--vae {name}: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}")
-    weights = [folder / FILES[1], folder / "diffusion_pytorch_model.bin"]
+    weights = [folder / FILES[1], folder / PICKLED]
     if not (folder / FILES[0]).is_file() or not any(file.is_file() for file in weights):
         raise UsageError(f"--vae {name}: {folder} must hold {' and '.join(FILES)}")
     try:
-        kind = json.loads((folder / FILES[0]).read_text()).get("_class_name")
+        config = json.loads((folder / FILES[0]).read_text())
+        kind = config.get("_class_name")
     except (ValueError, AttributeError):
         raise UsageError(f"--vae {name}: {folder / FILES[0]} is not JSON; copy it again") from None
     if kind != "AutoencoderKL":
         raise UsageError(f"--vae {name}: {folder} holds {kind}, not AutoencoderKL")
+    try:
+        with shapes_only():
+            Decoder(config)
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"--vae {name}: {folder / FILES[0]} has {error}, which no sd-vae-ft-* has; give a VAE of that kind") from None
     if weights[0].is_file():
         from safetensors import SafetensorError, safe_open
         try:
@@ -59,11 +65,20 @@ def _fetch(name, folder):
 
 
 def load_vae(folder, device):
-    """AutoencoderKL from a folder found by `find_vae`, float32, on `device`."""
-    # The class's own module: the package's top level would be slower to import.
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-    vae = AutoencoderKL.from_pretrained(folder, torch_dtype=torch.float32, low_cpu_mem_usage=False, local_files_only=True)
-    return vae.to(device).eval().requires_grad_(False)
+    """The Decoder of a VAE's folder found by `find_vae`, float32, on `device`. Raises UsageError if its files are not of the sd-vae-ft-* kind."""
+    config = json.loads((folder / FILES[0]).read_text())
+    with shapes_only():
+        decoder = Decoder(config)
+    if (folder / FILES[1]).is_file():
+        from safetensors.torch import load_file
+        state = load_file(folder / FILES[1])
+    else:
+        state = torch.load(folder / PICKLED, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        decoder.load_state_dict({name: tensor.to(device, torch.float32) for name, tensor in decoder.renamed(state).items()}, assign=True)
+    except RuntimeError as error:
+        raise UsageError(f"--vae {folder}: the weights are not those of its config.json ({str(error).splitlines()[1].strip()})") from None
+    return decoder.eval().requires_grad_(False)
 
 
 @torch.inference_mode()
@@ -72,7 +87,7 @@ def decode(vae, latents):
 
     One picture at a time: memory stays small, and a picture's bits do not depend on how many are decoded beside it.
     """
-    return torch.cat([vae.decode(latent / SCALE).sample.float() for latent in latents.split(1)])
+    return torch.cat([vae(latent / SCALE) for latent in latents.split(1)])
 
 
 def to_uint8(pixels):

@@ -20,7 +20,9 @@ RULES = {
     "accel/options.py": set(),
     "accel/precision.py": set(),
     "accel/work.py": set(),
-    "accel/vae.py": {"accel.precision", "accel.options"},
+    "accel/meta.py": set(),
+    "accel/decoder.py": set(),
+    "accel/vae.py": {"accel.decoder", "accel.meta", "accel.precision", "accel.options"},
     "accel/parallel/": {"accel.kernels", "accel.options"},
     "pretrained_models/": {"accel.options", "models"},
 }

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from accel import vae
-from accel.options import UsageError
+from accel.options import DEMO, UsageError
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 8])
@@ -34,7 +34,39 @@ def test_decode_scales_and_does_not_depend_on_the_batch(tiny_vae):
     assert pixels.shape == (3, 3, 64, 64) and not any(p.requires_grad for p in decoder.parameters())
     assert torch.equal(pixels[1:2], vae.decode(decoder, latents[1:2]))
     with torch.no_grad():
-        assert torch.allclose(pixels, decoder.decode(latents / 0.18215).sample, atol=1e-5)
+        assert torch.allclose(pixels, decoder(latents / 0.18215), atol=1e-5)
+
+
+ARCHITECTURES = {
+    "sd-vae-ft in small": {},
+    "deeper, without attention": dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False),
+    "without the convolution before": dict(use_post_quant_conv=False, use_quant_conv=False),
+}
+
+
+@pytest.mark.parametrize("change", ARCHITECTURES.values(), ids=ARCHITECTURES)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_decodes_what_diffusers_decodes_bit_for_bit(change, pickled, tmp_path):
+    from diffusers import AutoencoderKL
+    theirs = AutoencoderKL(**{**dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=1,
+                                     block_out_channels=[8, 8, 16, 16], norm_num_groups=4, latent_channels=4), **change}).eval()
+    with torch.no_grad():
+        for value in theirs.parameters():
+            value.add_(0.1 * torch.randn_like(value))  # its norms start as the identity
+    theirs.save_pretrained(tmp_path, safe_serialization=not pickled)
+    latents = torch.randn(2, 4, 8, 8)
+    with torch.inference_mode():
+        want = torch.cat([theirs.decode(one / 0.18215).sample for one in latents.split(1)])
+    assert want.std() > 0.05
+    assert torch.equal(vae.decode(vae.load_vae(vae.find_vae(str(tmp_path)), torch.device("cpu")), latents), want)
+
+
+def test_the_demos_decoder_is_diffusers_bit_for_bit():
+    from diffusers import AutoencoderKL
+    latents = torch.randn(1, 4, 16, 16)
+    with torch.inference_mode():
+        want = AutoencoderKL.from_pretrained(DEMO / "vae", torch_dtype=torch.float32).eval().decode(latents / 0.18215).sample
+    assert torch.equal(vae.decode(vae.load_vae(vae.find_vae(str(DEMO / "vae")), torch.device("cpu")), latents), want)
 
 
 def test_deprecated_attention_names_load(tiny_vae, tmp_path):
@@ -69,8 +101,14 @@ def test_bad_folders(tiny_vae, tmp_path):
     assert "not JSON" in error(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "VQModel"}))
     assert "holds VQModel" in error(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(act_fn="relu")))
+    assert "act_fn relu" in error(tmp_path)
     (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
     assert "damaged" in error(tmp_path)
+    (tmp_path / vae.FILES[1]).write_bytes((tiny_vae / vae.FILES[1]).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(layers_per_block=2)))
+    with pytest.raises(UsageError, match="not those of its config.json"):
+        vae.load_vae(vae.find_vae(str(tmp_path)), torch.device("cpu"))
 
 
 def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
