@@ -44,10 +44,15 @@ def make_weights(path, model, image_size):
 def make_vae(folder):
     """A random decoder of sd-vae-ft-*'s size."""
     import torch
-    from diffusers import AutoencoderKL
+    from safetensors.torch import save_file
+    from accel import vae
+    from accel.decoder import Decoder
+    config = dict(_class_name="AutoencoderKL", act_fn="silu", block_out_channels=[128, 256, 512, 512], layers_per_block=2, norm_num_groups=32,
+                  latent_channels=4, out_channels=3, up_block_types=["UpDecoderBlock2D"] * 4)
+    folder.mkdir()
+    (folder / vae.FILES[0]).write_text(json.dumps(config))
     torch.manual_seed(0)
-    AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=2, latent_channels=4,
-                  block_out_channels=[128, 256, 512, 512]).save_pretrained(folder)
+    save_file(Decoder(config).state_dict(), folder / vae.FILES[1])
 
 
 # Runs sample_ddp.py in this process and notes when things happened; the rank's notes go to a file of its own.
@@ -121,6 +126,11 @@ def main():
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     import torch
+    commit = args.commit or subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+    about = dict(gpu=name, gpus=args.gpus, torch=torch.__version__, commit=commit, command=" ".join(["python", *sys.argv]), date=str(date.today()),
+                 model=args.model, image_size=args.image_size, precision=args.precision, weights=args.ckpt or "random, seed 0", steps=args.steps)
+    output = args.output or ROOT / "log" / f"ddp_{args.gpus}x_{name.replace(' ', '-')}.json"
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         ckpt, vae = args.ckpt or work / "random.pt", args.vae or work / "vae"
@@ -132,10 +142,13 @@ def main():
         counts = (1, args.gpus)
         results = {}
 
-        launch(1, *common, "--num-sampling-steps", 3, "--output", work / "warm.png")  # file cache, kernel cache
-        launch(args.gpus, *common, "--num-sampling-steps", 3, "--output", work / "warm.png")
+        def record():
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(dict(about, **results), indent=1) + "\n")
+
+        launch(args.gpus, *common, "--num-sampling-steps", 3, "--output", work / "warm.png")  # file cache, kernel cache
         grids = {}
-        for n, decode in [(1, "local"), (args.gpus, "local"), (args.gpus, "gather"), (1, "local"), (args.gpus, "local")]:
+        for n, decode in [(1, "local"), (args.gpus, "local"), (args.gpus, "gather"), (1, "local"), (args.gpus, "local"), (args.gpus, "gather")]:
             grids.setdefault((n, decode), []).append(
                 launch(n, *common, "--num-sampling-steps", args.steps, "--decode", decode, "--output", work / f"{n}{decode}.png"))
         sampling = {n: [max(end - begin for rank in grid["ranks"] for begin, end, _ in rank["runs"]) for grid in grids[n, "local"]] for n in counts}
@@ -144,6 +157,7 @@ def main():
         results["grid_sampling_s"] = {**sampling, "ratio": min(sampling[args.gpus]) / min(sampling[1])}
         results["grid_start_to_picture_s"] = {f"{n} {how}": [grid["seconds"] for grid in some] for (n, how), some in grids.items()}
         results["grid_phases_s"] = {f"{n} {how}": [grid["phases"] for grid in some] for (n, how), some in grids.items()}
+        record()
 
         rates = {}
         for n in counts:
@@ -154,14 +168,7 @@ def main():
             rates[n] = 2 * args.batch * n / (end - begin)
         results["fid_pictures_per_s"] = {**rates, "steps": args.fid_steps, "batch": args.batch,
                                          "efficiency": rates[args.gpus] / (args.gpus * rates[1])}
-
-    commit = args.commit or subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    record = dict(gpu=name, gpus=args.gpus, torch=torch.__version__, commit=commit, date=str(date.today()), model=args.model,
-                  image_size=args.image_size, precision=args.precision, weights=args.ckpt or "random, seed 0", steps=args.steps, **results)
-    output = args.output or ROOT / "log" / f"ddp_{args.gpus}x_{name.replace(' ', '-')}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
+        record()
     print(json.dumps(results, indent=1))
 
 

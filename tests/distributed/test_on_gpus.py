@@ -28,8 +28,8 @@ def demo(tmp_path_factory, tiny_vae):
 
 def start(processes, *args):
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-                             str(ROOT / "sample_ddp.py"), *map(str, args)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                             str(ROOT / "sample_ddp.py"), *map(str, args)], cwd=ROOT, text=True,
+                            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process, status=0):
