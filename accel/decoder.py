@@ -8,6 +8,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 EPS = 1e-6
+# What config.json says of sd-vae-ft-ema and sd-vae-ft-mse.
+SD_VAE_FT = dict(_class_name="AutoencoderKL", act_fn="silu", block_out_channels=[128, 256, 512, 512], layers_per_block=2, norm_num_groups=32,
+                 latent_channels=4, out_channels=3, up_block_types=["UpDecoderBlock2D"] * 4)
 
 
 class Residual(nn.Module):

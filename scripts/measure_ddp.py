@@ -46,13 +46,11 @@ def make_vae(folder):
     import torch
     from safetensors.torch import save_file
     from accel import vae
-    from accel.decoder import Decoder
-    config = dict(_class_name="AutoencoderKL", act_fn="silu", block_out_channels=[128, 256, 512, 512], layers_per_block=2, norm_num_groups=32,
-                  latent_channels=4, out_channels=3, up_block_types=["UpDecoderBlock2D"] * 4)
+    from accel.decoder import SD_VAE_FT, Decoder
     folder.mkdir()
-    (folder / vae.FILES[0]).write_text(json.dumps(config))
+    (folder / vae.FILES[0]).write_text(json.dumps(SD_VAE_FT))
     torch.manual_seed(0)
-    save_file(Decoder(config).state_dict(), folder / vae.FILES[1])
+    save_file(Decoder(SD_VAE_FT).state_dict(), folder / vae.FILES[1])
 
 
 # Runs sample_ddp.py in this process and notes when things happened; the rank's notes go to a file of its own.

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 
 import models
 from accel import engine, precision, vae, work
+from accel.decoder import SD_VAE_FT, Decoder
 from accel.options import OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors
 from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
@@ -417,10 +418,8 @@ def driver():
 
 def random_decoder(device):
     """A decoder of sd-vae-ft-*'s size with random weights: the same work."""
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     with torch.device(device):
-        return AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=2,
-                             latent_channels=4, block_out_channels=[128, 256, 512, 512]).eval().requires_grad_(False)
+        return Decoder(SD_VAE_FT).eval().requires_grad_(False)
 
 
 def prepare(args, device):
