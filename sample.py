@@ -17,6 +17,7 @@ def main():
         engine = Engine(options)
         print(engine.describe())
         latents = engine.sample()
+        engine.release_network()
         engine.save(latents)
         print(f"{options.output}: {engine.watch}")
 

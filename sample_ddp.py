@@ -54,6 +54,7 @@ def sample_grid(options, group):
     engine = load(options, group)
     n = len(options.labels)
     latents, pixels = engine.sample(share(n, group.world, group.rank), show=group.rank == 0), None
+    engine.release_network()
     local = options.output_type == "image" and options.decode == "local"
     if local:
         side = options.image_size

@@ -1,5 +1,6 @@
 """From options to pictures: choose the device, load the weights, denoise, decode, save. Commands are thin around this."""
 
+import gc
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -328,6 +329,13 @@ class Engine:
             median = (times[(runs - 1) // 2] + times[runs // 2]) / 2
             print(f"sampling, {runs} runs after warm-up: median {median:.3f} s, from {times[0]:.3f} to {times[-1]:.3f} s")
         return latents
+
+    def release_network(self):
+        """Give the network's memory back, its captured steps included, before pictures are decoded; there is no sampling after this."""
+        self.network = None
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def load_decoder(self):
         """The VAE, loaded at the first call."""
