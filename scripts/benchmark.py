@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py --image-size 512 --pictures 8 --compile max-autotune --output log/ladder.json
     python scripts/benchmark.py --model DiT-Demo/2 --gate 3
-    python scripts/benchmark.py --only graph --vs compile,diffusers --output log/versus.json
+    python scripts/benchmark.py --only reset --vs compile,diffusers --output log/versus.json
     python scripts/benchmark.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output log/sweep.json
     python scripts/benchmark.py --contest fp32 fp16 --output log/contest.json
 
