@@ -35,6 +35,17 @@ def number(value):
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def plain_log(axis, low, high):
+    """A log axis from `low` to `high` with ticks at 1, 2 and 5 of each decade, written out."""
+    axis.axes.set_xscale("log") if axis.axis_name == "x" else axis.axes.set_yscale("log")
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    spread = len(decades) > 4
+    ticks = [m * 10.0**d for d in decades for m in ((1,) if spread else (1, 2, 5)) if low <= m * 10.0**d <= high]
+    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ticks([], minor=True)
+    axis.axes.set_xlim(low, high) if axis.axis_name == "x" else axis.axes.set_ylim(low, high)
+
+
 def ladder(rungs, floor_ms, floor_name):
     """Bars of ms a step, one a rung, with the floor as a line. rungs: dicts with rung, ms, p10, p90. A log scale, lest the fast ones vanish."""
     figure, axis = canvas([rungs], 8, 0.36 * len(rungs) + 1.4)
@@ -42,8 +53,7 @@ def ladder(rungs, floor_ms, floor_name):
     bars = axis.barh(places, [r["ms"] for r in rungs], color=[RED if r["rung"] in ("fp32", "tf32") else BLUE if "compile" not in r["rung"]
                      and "diffusers" not in r["rung"] else ORANGE for r in rungs], height=0.7,
                      xerr=[[max(0.0, r["ms"] - r["p10"]) for r in rungs], [max(0.0, r["p90"] - r["ms"]) for r in rungs]], ecolor="#444444")
-    axis.set_xscale("log")
-    axis.set_xlim(floor_ms / 1.6, max(r["ms"] for r in rungs) * 1.7)
+    plain_log(axis.xaxis, floor_ms / 1.6, max(r["ms"] for r in rungs) * 1.7)
     for bar, row in zip(bars, rungs):
         axis.annotate(number(row["ms"]), (row["p90"], bar.get_y() + bar.get_height() / 2), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     axis.axvline(floor_ms, color=BLACK, linestyle="--", linewidth=1.2)
@@ -98,8 +108,7 @@ def error_against_speed(points, bars):
         bar = bars[gate]["mae"] * 255
         axes[1].axhline(bar, color=RED, linestyle=line, linewidth=1.2)
         axes[1].annotate(f"{gate} gate: {bar:.2g}", (0.98, bar), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    axes[1].set_yscale("log")
-    axes[1].set_ylim(least / 2, bars["contest"]["mae"] * 255 * 4)
+    plain_log(axes[1].yaxis, least / 2, bars["contest"]["mae"] * 255 * 4)
     axes[1].set_ylabel("worst grid's MAE, levels of 255")
     reach = max(p["speedup"] for p in points)
     for axis in axes:
@@ -120,11 +129,12 @@ def growth(by_pictures, by_size):
         for row in rows:
             axis.annotate(number(row["ms"]), (row[key], row["ms"]), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        values = [row[name] for row in rows for name in ("ms", "ms_a_picture")]
+        plain_log(axis.yaxis, min(values) / 1.4, max(values) * 1.6)
         axis.set_xticks(x, [str(value) for value in x])
         axis.minorticks_off()
         axis.set_xlabel(label, fontsize=9)
-        axis.margins(y=0.15)
+        axis.set_ylabel("ms")
         axis.grid(True, color="#dddddd", linewidth=0.6)
     axes[0].legend(fontsize=8, frameon=False)
     return png(figure)
