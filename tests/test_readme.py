@@ -30,6 +30,19 @@ def test_files_that_are_named_exist():
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
+def test_scripts_know_their_flags():
+    """Every flag that README gives a script stands in the script's help."""
+    given = {}
+    for command in re.findall(r"(?:python|nproc_per_node=\d+) (scripts/\w+\.py[^`#\n]*)", README):
+        script, *words = shlex.split(command)
+        given.setdefault(script, set()).update(word for word in words if word.startswith("--"))
+    assert {"scripts/profile.py", "scripts/verify.py", "scripts/report.py", "scripts/benchmark.py"} <= set(given)
+    for script, flags in given.items():
+        source = (ROOT / script).read_text() + (ROOT / "scripts/profiling.py").read_text() * (script == "scripts/profile.py")
+        shared = {"--" + name.replace("_", "-") for name in SamplingOptions.__dataclass_fields__} if "add_arguments(" in source else set()
+        assert flags <= set(re.findall(r"--[a-z][a-z0-9-]*", " ".join(re.findall(r'add_argument\("(--[^"]+)"', source)))) | shared, script
+
+
 def test_commands_parse():
     """Every sample.py and sample_ddp.py line in a code block is understood by its parser."""
     seen = 0
