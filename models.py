@@ -136,9 +136,10 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
+        self.attend = attention  # another may take its place, as where tokens lie on several GPUs
 
     def forward(self, x):
-        return self.proj(attention(self.qkv(x), self.num_heads))
+        return self.proj(self.attend(self.qkv(x), self.num_heads))
 
 
 class Mlp(nn.Module):

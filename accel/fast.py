@@ -79,6 +79,7 @@ class FastDiT:
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
         self.out_channels = len(self.final[1]) // self.patch_size**2
         self.conditioning = Conditioning(state, self.depth, device, self.wide)
+        self.attend = attention  # another may take its place, where tokens lie on several GPUs
         self.table = self.hoisted = None
         self.captured = {}  # steps of sampling runs, by what they depend on
 
@@ -101,34 +102,39 @@ class FastDiT:
         return self._guided(x, t, y, cfg_scale)
 
     def _forward(self, x, t, y):
-        return self._network(self._embed(x), t, y).to(x.dtype)
+        return self._network(self.embed(x), t, y).to(x.dtype)
 
     def _guided(self, x, t, y, cfg_scale):
-        out = self._network(self._embed(x[: len(x) // 2], copies=2), t, y)
+        out = self._network(self.embed(x[: len(x) // 2], copies=2), t, y)
         eps, rest = out[:, :3], out[:, 3:]
         cond, uncond = eps.chunk(2)
         guided = uncond + cfg_scale * (cond - uncond)
         return torch.cat([torch.cat([guided, guided]), rest], dim=1).to(x.dtype)
 
-    def _embed(self, x, copies=1):
-        """Latents (N, C, H, W) → tokens (copies·N, T, D), the batch `copies` times over."""
-        patches = F.pixel_unshuffle(x.to(self.wide), self.patch_size).flatten(2).transpose(1, 2)  # (N, T, C·p·p)
-        with true_float32():
-            tokens = F.linear(patches, self.patches)
-        return (tokens.expand(copies, *tokens.shape) + self.position).flatten(0, 1)
-
     def _network(self, x, t, y):
         """Tokens x (N, T, D), overwritten → (N, C', H, W) in the wide dtype."""
-        if self.hoisted:
-            modulation = self.hoisted.modulation(t, y)
-        else:
-            modulation = Modulation(self.conditioning(t, y), torch.arange(len(x), device=x.device))
-        out = self._tower(x, modulation)  # (N, T, p·p·C')
-        side, p = round(out.shape[1] ** 0.5), self.patch_size
-        out = out.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
-        return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), self.out_channels, side * p, side * p)
+        return self.unpatchify(self.tower(x, self.modulation(t, y, self.hoisted)))
 
-    def _tower(self, x, modulation):
+    def embed(self, x, part=slice(None), copies=1):
+        """Latents (N, C, H, W) → the tokens `part` of each (copies·N, T', D), the batch `copies` times over."""
+        patches = F.pixel_unshuffle(x.to(self.wide), self.patch_size).flatten(2).transpose(1, 2)[:, part]  # (N, T', C·p·p)
+        with true_float32():
+            tokens = F.linear(patches, self.patches)
+        return (tokens.expand(copies, *tokens.shape) + self.position[part]).flatten(0, 1)
+
+    def modulation(self, t, y, hoisted=None):
+        """Where rows with timesteps t (N,) and labels y (N,) find their vectors: in a run's table, or computed here."""
+        if hoisted:
+            return hoisted.modulation(t, y)
+        return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))
+
+    def unpatchify(self, x):
+        """(N, T, p·p·C') → (N, C', H, W)."""
+        side, p = round(x.shape[1] ** 0.5), self.patch_size
+        x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), self.out_channels, side * p, side * p)
+
+    def tower(self, x, modulation):
         """All blocks and the final layer: x (N, T, D), overwritten → (N, T, p·p·C')."""
         def norm(shift, *branches, dtype=self.dtype):
             return norm_modulate(x, modulation, shift, shift + 1, branches, update=len(branches) == 2, dtype=dtype, route=switch.rows)
@@ -140,7 +146,7 @@ class FastDiT:
         h = norm(0)  # (N, T, D)
         for i, (qkv, proj, fc1, fc2) in enumerate(self.blocks):
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
-            a = product(attention(product(h, qkv), self.num_heads, route=switch.attention), proj)
+            a = product(self.attend(product(h, qkv), self.num_heads, route=switch.attention), proj)
             h = norm(shift_mlp, (a, gate_msa))
             m = product(product(h, fc1, gelu=True), fc2)
             h = norm(following, (a, gate_msa), (m, gate_mlp), dtype=self.wide if i + 1 == self.depth else self.dtype)

@@ -5,6 +5,7 @@ as views with strides, and the result comes back with the heads side by side, so
 tensor as it is.
 """
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -39,6 +40,52 @@ def attention(qkv, num_heads, route="auto"):
         return attention_hopper(qkv.contiguous(), num_heads)[0]
     with sdpa_kernel(BACKENDS[route]):
         return _sdpa(qkv, num_heads)
+
+
+def attention_to(qkv, kv, num_heads, route="auto"):
+    """The queries of qkv (N, t, 3·D) attend to other keys and values, kv (N, T, 2·D) side by side → (N, t, D); routes as of `attention`."""
+    dim = qkv.shape[-1] // (3 * num_heads)
+    if route == "auto":
+        route = choose(qkv.device, qkv.dtype, dim)
+    else:
+        refuse(route, qkv.device, qkv.dtype, dim)
+    if route == "hopper":
+        from accel.kernels.attention_hopper import attention_hopper
+        return attention_hopper(qkv, num_heads, kv=kv)[0]
+    q, k, v = _heads(qkv, kv, num_heads)
+    with sdpa_kernel(BACKENDS[route]) if route != "default" else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _heads(qkv, kv, num_heads):
+    """The queries of qkv (N, h, t, d) and the keys and values of kv, each (N, h, T, d), as views."""
+    q = qkv[..., :qkv.shape[-1] // 3].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return q, *kv.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def attention_lse(qkv, kv, num_heads, route="auto"):
+    """As `attention_to`, with the natural log-sum-exp of the scaled scores (N, h, t) float32 (float64 for float64): by it, attention over parts of
+    the keys is merged. Every route but "math" gives one."""
+    dim = qkv.shape[-1] // (3 * num_heads)
+    if route == "auto":
+        route = choose(qkv.device, qkv.dtype, dim)
+    else:
+        refuse(route, qkv.device, qkv.dtype, dim)
+    if route == "hopper":
+        from accel.kernels.attention_hopper import attention_hopper
+        return attention_hopper(qkv, num_heads, kv=kv)
+    q, k, v = _heads(qkv, kv, num_heads)
+    if route == "default" or route == "flash" and not qkv.is_cuda:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[:2]
+    elif route == "flash":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+    elif route == "cudnn":
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[:2]
+    elif route == "efficient":
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
+    else:
+        raise ValueError(f"attention: route {route!r} gives no log-sum-exp")
+    return out.transpose(1, 2).flatten(2), lse.reshape(len(q), num_heads, -1)[..., :q.shape[2]]  # some pad it, some keep a last 1
 
 
 def _sdpa(qkv, num_heads):

@@ -1,4 +1,5 @@
-// softmax(q·kᵀ/√d)·v for Hopper (sm_90a), from the packed projection (N, T, 3, H, d), in half precision with float32 accumulation.
+// softmax(q·kᵀ/√d)·v for Hopper (sm_90a), from the packed projection (N, T, 3, H, d), or from that of the queries and
+// (N, T', 2, H, d) of other keys and values, in half precision with float32 accumulation.
 //
 // Warpgroup products take the inner dimension in 16s and the columns in 8s, so that d = 72 costs 80 in q·kᵀ and exactly 72 in p·v. The copy
 // engine cuts a tile into 64 columns and the rest: of q and k 16 more, of v what a second tile of 64 would hold, and fills with zeros what lies
@@ -145,7 +146,8 @@ __device__ __forceinline__ void arrive_and_expect(unsigned barrier, int bytes) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-attention(const __grid_constant__ TensorMap main, const __grid_constant__ TensorMap rest, unsigned short *__restrict__ out, float *__restrict__ lse, int tokens, int heads, int items, float scale) {
+attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ TensorMap q_rest_map, const __grid_constant__ TensorMap main, const __grid_constant__ TensorMap rest,
+          unsigned short *__restrict__ out, float *__restrict__ lse, int queries, int tokens, int heads, int first_key, int items, float scale) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = (unsigned)__cvta_generic_to_shared(shared);
     const unsigned q_full = base, q_empty = q_full + 8 * Q_BUFFERS, k_full = q_empty + 8 * Q_BUFFERS, k_empty = k_full + 8 * STAGES,
@@ -162,7 +164,7 @@ attention(const __grid_constant__ TensorMap main, const __grid_constant__ Tensor
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
 
-    const int blocks = (tokens + QUERIES - 1) / QUERIES, tiles = (tokens + KEYS - 1) / KEYS;
+    const int blocks = (queries + QUERIES - 1) / QUERIES, tiles = (tokens + KEYS - 1) / KEYS;
     int turn = 0, tile = 0;  // queries and key tiles met so far: they give buffer and parity
 
     if (warp >= 4 * WARPGROUPS) {
@@ -174,22 +176,22 @@ attention(const __grid_constant__ TensorMap main, const __grid_constant__ Tensor
             wait(q_empty + 8 * buffer, turn / Q_BUFFERS % 2 ^ 1);
             arrive_and_expect(q_full + 8 * buffer, Q_BYTES);
             for (int row = 0; row < QUERIES; row += BOX) {
-                copy(q_tiles + buffer * Q_BYTES + row * 128, main, 0, head, block * QUERIES + row, sample, q_full + 8 * buffer);
-                copy(q_tiles + buffer * Q_BYTES + Q_REST + row * 32, rest, 64, head, block * QUERIES + row, sample, q_full + 8 * buffer);
+                copy(q_tiles + buffer * Q_BYTES + row * 128, q_main, 0, head, block * QUERIES + row, sample, q_full + 8 * buffer);
+                copy(q_tiles + buffer * Q_BYTES + Q_REST + row * 32, q_rest_map, 64, head, block * QUERIES + row, sample, q_full + 8 * buffer);
             }
             for (int i = 0; i < tiles; i++, tile++) {
                 const int stage = tile % STAGES, parity = tile / STAGES % 2 ^ 1;
                 wait(k_empty + 8 * stage, parity);
                 arrive_and_expect(k_full + 8 * stage, K_BYTES);
                 for (int row = 0; row < KEYS; row += BOX) {
-                    copy(k_tiles + stage * K_BYTES + row * 128, main, 0, heads + head, i * KEYS + row, sample, k_full + 8 * stage);
-                    copy(k_tiles + stage * K_BYTES + K_REST + row * 32, rest, 64, heads + head, i * KEYS + row, sample, k_full + 8 * stage);
+                    copy(k_tiles + stage * K_BYTES + row * 128, main, 0, first_key + head, i * KEYS + row, sample, k_full + 8 * stage);
+                    copy(k_tiles + stage * K_BYTES + K_REST + row * 32, rest, 64, first_key + head, i * KEYS + row, sample, k_full + 8 * stage);
                 }
                 wait(v_empty + 8 * stage, parity);
                 arrive_and_expect(v_full + 8 * stage, V_BYTES);
                 for (int row = 0; row < KEYS; row += BOX) {
-                    copy(v_tiles + stage * V_BYTES + row * 128, main, 0, 2 * heads + head, i * KEYS + row, sample, v_full + 8 * stage);
-                    copy(v_tiles + stage * V_BYTES + (KEYS + row) * 128, main, 64, 2 * heads + head, i * KEYS + row, sample, v_full + 8 * stage);
+                    copy(v_tiles + stage * V_BYTES + row * 128, main, 0, first_key + heads + head, i * KEYS + row, sample, v_full + 8 * stage);
+                    copy(v_tiles + stage * V_BYTES + (KEYS + row) * 128, main, 64, first_key + heads + head, i * KEYS + row, sample, v_full + 8 * stage);
                 }
             }
         }
@@ -207,7 +209,7 @@ attention(const __grid_constant__ TensorMap main, const __grid_constant__ Tensor
         const unsigned q = q_tiles + buffer * Q_BYTES + warpgroup * 8192, q_rest = q_tiles + buffer * Q_BYTES + Q_REST + warpgroup * 2048;
         const int query = block * QUERIES + warpgroup * 64 + warp % 4 * 16 + lane / 4;
         wait(q_full + 8 * buffer, turn / Q_BUFFERS % 2);
-        if (block * QUERIES + warpgroup * 64 >= tokens) {  // no queries for this warpgroup: pass every tile on
+        if (block * QUERIES + warpgroup * 64 >= queries) {  // no queries for this warpgroup: pass every tile on
             if (lane == 0) arrive(q_empty + 8 * buffer);
             for (int i = 0; i < tiles; i++, tile++) {
                 const int stage = tile % STAGES, parity = tile / STAGES % 2;
@@ -251,12 +253,12 @@ attention(const __grid_constant__ TensorMap main, const __grid_constant__ Tensor
         for (int row = 0; row < 2; row++) {
             const int token = query + 8 * row;
             const float sum = over_row(softmax.sum[row], false), inverse = 1 / sum;
-            if (token >= tokens) continue;
-            unsigned *to = reinterpret_cast<unsigned *>(out + (((long long)sample * tokens + token) * heads + head) * HEAD + column);
+            if (token >= queries) continue;
+            unsigned *to = reinterpret_cast<unsigned *>(out + (((long long)sample * queries + token) * heads + head) * HEAD + column);
             #pragma unroll
             for (int j = 0; j < HEAD / 8; j++) to[4 * j] = round_pair(o[4 * j + 2 * row] * inverse, o[4 * j + 2 * row + 1] * inverse);
             if (column == 0)  // natural logarithm of Σ exp(q·k/√d)
-                lse[((long long)sample * heads + head) * tokens + token] = 0.69314718f * (softmax.top[row] * scale + log2f(sum));
+                lse[((long long)sample * heads + head) * queries + token] = 0.69314718f * (softmax.top[row] * scale + log2f(sum));
         }
     }
 }

@@ -189,27 +189,30 @@ def _tensor_map(pointer, dtype, n, tokens, parts, columns, swizzle):
     return (ctypes.c_char * 128).from_buffer_copy(ctypes.string_at(address, 128))
 
 
-def attention_hopper(qkv, num_heads, config=None):
+def attention_hopper(qkv, num_heads, config=None, kv=None):
     """softmax(q·kᵀ/√72)·v per head; softmax in float32, p in half (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
     qkv (N, T, 3·H·72) float16 or bfloat16, contiguous, on a GPU of capability 9.0 → out (N, T, H·72) and the natural log-sum-exp of the scaled
-    scores (N, H, T) float32. `config`: LONG or SHORT, by T if not given. Not differentiable. Meet a shape once before capturing it in a graph.
+    scores (N, H, T) float32. `kv` (N, T', 2·H·72): attend to these keys and values in place of the packed ones. `config`: LONG or SHORT, by T if
+    not given. Not differentiable. Meet a shape once before capturing it in a graph.
     """
-    n, tokens, width = qkv.shape
-    if not qkv.is_contiguous() or qkv.data_ptr() % 16:
-        raise ValueError("attention: route 'hopper' takes a contiguous tensor, aligned to 16 bytes")
-    config = config or (SHORT if tokens <= SHORT_TOKENS else LONG)
-    out = torch.empty(n, tokens, width // 3, dtype=qkv.dtype, device=qkv.device)
-    lse = torch.empty(n, num_heads, tokens, device=qkv.device)
+    n, queries, width = qkv.shape
+    keys = qkv if kv is None else kv
+    if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in (qkv, keys)):
+        raise ValueError("attention: route 'hopper' takes contiguous tensors, aligned to 16 bytes")
+    tokens = keys.shape[1]
+    config = config or (SHORT if queries <= SHORT_TOKENS else LONG)
+    out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
+    lse = torch.empty(n, num_heads, queries, device=qkv.device)
     if out.numel() == 0:
         return out, lse
     function, most = _kernel(config, qkv.dtype, qkv.device)
-    items = n * num_heads * -(-tokens // (64 * config.warpgroups))
-    main, rest = (_tensor_map(qkv.data_ptr(), qkv.dtype, n, tokens, 3 * num_heads, columns, swizzle)
-                  for columns, swizzle in ((64, _SWIZZLE_128), (16, _SWIZZLE_32)))
+    items = n * num_heads * -(-queries // (64 * config.warpgroups))
+    maps = [_tensor_map(tensor.data_ptr(), qkv.dtype, n, tensor.shape[1], tensor.shape[2] // HEAD_DIM, columns, swizzle)
+            for tensor in (qkv, keys) for columns, swizzle in ((64, _SWIZZLE_128), (16, _SWIZZLE_32))]
     scale = 1 / (math.sqrt(HEAD_DIM) * math.log(2))  # of a score in powers of two
-    values = (main, rest, ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(lse.data_ptr()), ctypes.c_int(tokens), ctypes.c_int(num_heads),
-              ctypes.c_int(items), ctypes.c_float(scale))
+    numbers = (queries, tokens, num_heads, num_heads if kv is None else 0, items)  # the fourth: at which of its parts the keys begin
+    values = (*maps, ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(lse.data_ptr()), *map(ctypes.c_int, numbers), ctypes.c_float(scale))
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     with torch.cuda.device(qkv.device):
         _call("cuLaunchKernel", function, min(items, most), 1, 1, config.threads, 1, 1, config.shared_bytes,

@@ -10,7 +10,7 @@ import torch
 
 from accel.kernels import attention as module
 from accel.kernels import attention_hopper as hopper
-from accel.kernels.attention import ROUTES, attention
+from accel.kernels.attention import ROUTES, attention, attention_lse, attention_to
 
 CPU_ROUTES = ("auto", "math", "flash")
 # (N, T, heads, head dim): tails of every size, one token, one head, a head dim that is no multiple of 8.
@@ -47,6 +47,38 @@ def test_routes_on_the_cpu(route, shape):
         got = attention(qkv, shape[2], route)
         assert got.dtype == dtype and got.shape == (*shape[:2], shape[2] * shape[3]) and got.is_contiguous()
         assert error(got, reference(qkv, shape[2])) <= tolerance
+
+
+def cross(n, queries, keys, heads, dim, dtype, device="cpu"):
+    """Packed projections of `queries` tokens, and of keys and values of others; attention and log-sum-exp in float64."""
+    qkv, kv = packed(n, queries, heads, dim, dtype, device), packed(n, keys, heads, dim, dtype, device, seed=1)[..., heads * dim:].contiguous()
+    q = qkv[..., :heads * dim].double().unflatten(-1, (heads, dim))
+    k, v = kv.double().unflatten(-1, (2, heads, dim)).unbind(2)
+    scores = torch.einsum("nqhd,nkhd->nhqk", q, k) / dim ** 0.5
+    return qkv, kv, torch.einsum("nhqk,nkhd->nqhd", scores.softmax(-1), v).flatten(2), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("queries, keys", ((5, 17), (17, 5), (64, 128)))
+def test_other_keys_and_values(queries, keys):
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)):
+        qkv, kv, want, want_lse = cross(2, queries, keys, 3, 72, dtype)
+        for route in CPU_ROUTES:
+            assert error(attention_to(qkv, kv, 3, route), want) <= tolerance
+        for route in ("auto", "flash"):
+            out, lse = attention_lse(qkv, kv, 3, route)
+            assert error(out, want) <= tolerance and error(lse, want_lse) <= max(tolerance, 1e-6 if dtype == torch.bfloat16 else 0)
+    with pytest.raises(ValueError, match="gives no log-sum-exp"):
+        attention_lse(qkv, kv, 3, "math")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries, keys", ((5, 17), (512, 1024), (256, 4096), (300, 77)))
+def test_other_keys_and_values_on_a_gpu(queries, keys):
+    hopper_too = ("hopper",) if torch.cuda.get_device_capability() == (9, 0) else ()
+    for route in ("efficient", *(("flash", "cudnn") if torch.cuda.get_device_capability() >= (8, 0) else ()), *hopper_too):
+        qkv, kv, want, want_lse = cross(2, queries, keys, 16, 72, torch.float16, "cuda")
+        out, lse = attention_lse(qkv, kv, 16, route)
+        assert error(out, want) <= 1e-3 and error(attention_to(qkv, kv, 16, route), want) <= 1e-3 and error(lse, want_lse) <= 1e-3, route
 
 
 @pytest.mark.parametrize("route", CPU_ROUTES)

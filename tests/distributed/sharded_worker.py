@@ -1,0 +1,77 @@
+"""One rank of tests/distributed/test_sharded.py: every plan that fits the world against one process, and what it sends. Prints JSON on rank 0."""
+
+import json
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+
+from accel.fast import FastDiT
+from accel.kernels.attention import attention
+from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
+from conftest import fill
+from models import DiT
+
+T, D, HEADS, DEPTH = 36, 96, 12, 3
+
+
+class Traffic(CommDebugMode):
+    """CommDebugMode that also adds up what a rank receives from others, in bytes."""
+
+    received = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        if func.namespace == "c10d":
+            # (outputs, inputs, …) of all-gather, all-to-all and receive; a part of what was gathered or exchanged is the rank's own.
+            if name.startswith(("_allgather_base_", "alltoall_base_")):
+                mine, sent = args[0], args[1]
+                ways = len(mine.flatten()) // len(sent.flatten()) if "gather" in name else self.tokens
+                self.received += mine.numel() * mine.element_size() * (ways - 1) // ways
+            elif name.startswith("recv_"):
+                self.received += sum(one.numel() * one.element_size() for one in args[0])
+            else:
+                assert name.startswith("send"), name
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def main():
+    dist.init_process_group("gloo")
+    world, results = dist.get_world_size(), []
+    model = fill(DiT(input_size=12, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=10))
+    generator = torch.Generator().manual_seed(1)
+    for rows, tokens in [(r, s) for r in range(1, world + 1) for s in range(1, world + 1) if r * s == world or r * s == world - 1 == 2]:
+        mesh, everyone = make_mesh(rows, tokens, "cpu"), dist.new_group(list(range(rows * tokens)))
+        for exchange in ("kv", "ulysses", "ring") if tokens > 1 else ("kv",):
+            for pictures in (1, 3):
+                x = torch.randn(2 * pictures, 4, 12, 12, generator=generator)
+                t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
+                y = torch.randint(0, 11, (2 * pictures,), generator=generator)
+                if dist.get_rank() >= rows * tokens:
+                    continue
+                for kind in ("fast", "plain"):
+                    if kind == "plain" and pictures == 3:
+                        continue
+                    alone = FastDiT(model.state_dict(), HEADS, torch.float32, torch.device("cpu")) if kind == "fast" else model
+                    want = alone.forward_with_cfg(x, t, y, 4.0), alone.forward(x, t, y)
+                    network = Sharded(alone if kind == "fast" else PlainPieces(model), mesh, exchange, everyone)
+                    with Traffic() if kind == "fast" else nullcontext(SimpleNamespace()) as traffic:
+                        traffic.tokens = tokens
+                        guided = network.forward_with_cfg(x, t, y, 4.0)
+                    got = guided, network.forward(x, t, y)
+                    network.network.attend = attention
+                    error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
+                    results.append(dict(rows=rows, tokens=tokens, exchange=exchange, pictures=pictures, kind=kind, error=error,
+                                        size=float(want[0].abs().mean()), **(dict(collectives=traffic.get_total_counts(), bytes=traffic.received) if kind == "fast" else {})))
+    everyones = [None] * world
+    dist.all_gather_object(everyones, results)
+    if dist.get_rank() == 0:
+        json.dump(everyones, sys.stdout)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""One forward on a mesh of real processes over gloo: equal to one process, and no byte more between them than arithmetic says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: numbers that the output has a token, p·p·2C
+
+
+@pytest.fixture(scope="module", params=(3, 4))
+def results(request):
+    """What every rank found. Three processes try meshes of two as well, with one idle."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}",
+                           str(ROOT / "tests" / "distributed" / "sharded_worker.py")], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))})
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    assert len(ranks) == request.param and (len(ranks[-1]) < len(ranks[0])) == (request.param == 3)
+    return [row for rank in ranks for row in rank]
+
+
+def test_equal_to_one_process(results):
+    seen = {(row["rows"], row["tokens"], row["exchange"], row["kind"]) for row in results}
+    world = max(row["rows"] * row["tokens"] for row in results)
+    assert {(1, world, name, kind) for name in ("kv", "ulysses", "ring") for kind in ("fast", "plain")} <= seen
+    for row in results:
+        assert row["size"] > 0.5 and row["error"] <= 1e-5, row
+
+
+def test_collectives_and_bytes(results):
+    """A layer costs what accel/parallel/tokens.py says; the output is gathered once."""
+    for row in results:
+        if row["kind"] == "plain":
+            continue
+        s, share = row["tokens"], -(-2 * row["pictures"] // row["rows"])
+        t = T // s
+        layer = {"kv": (1, 2 * share * (T - t) * D), "ulysses": (2, 4 * share * t * D * (s - 1) // s), "ring": (0, 2 * share * (T - t) * D)}
+        calls, numbers = layer[row["exchange"]] if s > 1 else (0, 0)
+        output = share * t * PATCH * (row["rows"] * s - 1)
+        assert row["collectives"] == DEPTH * calls + 1, row  # the ring's sends are no collectives
+        assert row["bytes"] == 4 * (DEPTH * numbers + output), row
