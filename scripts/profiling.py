@@ -8,6 +8,7 @@ that made it wait: the time inside such a call is the GPU's queue draining, not 
 import bisect
 import gzip
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -232,8 +233,11 @@ def time_steps(loop, device, load, repeats=5):
     return dict(ms=statistics.median(times), least=times[0], most=times[-1], stretches=repeats, steps_each=stretch)
 
 
-def record(loop, decode, steps, device, folder, handler):
+def record(loop, decode, steps, device, handler):
     """Profile `steps` warm steps of `loop`, and `decode()` after them. `handler(profiler)` writes the trace."""
+    # CUPTI must outlive the first profile, or a captured step that is replayed in the second one crashes; torch's compiler does the same for its graphs.
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     total, done = WAIT + WARMUP + steps, 0
 
@@ -471,7 +475,7 @@ def run(args, device):
     with tempfile.TemporaryDirectory() as work_folder:
         # One step tells how large the trace of all will be, before anyone waits for it.
         probe = Path(work_folder) / "probe.json"
-        record(loop, None, 1, device, work_folder, lambda profiler: profiler.export_chrome_trace(str(probe)))
+        record(loop, None, 1, device, lambda profiler: profiler.export_chrome_trace(str(probe)))
         size = probe.stat().st_size
         if size * (args.steps + 1) > TRACE_LIMIT:
             raise UsageError(f"--steps {args.steps}: the trace would have about {size * (args.steps + 1) / 1e6:.0f} MB, which no viewer opens "
@@ -479,7 +483,7 @@ def run(args, device):
         timed = time_steps(loop, device, args.load)
         ceiling = ceilings(tier, device)
         folder = args.tensorboard or work_folder
-        record(loop, decode, args.steps, device, folder, tensorboard_trace_handler(str(folder), use_gzip=True))
+        record(loop, decode, args.steps, device, tensorboard_trace_handler(str(folder), use_gzip=True))
         trace = max(Path(folder).glob("*.pt.trace.json.gz"), key=lambda path: path.stat().st_mtime)
         result = analyse(load_trace(trace), args.steps)
         if args.output:
