@@ -73,28 +73,25 @@ struct Softmax {
             for (int i = 0; i < KEYS / 2; i++)
                 if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
         }
-        float high[2];
+        float high[2];  // of what this lane holds
         #pragma unroll
         for (int row = 0; row < 2; row++) {
             high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
             #pragma unroll
             for (int i = 4; i < KEYS / 2; i += 4) high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
-            high[row] = over_row(high[row], true);
         }
-        bool rescale = false;
+        // A row's lanes agree on its maximum only when it is to change: a step that seldom waits for its neighbours.
+        const bool rescale = !FIRST && __any_sync(~0u, (high[0] - top[0]) * scale > GROWTH || (high[1] - top[1]) * scale > GROWTH);
         if (FIRST) {
-            top[0] = high[0], top[1] = high[1];
+            top[0] = over_row(high[0], true), top[1] = over_row(high[1], true);
             sum[0] = sum[1] = 0;
-        } else {
-            rescale = __any_sync(~0u, (high[0] - top[0]) * scale > GROWTH || (high[1] - top[1]) * scale > GROWTH);
-            if (rescale) {
-                #pragma unroll
-                for (int row = 0; row < 2; row++) {
-                    high[row] = fmaxf(high[row], top[row]);
-                    factor[row] = exp2_unit((top[row] - high[row]) * scale);
-                    top[row] = high[row];
-                    sum[row] *= factor[row];
-                }
+        } else if (rescale) {
+            #pragma unroll
+            for (int row = 0; row < 2; row++) {
+                high[row] = fmaxf(over_row(high[row], true), top[row]);
+                factor[row] = exp2_unit((top[row] - high[row]) * scale);
+                top[row] = high[row];
+                sum[row] *= factor[row];
             }
         }
         const float offset[2] = {top[0] * scale, top[1] * scale};
