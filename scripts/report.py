@@ -100,8 +100,8 @@ STYLE = """
 body{font:16px/1.55 system-ui,-apple-system,"Segoe UI","Noto Sans","Noto Sans CJK SC","Microsoft YaHei","PingFang SC",sans-serif;color:#1b1b1b;background:#fff;
 margin:0 auto;max-width:60rem;padding:1rem 1.2rem 4rem;overflow-wrap:break-word}
 h1{font-size:1.7rem;line-height:1.25}h2{margin-top:2.6rem;border-bottom:2px solid #0072B2;padding-bottom:.2rem}h3{margin-top:1.8rem}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;min-width:50%}th,td{padding:.3rem .6rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td.n{white-space:nowrap}th{background:#f3f6f9}td:first-child{min-width:7rem}
+.wide{overflow-x:auto;margin:.9rem 0}table{border-collapse:collapse;font-size:.9rem;min-width:50%}th,td{padding:.3rem .6rem;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td.n{white-space:nowrap}th{background:#f3f6f9;min-width:4rem}td:first-child{min-width:7rem}
 figure{margin:1.2rem 0}img{max-width:100%;height:auto}@media(max-width:600px){figure{overflow-x:auto}figure img{max-width:none;width:640px}}figcaption,.note{color:#555;font-size:.9rem}
 pre{background:#f6f6f6;padding:.8rem;overflow-x:auto;font-size:.85rem;line-height:1.4}code{font-size:.9em}
 """
@@ -120,7 +120,7 @@ class Document:
         self.blocks.append(("p", " ".join(lines) if self.lang == "en" else "".join(lines)))
 
     def table(self, head, rows):
-        """Cells that begin with a digit, or hold a dash alone, are set as numbers."""
+        """Columns after the first whose cells all begin with a digit, or hold a dash alone, are set as numbers."""
         self.blocks.append(("t", head, [[str(cell) for cell in row] for row in rows]))
 
     def picture(self, name, data, caption):
@@ -158,7 +158,7 @@ class Document:
                 case "p", text:
                     out.append(f"<p>{inline(text)}</p>")
                 case "t", head, rows:
-                    columns = [all(numeric(row[i]) for row in rows) for i in range(len(head))]
+                    columns = [i > 0 and all(numeric(row[i]) for row in rows) for i in range(len(head))]
                     cells = ["".join(f"<{tag}{' class=n' * columns[i]}>{inline(cell)}</{tag}>" for i, cell in enumerate(row))
                              for tag, row in [("th", head), *(("td", row) for row in rows)]]
                     out.append("<div class=wide><table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>")
