@@ -29,8 +29,8 @@ from accel.options import OneLineParser, UsageError, check_writable, partial_fil
 
 # Kind of file → what tells it, and the command that makes one.
 KINDS = {
-    "ladder": (lambda r: "rungs" in r and any(rung["rung"] == "fp32" and "ms" in rung for rung in r["rungs"]), "python scripts/benchmark.py --gate 3 --output {log}/ladder.json"),
-    "versus": (lambda r: "rungs" in r and any("compile" in rung["rung"] or "diffusers" in rung["rung"] for rung in r["rungs"]),
+    "ladder": (lambda r: "rungs" in r and any(rung.get("rung") == "fp32" and "ms" in rung for rung in r["rungs"]), "python scripts/benchmark.py --gate 3 --output {log}/ladder.json"),
+    "versus": (lambda r: "rungs" in r and any(word in rung.get("rung", "") for rung in r["rungs"] for word in ("compile", "diffusers")),
                "python scripts/benchmark.py --only reset --vs compile,diffusers --output {log}/versus.json"),
     "sweep": (lambda r: "sweep" in r, "python scripts/benchmark.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output {log}/sweep.json"),
     "contest": (lambda r: "contest" in r, "python scripts/benchmark.py --contest fp32 tf32 fp16 --output {log}/contest.json"),
