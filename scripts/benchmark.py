@@ -388,6 +388,8 @@ def main():
         place = dict(gpu=torch.cuda.get_device_name(device), copy_tb_s=copy_bandwidth(device) / 1e12) if device.type == "cuda" else dict(gpu=None)
         about = dict(place, torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]))
         print(json.dumps(about), flush=True)
+        if device.type != "cuda":
+            print(f"On {device} with {torch.get_num_threads()} threads: its times say nothing about a GPU's")
 
         implied = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, labels=(0,)).resolve()
         args.image_size, args.num_classes = implied.image_size, implied.num_classes
