@@ -251,7 +251,7 @@ def record(loop, decode, steps, device, handler):
         if done == total:
             raise Enough
 
-    with profile(activities=activities, record_shapes=True, profile_memory=True, on_trace_ready=handler,
+    with profile(activities=activities, record_shapes=True, profile_memory=True, on_trace_ready=handler, acc_events=True,
                  schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps + (decode is not None), repeat=1)) as profiler:
         until(loop, progress)
         if decode is not None:
