@@ -20,17 +20,17 @@ measure() { # FILE COMMAND...
 }
 
 if ((gpus)); then
-  model=() verify=("$@") pictures="1 2 4 8 16 32 64" sizes="256 512 1024" ranks=$gpus ddp=("$@")
+  model=() ladder=(--gate 3) verify=("$@") pictures="1 2 4 8 16 32 64" sizes="256 512 1024" ranks=$gpus ddp=("$@")
   (($#)) || verify=(--model DiT-Demo/2)
 else
   echo "No GPU: the demo is measured on the CPU. Times say nothing about a GPU's; there is no comparison with the compiler and diffusers."
-  model=(--model DiT-Demo/2 --load 0.5) verify=(--model DiT-Demo/2 --seeds 1) pictures="1 2 4 8" sizes="64 128 256" ranks=2
+  model=(--model DiT-Demo/2 --load 0.5) ladder=(--only fp32) verify=(--model DiT-Demo/2 --seeds 1) pictures="1 2 4 8" sizes="64 128 256" ranks=2
   ddp=(--model DiT-Demo/2 --image-size 128 --precision fp32 --ckpt pretrained_models/demo/dit.safetensors --vae pretrained_models/demo/vae
     --steps 25 --fid-steps 5 --batch 2)
 fi
 measure profile-baseline.json python scripts/profile.py --baseline "${model[@]}" "$@" --output "$log/profile-baseline.json"
 measure profile-fast.json python scripts/profile.py "${model[@]}" "$@" --output "$log/profile-fast.json"
-measure ladder.json python scripts/benchmark.py "${model[@]}" "$@" --gate $((gpus ? 3 : 0)) --output "$log/ladder.json"
+measure ladder.json python scripts/benchmark.py "${model[@]}" "${ladder[@]}" "$@" --output "$log/ladder.json"
 ((gpus)) && measure versus.json python scripts/benchmark.py "$@" --only reset --vs compile,diffusers --output "$log/versus.json"
 # shellcheck disable=SC2086  # lists of words
 measure sweep.json python scripts/benchmark.py "${model[@]}" "$@" --sweep-pictures $pictures --sweep-sizes $sizes --output "$log/sweep.json"
