@@ -40,6 +40,8 @@ def choose_device(options):
 def choose_precision(options, device):
     """Set the tier asked for, or the device's default; returns its name."""
     tier = options.precision or precision.default_tier(device)
+    if tier == "exact" and options.compile:
+        raise UsageError("--compile: the compiler has no split products; leave it out, or choose another --precision")
     try:
         precision.apply_precision(tier, device)
     except ValueError as error:
@@ -54,7 +56,7 @@ def choose_precision(options, device):
 
 def load_model(options, device, tier="fp32"):
     """The network of `options` on `device`, its weights straight from the file: nothing is initialised to be thrown away, and a file that
-    torch can map is read once. A models.DiT in eval mode and float32; for the half tiers a FastDiT.
+    torch can map is read once. A models.DiT in eval mode and float32; for the half and exact tiers a FastDiT.
 
     Raises UsageError for an unknown model, weights that are missing or those of another model.
     """
@@ -70,21 +72,27 @@ def load_model(options, device, tier="fp32"):
         trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with recomputed positions")
         state = {**state, "pos_embed": model.position_table()}
-    if tier in precision.HALF and not options.compile:
+    if tier in precision.FAST and not options.compile:
         from accel.fast import FastDiT  # brings Triton, which the other tiers need not wait for
         from accel.kernels.attention import attention
         from accel.kernels.norm import compile_ahead
         tokens, width = model.pos_embed.shape[1:]
         rows = 2 * len(options.labels) * tokens
-        dtype = precision.HALF[tier]
+        dtype = precision.FAST[tier]
 
         def meet_attention():
+            if tier == "exact":
+                from accel.kernels.split import compile_ahead
+                return compile_ahead(device)
             attention(torch.zeros(1, tokens, 3 * width, dtype=dtype, device=device), model.num_heads)
             synchronize(device)
 
         with ThreadPoolExecutor(2) as pool:  # the compilers' seconds go by while weights are copied
             compiling = pool.submit(compile_ahead, width, rows, dtype, device), pool.submit(meet_attention)
-            network = FastDiT(state, model.num_heads, dtype, device)
+            try:
+                network = FastDiT(state, model.num_heads, dtype, device)
+            except ValueError as error:
+                raise UsageError(f"--ckpt {options.ckpt or _published(options)}: {error}") from None
             for one in compiling:
                 one.result()
         return network
@@ -269,11 +277,15 @@ class Engine:
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             self.precision = choose_precision(options, self.device)
             self.network = load_model(options, self.device, self.precision)
-            if self.precision == "fp16" and overflows(self.network, options, self.device):
+            if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
                 self._leave_fp16()
             self.diffusion = create_diffusion(str(options.num_sampling_steps))
 
     def _leave_fp16(self):
+        if self.precision == "exact" and (layer := self.network.overflowed()):
+            raise UsageError(f"--precision exact: {layer} gives values that float16 terms do not hold; use --precision fp32")
+        if self.precision == "exact":
+            raise UsageError("--precision exact: the network's output is not finite; check the weights with --precision fp32")
         if self.options.precision == "fp16" or not precision.supports("bf16", self.device):
             remedy = "bf16" if precision.supports("bf16", self.device) else "fp32"
             raise UsageError(f"--precision fp16: overflows on these weights; use --precision {remedy}")
@@ -296,7 +308,10 @@ class Engine:
         latents = denoise(self.network, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes, sums=sums, **how)
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
-            remedies = {"fp16": "use --precision bf16", "bf16": "use --precision fp32", "tf32": "use --precision fp32", "fp32": "check the weights"}
+            remedies = {"fp16": "use --precision bf16", "bf16": "use --precision fp32", "tf32": "use --precision fp32", "exact": "use --precision fp32",
+                        "fp32": "check the weights"}
+            if self.precision == "exact" and (layer := self.network.overflowed()):
+                remedies["exact"] = f"{layer} gives values that float16 terms do not hold; use --precision fp32"
             raise UsageError(f"--precision {self.precision}: the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on; "
                              f"{remedies[self.precision]}")
         return latents

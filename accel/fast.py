@@ -21,7 +21,9 @@ from accel.graphs import Replayed
 from accel.kernels.attention import attention
 from accel.kernels.linear import linear
 from accel.kernels.norm import Modulation, norm_modulate
-from accel.precision import true_float32
+from accel.kernels.split import SplitLinear, balance
+from accel.kernels.split_attention import split_attention
+from accel.precision import FAST, true_float32
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Optimisations:
 
     hoist: bool = True  # a sampling run computes the conditioning of its steps ahead
     rows: str = "auto"  # route of accel.kernels.norm
-    attention: str = "auto"  # route of accel.kernels.attention
-    products: str = "auto"  # route of accel.kernels.linear
+    attention: str = "auto"  # route of accel.kernels.attention, or of split_attention
+    products: str = "auto"  # route of accel.kernels.linear, or of split
     graph: bool = True  # on a GPU, a step of a sampling run, or a call of what `accelerate` returns, is one CUDA graph
     reset_once: bool = True  # in which the products' counters are reset by one node
 
@@ -40,10 +42,11 @@ def accelerate(model, precision="fp16", device=None, optimisations=Optimisations
     """An accelerated twin of a trained DiT, for sampling: `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)` as in models.DiT.
 
     model: a DiT with the published state-dict keys and `num_heads`, models.DiT or the original class; its weights are copied, on the device that
-    they are on unless `device` names another. precision: "fp16" or "bf16", the dtype of the products, or "fp32".
+    they are on unless `device` names another. precision: "fp16" or "bf16", the dtype of the products, "exact" for float32's accuracy on float16
+    tensor cores, or "fp32".
     Raises ValueError for an unknown precision or a model that is no DiT.
     """
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    dtypes = {**FAST, "fp32": torch.float32}
     if precision not in dtypes:
         raise ValueError(f"precision {precision!r}: choose from {', '.join(dtypes)}")
     state = model.state_dict()
@@ -59,11 +62,11 @@ def accelerate(model, precision="fp16", device=None, optimisations=Optimisations
 
 class FastDiT:
     """See the module's text. state: a DiT's state dict, on any device; dtype: that of the products. With float32 or float64 everything is in
-    that dtype."""
+    that dtype; with "terms" products take and give float32 as pairs of float16 terms (accel.kernels.split)."""
 
     def __init__(self, state, num_heads, dtype, device, optimisations=Optimisations()):
         self.num_heads, self.dtype, self.device, self.optimisations = num_heads, dtype, device, optimisations
-        self.wide = torch.float32 if dtype.itemsize == 2 else dtype  # residual stream, norms, conditioning, final layer
+        self.wide = torch.float32 if dtype == "terms" or dtype.itemsize == 2 else dtype  # residual stream, norms, conditioning, final layer
         self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
 
         def take(name, dtype=self.wide):
@@ -74,20 +77,42 @@ class FastDiT:
         self.width, self.patch_size = len(kernel), kernel.shape[-1]
         self.patches = kernel.flatten(1)
         self.position = take("pos_embed")[0] + take("x_embedder.proj.bias")  # (T, D)
-        self.blocks = [[(take(f"blocks.{i}.{layer}.weight", dtype), take(f"blocks.{i}.{layer}.bias", dtype))
-                        for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")] for i in range(self.depth)]
+        self.layers = [[f"blocks.{i}.{layer}" for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")] for i in range(self.depth)]
+        if dtype == "terms":
+            self.blocks = [self._split_block(names, take) for names in self.layers]
+            self.overflow = torch.zeros(self.depth, 2, 1, dtype=torch.int32, device=device)  # of qkv and fc1: whether float16 was too small
+        else:
+            self.blocks = [[(take(f"{name}.weight", dtype), take(f"{name}.bias", dtype)) for name in names] for names in self.layers]
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
         self.out_channels = len(self.final[1]) // self.patch_size**2
         self.conditioning = Conditioning(state, self.depth, device, self.wide)
-        self.attend = attention  # another may take its place, where tokens lie on several GPUs
+        self.attend = split_attention if dtype == "terms" else attention  # another may take its place, where tokens lie on several GPUs
         self.table = self.hoisted = None
         self.captured = {}  # steps of sampling runs, by what they depend on
 
     def parameters(self):
         """Every weight, as a module's parameters() gives them."""
         yield from (self.patches, self.position, *self.final)
-        yield from (tensor for block in self.blocks for layer in block for tensor in layer)
+        yield from (tensor for block in self.blocks for layer in block
+                    for tensor in (layer.parameters() if isinstance(layer, SplitLinear) else layer))
         yield from self.conditioning.parameters()
+
+    def _split_block(self, names, take):
+        """A block's four products with split weights. Powers of two move between neighbouring products, which changes no bit of the function but
+        brings what float16 terms have to hold to a like size: from q to k, from v to proj, from GELU's output to fc2."""
+        (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = ((take(f"{name}.weight"), take(f"{name}.bias")) for name in names)
+        q, k, v = balance(qkv, bq).chunk(3)
+        even = torch.exp2(torch.log2(q / k).div(2).round())
+        factor = torch.cat([even, 1 / even, v])  # (3·D,)
+        after = balance(fc1, b1)
+        route = self.optimisations.products
+        return [SplitLinear(qkv * factor[:, None], bq * factor, name=names[0], route=route), SplitLinear(proj / v, bp, name=names[1], route=route),
+                SplitLinear(fc1, b1, after, names[2], route), SplitLinear(fc2 / after, b2, name=names[3], route=route)]
+
+    def overflowed(self):
+        """The first layer whose results were beyond what float16 terms hold, in any call so far, or None. Waits for the device."""
+        met = self.overflow.flatten().nonzero() if self.dtype == "terms" else ()
+        return self.layers[int(met[0]) // 2][(0, 2)[int(met[0]) % 2]] if len(met) else None
 
     @torch.no_grad()
     def forward(self, x, t, y):
@@ -142,13 +167,14 @@ class FastDiT:
         def product(x, layer, gelu=False):
             return linear(x, *layer, gelu, route=switch.products)
 
-        switch = self.optimisations
+        switch, exact = self.optimisations, self.dtype == "terms"
         h = norm(0)  # (N, T, D)
         for i, (qkv, proj, fc1, fc2) in enumerate(self.blocks):
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
-            a = product(self.attend(product(h, qkv), self.num_heads, route=switch.attention), proj)
+            a = proj(self.attend(qkv(h, "terms", self.overflow[i, 0]), self.num_heads, switch.attention)) if exact else \
+                product(self.attend(product(h, qkv), self.num_heads, route=switch.attention), proj)
             h = norm(shift_mlp, (a, gate_msa))
-            m = product(product(h, fc1, gelu=True), fc2)
+            m = fc2(fc1(h, "gelu", self.overflow[i, 1])) if exact else product(product(h, fc1, gelu=True), fc2)
             h = norm(following, (a, gate_msa), (m, gate_mlp), dtype=self.wide if i + 1 == self.depth else self.dtype)
         with true_float32():
             return F.linear(h, *self.final)

@@ -48,8 +48,9 @@ class SamplingOptions:
     num_sampling_steps: int = flag(250, "denoising steps, up to 1000", type=int)
     seed: int = flag(0, "seed of the noise: same seed and device, same pictures", type=int)
     precision: str = flag(None, "fp16: float16 products with all else in float32, the fast one; bf16: for weights that overflow float16; "
-                                "tf32: float32 with TF32 products, as DiT ships; fp32: true float32; default: fp16 on a GPU with tensor "
-                                "cores (bf16 if the weights overflow it), else fp32", choices=("fp32", "tf32", "fp16", "bf16"))
+                                "tf32: float32 with TF32 products, as DiT ships; fp32: true float32; exact: fp32's pictures from float16 "
+                                "tensor cores; default: fp16 on a GPU with tensor cores (bf16 if the weights overflow it), else fp32",
+                          choices=("fp32", "exact", "tf32", "fp16", "bf16"))
     compile: bool = flag(False, "run the plain network through torch.compile(max-autotune) instead of our kernels; takes minutes to start",
                          action="store_true")
     device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")

@@ -6,13 +6,15 @@ import torch
 
 TIERS = {
     "fp32": "true float32, TF32 off",
+    "exact": "float32 accuracy on float16 tensor cores: each operand of a product is two float16 terms; all else in float32",
     "tf32": "float32 with TF32 products on tensor cores",
     "fp16": "float16 products, float32 accumulation; residual stream, norms, softmax statistics, final layer and sampler in float32",
     "bf16": "the same with bfloat16 products: for weights that overflow float16",
 }
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_NEEDS = {"tf32": ((8, 0), "TF32 (Ampere or later)"), "fp16": ((7, 0), "float16 tensor cores (Volta or later)"),
-          "bf16": ((8, 0), "bfloat16 (Ampere or later)")}
+FAST = {**HALF, "exact": "terms"}  # tiers of accel.fast.FastDiT, and what its products take
+_NEEDS = {"exact": ((7, 0), "float16 tensor cores (Volta or later)"), "tf32": ((8, 0), "TF32 (Ampere or later)"),
+          "fp16": ((7, 0), "float16 tensor cores (Volta or later)"), "bf16": ((8, 0), "bfloat16 (Ampere or later)")}
 
 
 def supports(tier, device):
@@ -33,7 +35,7 @@ def apply_precision(tier, device):
         raise ValueError(f"--precision {tier}: {device} has no {_NEEDS[tier][1]}; choose fp32")
     torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
     # Convolutions are the decoder's. Beside half precision TF32 is no loss there; it cannot overflow, and float16 is only a third faster.
-    torch.backends.cudnn.allow_tf32 = tier != "fp32"
+    torch.backends.cudnn.allow_tf32 = tier not in ("fp32", "exact")
 
 
 @contextmanager

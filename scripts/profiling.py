@@ -467,7 +467,7 @@ def prepare(args, device):
 def fast_switches(tier):
     """What sample.py gives a tier: the accelerated network for the half tiers, models.DiT for the others."""
     from accel.fast import Optimisations
-    return Optimisations() if tier in precision.HALF else None
+    return Optimisations() if tier in precision.FAST else None
 
 
 def run(args, device):

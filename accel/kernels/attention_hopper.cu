@@ -21,40 +21,6 @@ constexpr int HEADER = 1024;
 constexpr int THREADS = WARPGROUPS * 128 + 128;  // registers are shared out by warpgroups, so one copies, by one thread
 constexpr float GROWTH = 8;  // a maximum may fall behind by 2⁸ before the sums are rescaled: exact, since it cancels, and seldom
 
-struct alignas(64) TensorMap { unsigned char opaque[128]; };
-
-__device__ __forceinline__ void wait(unsigned barrier, int parity) {
-    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
-                 :: "r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void finish_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-// Nothing that reads these registers may move above this point: to the compiler a product is done when it is issued.
-template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
-    #pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
-}
-
-// Swizzles of the copy engine as the products' descriptors name them.
-constexpr unsigned long long SWIZZLE_128 = 1ull << 62, SWIZZLE_32 = 3ull << 62;
-
-__device__ __forceinline__ unsigned long long descriptor(unsigned address, unsigned leading, unsigned stride, unsigned long long swizzle) {
-    return (unsigned long long)((address & 0x3FFFF) >> 4) | (unsigned long long)(leading >> 4) << 16 | (unsigned long long)(stride >> 4) << 32 | swizzle;
-}
-
-__device__ __forceinline__ float exp2_unit(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // A quarter of a row's scores sit in each of four neighbouring lanes.
 __device__ __forceinline__ float over_row(float x, bool maximum) {
     float y = __shfl_xor_sync(~0u, x, 1);
@@ -136,10 +102,6 @@ __device__ __forceinline__ void mix(float (&o)[HEAD / 2], const unsigned (&p)[KE
 __device__ __forceinline__ void copy(unsigned to, const TensorMap &map, int column, int part, int token, int sample, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
                  :: "r"(to), "l"(&map), "r"(column), "r"(part), "r"(token), "r"(sample), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void arrive_and_expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

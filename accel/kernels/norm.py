@@ -6,13 +6,15 @@ adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748, section 3.2) puts between two 
 
 which as separate operations reads and writes the float32 residual stream many times over. Here an element is loaded once, the sum and
 both statistics stay in registers (variance from the centred values: E[x²] − mean² cancels), and h leaves in the dtype that the
-next product takes. Shifts, scales and gates come from a table by an index on the device, so that one captured graph serves every step.
+next product takes, or as two float16 terms with a power of two a row (accel.kernels.split). Shifts, scales and gates come from a table by an index on the device, so that one captured graph serves every step.
 """
 
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from accel.kernels.split import Terms, split
 
 try:
     import triton
@@ -34,7 +36,7 @@ def norm_modulate(x, modulation, shift, scale, branches=(), update=False, dtype=
 
     x (N, T, D) is the residual stream, `branches` holds up to two pairs (branch (N, T, D), index of its gate); `shift`, `scale` and the
     gates are vector indices into `modulation.table`. With `update` the sum is written back to x. Returns (N, T, D) in `dtype`
-    (x's if not given). `route`: "triton" (x and table float32, all contiguous), "torch" (the plain twin, any dtype), or "auto": triton for
+    (x's if not given), or Terms with a scale a row for dtype "terms" (x float32). `route`: "triton" (x and table float32, all contiguous), "torch" (the plain twin, any dtype), or "auto": triton for
     float32 on a GPU.
     """
     dtype = dtype or x.dtype
@@ -53,7 +55,8 @@ def _torch(x, modulation, shift, scale, branches, update, dtype):
     if update:
         x.copy_(total)
     normed = F.layer_norm(total, total.shape[-1:], eps=EPS)
-    return torch.addcmul(vector(shift), normed, 1 + vector(scale)).to(dtype)
+    out = torch.addcmul(vector(shift), normed, 1 + vector(scale))
+    return split(out) if dtype == "terms" else out.to(dtype)
 
 
 def _triton(x, modulation, shift, scale, branches, update, dtype):
@@ -65,14 +68,17 @@ def _triton(x, modulation, shift, scale, branches, update, dtype):
     if not all(tensor.is_contiguous() for tensor in (x, table, *(branch for branch, _ in branches))):
         raise ValueError("the row kernel takes contiguous tensors")
     n, tokens, width = x.shape
-    out = torch.empty_like(x, dtype=dtype)
+    if terms := dtype == "terms":
+        out, row_scale = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device), torch.empty(n, tokens, device=x.device)
+    else:
+        out = row_scale = torch.empty_like(x, dtype=dtype)
     (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
     config = tile_config(width, n * tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _norm_modulate[(triton.cdiv(tokens, config["TURNS"]), n)](
-            x, first, second, out, table, entry, tokens, table.stride(0), shift, scale, gate1, gate2,
-            WIDTH=width, BRANCHES=len(branches), UPDATE=update, EPS=EPS, **config)
-    return out
+            x, first, second, out, row_scale, table, entry, tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2,
+            WIDTH=width, BRANCHES=len(branches), UPDATE=update, TERMS=terms, EPS=EPS, **config)
+    return Terms(out, row_scale) if terms else out
 
 
 def tile_config(width, rows=16384):
@@ -89,7 +95,7 @@ def compile_ahead(width, rows, dtype, device):
     seconds of work with an empty cache, made for a thread beside the loading of weights."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         x = torch.zeros(1, rows, width, device=device)
-        branch = torch.zeros_like(x, dtype=dtype)
+        branch = torch.zeros_like(x, dtype=x.dtype if dtype == "terms" else dtype)
         modulation = Modulation(torch.zeros(1, 1, width, device=device), torch.zeros(1, dtype=torch.int64, device=device))
         for branches, result in ((0, dtype), (1, dtype), (2, dtype), (2, torch.float32)):
             norm_modulate(x, modulation, 0, 0, ((branch, 0),) * branches, branches == 2, result, route="triton")
@@ -130,11 +136,17 @@ if triton:
             second = tl.load(vector_ptr + gate2 * WIDTH + column, inside, 0.0)
         return shift, scale, first, second
 
+    @triton.jit
+    def _store_terms(high_ptr, term, y, inside):
+        high = y.to(tl.float16)
+        tl.store(high_ptr, high, inside)
+        tl.store(high_ptr + term, (y - high.to(tl.float32)).to(tl.float16), inside)
+
     # The vector indices take 170 values on XL, and a half of the batch may start at an odd entry: specialised on their divisibility, the kernel
     # would be compiled many times over.
-    @triton.jit(do_not_specialize=["entry_ptr", "tokens", "shift", "scale", "gate1", "gate2"])
-    def _norm_modulate(x_ptr, first_ptr, second_ptr, out_ptr, table_ptr, entry_ptr, tokens, entry_stride, shift, scale, gate1, gate2,
-                       WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, EPS: tl.constexpr,
+    @triton.jit(do_not_specialize=["entry_ptr", "tokens", "term", "shift", "scale", "gate1", "gate2"])
+    def _norm_modulate(x_ptr, first_ptr, second_ptr, out_ptr, row_scale_ptr, table_ptr, entry_ptr, tokens, entry_stride, term, shift, scale, gate1,
+                       gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, TERMS: tl.constexpr, EPS: tl.constexpr,
                        MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, PREFETCH: tl.constexpr):
         sample = tl.program_id(1)
         vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
@@ -174,9 +186,24 @@ if triton:
                 x_t = tl.where(in_tail, x_t - total / WIDTH, 0.0)
                 square += tl.sum(x_t * x_t, 0)
             scaling = tl.rsqrt(square / WIDTH + EPS)
-            tl.store(out_ptr + row + main, (x * scaling * scale_m + shift_m).to(out_ptr.dtype.element_ty), here_m)
+            y = x * scaling * scale_m + shift_m
             if TAIL:
-                tl.store(out_ptr + row + tail, (x_t * scaling * scale_t + shift_t).to(out_ptr.dtype.element_ty), here_t)
+                y_t = x_t * scaling * scale_t + shift_t
+            if TERMS:
+                largest = tl.max(tl.abs(y), 0)
+                if TAIL:
+                    largest = tl.maximum(largest, tl.max(tl.abs(y_t), 0))
+                # From the largest value's exponent bits: its row's power of two, and the inverse, which brings it between 2¹⁴ and 2¹⁵.
+                exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+                factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+                tl.store(row_scale_ptr + row // WIDTH, ((exponent - 14) << 23).to(tl.float32, bitcast=True), token <= tokens)
+                _store_terms(out_ptr + row + main, term, y * factor, here_m)
+                if TAIL:
+                    _store_terms(out_ptr + row + tail, term, y_t * factor, here_t)
+            else:
+                tl.store(out_ptr + row + main, y.to(out_ptr.dtype.element_ty), here_m)
+                if TAIL:
+                    tl.store(out_ptr + row + tail, y_t.to(out_ptr.dtype.element_ty), here_t)
             row += WIDTH
             if PREFETCH:
                 x = next_x

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from accel.options import UsageError
 from accel.parallel.tokens import EXCHANGES, Alone
 
 
@@ -32,7 +33,11 @@ class Sharded:
         self.network, self.everyone = network, everyone
         self.rows, self.tokens = mesh.shape
         self.row, self.token = mesh.get_local_rank("rows"), mesh.get_local_rank("tokens")
-        network.attend = EXCHANGES[exchange](mesh.get_group("tokens")) if self.tokens > 1 else Alone()
+        if getattr(network, "dtype", None) != "terms":
+            network.attend = EXCHANGES[exchange](mesh.get_group("tokens")) if self.tokens > 1 else Alone()
+        elif self.tokens > 1:
+            raise UsageError(f"--precision exact: its attention works on whole rows, not on a {self.tokens}th of the tokens; share rows alone, or "
+                             "choose another --precision")
         self.optimisations, self.conditioning = getattr(network, "optimisations", None), getattr(network, "conditioning", None)
         self.table = self.hoisted = None
         self.captured = {}
