@@ -1,6 +1,7 @@
 """Sample pictures from a DiT with many processes, one a GPU.
 
     torchrun --standalone --nproc_per_node=4 sample_ddp.py                              # one grid, as sample.py makes it
+    torchrun --standalone --nproc_per_node=4 sample_ddp.py --labels 207                 # one picture, all GPUs on it
     torchrun --standalone --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000      # a folder and an .npz for FID
 
 Also under srun, one task a GPU. An FID job that was stopped or killed goes on when the same command is given again.
@@ -47,20 +48,34 @@ def load(options, group):
 
 
 def sample_grid(options, group):
-    """The picture of sample.py: every rank computes its share of the labels from the same random stream."""
-    from accel.parallel.rows import gather_rows, share
+    """The picture of sample.py. Every rank computes its share of the labels from the same random stream or, where there are fewer labels than
+    ranks, its share of the rows and tokens of all of them (--parallel)."""
+    from accel.engine import network_shape
+    from accel.parallel.plan import Planner
+    from accel.parallel.rows import agree, gather_rows, share
+    n = len(options.labels)
     group.together("output", options.check_output, only=0)
+    planner = Planner(group, options.device, n, options.latent_size, *group.together("shape", lambda: network_shape(options)))
+    wanted = group.together("plan", lambda: planner.wanted(options))
     group.open_collectives(options.device)
     engine = load(options, group)
-    n = len(options.labels)
-    latents, pixels = engine.sample(share(n, group.world, group.rank), show=group.rank == 0), None
+    with engine.watch.phase("plan"):
+        engine.network, plan = planner.parallel(engine.network, wanted)
+    split = plan.ranks > 1
+    busy = plan.ranks if split else group.world
+    mine = share(n, busy, group.rank) if group.rank < busy else slice(0, 0)  # the pictures that this rank decodes
+    latents = engine.sample(mine if not split or group.rank >= busy else slice(None), show=group.rank == 0)
+    pixels = None
     engine.release_network()
+    if split:
+        agree(group, latents, busy)
+        latents = latents[mine]
     local = options.output_type == "image" and options.decode == "local"
     if local:
         side = options.image_size
         pixels = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
     with engine.watch.phase("gather"):
-        latents, pixels = (None, gather_rows(group, pixels, n)) if local else (gather_rows(group, latents, n), None)
+        latents, pixels = (None, gather_rows(group, pixels, n, busy)) if local else (gather_rows(group, latents, n, busy), None)
     if group.rank == 0:
         engine.save(latents, pixels)
         print(f"{options.output}: {engine.watch}")

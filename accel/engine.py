@@ -54,18 +54,30 @@ def choose_precision(options, device):
 #################################################################################
 
 
-def load_model(options, device, tier="fp32"):
-    """The network of `options` on `device`, its weights straight from the file: nothing is initialised to be thrown away, and a file that
-    torch can map is read once. A models.DiT in eval mode and float32; for the half and exact tiers a FastDiT.
-
-    Raises UsageError for an unknown model, weights that are missing or those of another model.
-    """
+def _empty_model(options):
+    """The network of `options` without memory, on the meta device. Raises UsageError for a model or size that there is not."""
     if options.model not in DiT_models:
         raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(DiT_models)}")
     with shapes_only():
         model = DiT_models[options.model](input_size=options.latent_size, num_classes=options.num_classes)
     if options.latent_size % model.patch_size:
         raise UsageError(f"--image-size {options.image_size}: must be a multiple of {8 * model.patch_size} for {options.model}")
+    return model
+
+
+def network_shape(options):
+    """(tokens of a row, heads) of the network of `options`, without its weights. Raises UsageError as `load_model` does."""
+    model = _empty_model(options)
+    return model.pos_embed.shape[1], model.num_heads
+
+
+def load_model(options, device, tier="fp32"):
+    """The network of `options` on `device`, its weights straight from the file: nothing is initialised to be thrown away, and a file that
+    torch can map is read once. A models.DiT in eval mode and float32; for the half and exact tiers a FastDiT.
+
+    Raises UsageError for an unknown model, weights that are missing or those of another model.
+    """
+    model = _empty_model(options)
     state = find_model(options.ckpt or _published(options))
     _check_fit(options, model, state)
     if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid, so the network runs at any size

@@ -10,6 +10,7 @@ Everything between two products is one kernel; what depends on (timestep, label)
     x ← x + gate·a + gate·m, h ← norm_modulate(x)   row kernel, which is already the next block's first
 """
 
+import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -86,9 +87,19 @@ class FastDiT:
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
         self.out_channels = len(self.final[1]) // self.patch_size**2
         self.conditioning = Conditioning(state, self.depth, device, self.wide)
-        self.attend = split_attention if dtype == "terms" else attention  # another may take its place, where tokens lie on several GPUs
+        self.alone = self.attend = split_attention if dtype == "terms" else attention  # `attend` is another where tokens lie on several GPUs
         self.table = self.hoisted = None
         self.captured = {}  # steps of sampling runs, by what they depend on
+
+    def shallow(self, depth):
+        """A twin with the first `depth` blocks, for measurements; it shares the weights."""
+        twin = copy.copy(self)
+        twin.blocks, twin.depth, twin.captured = self.blocks[:depth], depth, {}
+        return twin
+
+    def product_shapes(self, m):
+        """(M, N, K, GELU) of a block's products on M tokens."""
+        return [(m, *weight.shape, index == 2) for index, (weight, _) in enumerate(self.blocks[0])]
 
     def parameters(self):
         """Every weight, as a module's parameters() gives them."""

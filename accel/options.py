@@ -15,6 +15,7 @@ DEFAULTS_OF = {
     "DiT-Demo/2": dict(image_size=128, num_classes=8, labels=tuple(range(8)), vae=str(DEMO / "vae"),
                        ckpt=str(DEMO / "dit.safetensors")),
 }
+EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/tokens.py
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
 
 
@@ -106,6 +107,9 @@ class DistributedOptions(SamplingOptions):
     world_independent_noise: bool = flag(False, "FID: key noise and labels by picture, so that any number of ranks makes the same pictures; "
                                                 "default: the usual stream, a seed a rank", action="store_true")
     tf32: bool = flag(None, "--tf32 is --precision tf32, --no-tf32 is --precision fp32", action=argparse.BooleanOptionalAction)
+    parallel: str = flag("auto", "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a picture; or a mesh, "
+                                 "rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how tokens attend (kv, push, ulysses, ring)",
+                         metavar="auto|off|rows=N,tokens=N,exchange=NAME")
     decode: str = flag("local", "grid: local: every rank decodes its own latents; gather: rank 0 decodes all",
                        choices=("local", "gather"))
 
@@ -116,13 +120,28 @@ class DistributedOptions(SamplingOptions):
                 raise UsageError(f"--{'' if self.tf32 else 'no-'}tf32: conflicts with --precision {self.precision}; give one")
             self.precision = tier
         if self.num_fid_samples is not None:
-            for name, unused in dict(labels=None, output=None, repeats=1, output_type="image").items():
+            for name, unused in dict(labels=None, output=None, repeats=1, output_type="image", parallel="auto").items():
                 if getattr(self, name) != unused:
                     raise UsageError(f"--{name.replace('_', '-')}: has no meaning with --num-fid-samples, which draws its labels and fills "
                                      "a folder; drop one of them")
         elif self.world_independent_noise:
             raise UsageError("--world-independent-noise: a grid is the same on any number of ranks; use it with --num-fid-samples")
+        if self.mesh is not None and self.compile:
+            raise UsageError(f"--compile: compiles a whole network, not a part of one; drop it or --parallel {self.parallel}")
         return super().resolve()
+
+    @property
+    def mesh(self):
+        """What `parallel` asks for as keyword arguments of accel.parallel.plan.Plan; None for auto and off. Raises UsageError."""
+        if self.parallel in ("auto", "off"):
+            return None
+        given = dict(item.partition("=")[::2] for item in self.parallel.split(","))
+        for name, value in given.items():
+            good = dict(rows=value.isdecimal() and int(value) > 0, tokens=value.isdecimal() and int(value) > 0, exchange=value in EXCHANGES)
+            if not good.get(name):
+                raise UsageError(f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, or rows=N,tokens=N,exchange="
+                                 f"{'|'.join(EXCHANGES)}")
+        return {name: value if name == "exchange" else int(value) for name, value in given.items()}
 
 
 class _Once(argparse.Action):

@@ -268,6 +268,21 @@ def _choose(product):
     return product, known[name]
 
 
+def choice(m, n, k, gelu, dtype, device):
+    """The algorithm of "tuned" for a product, measured now if need be, as plain numbers that another process can `adopt`."""
+    key = m, n, k, dtype, gelu, device
+    if key not in _chosen:
+        _chosen[key] = _choose(Product(*key))
+    return list(_chosen[key][1].words), _chosen[key][1].workspace
+
+
+def adopt(m, n, k, gelu, dtype, device, chosen):
+    """Take another process's `choice`, on the same kind of GPU and library, for this process's product."""
+    key = m, n, k, dtype, gelu, device
+    words, workspace = chosen
+    _chosen[key] = Product(*key), Algorithm(tuple(words), workspace)
+
+
 _kept_in = None
 
 

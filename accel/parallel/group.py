@@ -148,13 +148,16 @@ class Group:
             device = self._opening.device
             if device.type == "cuda":
                 torch.cuda.set_device(device)
+            # Bound to a device, NCCL splits later communicators off this one, which takes a fraction of the time of new ones.
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("collectives", self.store.clone()),
-                                    rank=self.rank, world_size=self.world, timeout=timedelta(minutes=30))
+                                    rank=self.rank, world_size=self.world, timeout=timedelta(minutes=30),
+                                    device_id=device if device.type == "cuda" else None)
             self.gather(torch.zeros(1, device=device))  # connections are made at the first use
         except Exception as error:
             self._opening.error = error
 
-    def _opened(self):
+    def opened(self):
+        """Wait until `open_collectives` is done."""
         if threading.current_thread() is not self._opening.thread:
             self._opening.thread.join()
             if self._opening.error:
@@ -162,7 +165,7 @@ class Group:
 
     def gather(self, part):
         """Every rank's `part`, all of one shape → their list on rank 0, None elsewhere."""
-        self._opened()
+        self.opened()
         parts = [torch.empty_like(part) for _ in range(self.world)] if self.rank == 0 else None
         dist.gather(part.contiguous(), parts)
         return parts
@@ -233,7 +236,7 @@ class Group:
         self._leaving.set()
         self._watcher.join()
         if self._opening is not None:
-            self._opened()
+            self.opened()
             dist.destroy_process_group()
         self.store.set(f"alive/{self.rank}", "left")
         gone, deadline = self.store.add("left", 1), time.monotonic() + 10

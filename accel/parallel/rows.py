@@ -1,5 +1,7 @@
 """Pictures over ranks: who computes which rows of a batch, and how they come back together."""
 
+import hashlib
+
 import torch
 
 
@@ -8,12 +10,21 @@ def share(n, world, rank):
     return slice(-(-n * rank // world), -(-n * (rank + 1) // world))
 
 
-def gather_rows(group, part, n):
-    """Every rank's `share` of n rows, part (n', …) → all rows (n, …) on rank 0, None elsewhere."""
+def gather_rows(group, part, n, busy=None):
+    """Every rank's `share` of n rows among the first `busy` ranks (all if not given), part (n', …) → all rows (n, …) on rank 0, None elsewhere."""
     if group.world == 1:
         return part
-    sizes = [len(range(n)[share(n, group.world, rank)]) for rank in range(group.world)]
+    busy = busy or group.world
+    sizes = [len(range(n)[share(n, busy, rank)]) if rank < busy else 0 for rank in range(group.world)]
     padded = part.new_zeros(max(sizes), *part.shape[1:])  # a collective wants equal shapes
     padded[:len(part)] = part
     parts = group.gather(padded)
     return parts and torch.cat([rows[:size] for rows, size in zip(parts, sizes)])
+
+
+def agree(group, latents, busy):
+    """RuntimeError unless the first `busy` ranks hold the same latents, to the bit: each went its own way through the sampler, on the same numbers."""
+    mine = hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest() if group.rank < busy else None
+    told = group.tell("latents", mine)[:busy]
+    if len(set(told)) > 1:
+        raise RuntimeError(f"ranks ended with different latents (checksums {', '.join(one[:8] for one in told)}): are their GPUs of one kind?")

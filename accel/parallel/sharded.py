@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel.options import UsageError
-from accel.parallel.tokens import EXCHANGES, Alone
+from accel.kernels.attention import attention
+from accel.parallel.tokens import EXCHANGES
 
 
 def make_mesh(rows, tokens, device_type):
@@ -33,14 +33,14 @@ class Sharded:
         self.network, self.everyone = network, everyone
         self.rows, self.tokens = mesh.shape
         self.row, self.token = mesh.get_local_rank("rows"), mesh.get_local_rank("tokens")
-        if getattr(network, "dtype", None) != "terms":
-            network.attend = EXCHANGES[exchange](mesh.get_group("tokens")) if self.tokens > 1 else Alone()
-        elif self.tokens > 1:
-            raise UsageError(f"--precision exact: its attention works on whole rows, not on a {self.tokens}th of the tokens; share rows alone, or "
-                             "choose another --precision")
+        network.attend = EXCHANGES[exchange](mesh.get_group("tokens"), network.alone) if self.tokens > 1 else network.alone
         self.optimisations, self.conditioning = getattr(network, "optimisations", None), getattr(network, "conditioning", None)
         self.table = self.hoisted = None
         self.captured = {}
+
+    def overflowed(self):
+        """As FastDiT's; of this rank's part."""
+        return self.network.overflowed()
 
     @torch.no_grad()
     def forward(self, x, t, y):
@@ -79,26 +79,32 @@ class Sharded:
 class PlainPieces:
     """models.DiT cut where `Sharded` cuts a network."""
 
-    def __init__(self, model):
-        self.model, self.patch_size = model, model.patch_size
+    alone = staticmethod(attention)
+
+    def __init__(self, model, depth=None):
+        self.model, self.patch_size, self.blocks = model, model.patch_size, model.blocks[:depth]
+        self.depth = len(self.blocks)
+
+    def shallow(self, depth):
+        return PlainPieces(self.model, depth)
 
     @property
     def attend(self):
-        return self.model.blocks[0].attn.attend
+        return self.blocks[0].attn.attend
 
     @attend.setter
     def attend(self, attend):
-        for block in self.model.blocks:
+        for block in self.blocks:
             block.attn.attend = attend
 
-    def embed(self, x, tokens):
+    def embed(self, x, tokens=slice(None)):
         return (self.model.x_embedder(x) + self.model.pos_embed)[:, tokens]
 
     def modulation(self, t, y, hoisted=None):
         return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, D)
 
     def tower(self, x, c):
-        for block in self.model.blocks:
+        for block in self.blocks:
             x = block(x, c)
         return self.model.final_layer(x, c)
 

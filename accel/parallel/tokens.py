@@ -12,20 +12,14 @@ Every exchange is called with a rank's packed projection qkv (N, t, 3·D) of its
 import torch
 import torch.distributed as dist
 
-from accel.kernels.attention import attention, attention_lse, attention_to
-
-
-class Alone:
-    """One rank has all tokens."""
-
-    def __call__(self, qkv, num_heads, route="auto"):
-        return attention(qkv, num_heads, route)
+from accel.kernels.attention import attention_lse, attention_to
+from accel.kernels.split import Terms
 
 
 class KeysValues:
     """All-gather of keys and values; queries stay."""
 
-    def __init__(self, group):
+    def __init__(self, group, alone):
         self.group, self.size = group, dist.get_world_size(group)
 
     def __call__(self, qkv, num_heads, route="auto"):
@@ -38,30 +32,40 @@ class KeysValues:
 
 
 class Ulysses:
-    """All-to-all: from a rank's tokens of all heads to all tokens of a rank's heads, packed, and back."""
+    """All-to-all: from a rank's tokens of all heads to all tokens of a rank's heads, packed, and back. The attention is `alone`, that of one GPU;
+    so this exchange also serves pairs of float16 terms (accel.kernels.split), whose two halves travel as rows."""
 
-    def __init__(self, group):
-        self.group, self.size = group, dist.get_world_size(group)
+    def __init__(self, group, alone):
+        self.group, self.size, self.alone = group, dist.get_world_size(group), alone
 
     def __call__(self, qkv, num_heads, route="auto"):
+        if isinstance(qkv, Terms):
+            two, n = qkv.pair.shape[:2]
+            mine = self._to_heads(qkv.pair.flatten(0, 1), num_heads).unflatten(0, (two, n))
+            return Terms(self._to_tokens(self.alone(Terms(mine, None), num_heads // self.size, route).pair.flatten(0, 1)).unflatten(0, (two, n)), None)
+        return self._to_tokens(self.alone(self._to_heads(qkv, num_heads), num_heads // self.size, route))
+
+    def _to_heads(self, qkv, num_heads):
+        """(N, t, 3·D), all heads → (N, T, 3·D/s), all tokens."""
         n, t, width = qkv.shape
-        s, dim = self.size, width // (3 * num_heads)
-        heads = num_heads // s
-        parts = qkv.view(n, t, 3, s, heads, dim).permute(3, 0, 1, 2, 4, 5).contiguous()  # (s, N, t, 3, h/s, d): to whom
+        parts = qkv.view(n, t, 3, self.size, width // (3 * self.size)).permute(3, 0, 1, 2, 4).contiguous()  # (s, N, t, 3, D/s): to whom
         mine = torch.empty_like(parts)  # from whom
         dist.all_to_all_single(mine, parts, group=self.group)
-        mine = mine.transpose(0, 1).reshape(n, s * t, 3 * heads * dim)
-        out = attention(mine, heads, route)  # (N, T, D/s)
-        out = out.view(n, s, t, heads * dim).transpose(0, 1).contiguous()  # (s, N, t, D/s): to whom
+        return mine.transpose(0, 1).reshape(n, self.size * t, -1)
+
+    def _to_tokens(self, out):
+        """(N, T, D/s) → (N, t, D)."""
+        n, total, width = out.shape
+        out = out.view(n, self.size, total // self.size, width).transpose(0, 1).contiguous()  # (s, N, t, D/s): to whom
         back = torch.empty_like(out)
         dist.all_to_all_single(back, out, group=self.group)
-        return back.permute(1, 2, 0, 3).reshape(n, t, num_heads * dim)
+        return back.permute(1, 2, 0, 3).reshape(n, total // self.size, self.size * width)
 
 
 class Ring:
     """Keys and values travel around the ranks while each block of them is used; the partial results are merged by their log-sum-exp."""
 
-    def __init__(self, group):
+    def __init__(self, group, alone):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         ranks = dist.get_process_group_ranks(group)
         self.after, self.before = ranks[(self.rank + 1) % self.size], ranks[(self.rank - 1) % self.size]
@@ -97,7 +101,7 @@ def merge(out, lse, part, part_lse):
 class Push:
     """Keys and values written straight into the memory of peers on this host, over NVLink (accel/kernels/push.py)."""
 
-    def __init__(self, group):
+    def __init__(self, group, alone):
         import torch.distributed._symmetric_memory as symmetric
         from accel.kernels import push
         self.symmetric, self.kernel = symmetric, push

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accel.fast import FastDiT
-from accel.kernels.attention import attention
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
 from conftest import fill
 from models import DiT
@@ -52,17 +51,18 @@ def main():
                 y = torch.randint(0, 11, (2 * pictures,), generator=generator)
                 if dist.get_rank() >= rows * tokens:
                     continue
-                for kind in ("fast", "plain"):
-                    if kind == "plain" and pictures == 3:
+                for kind in ("fast", "plain", "exact"):
+                    if kind != "fast" and pictures == 3 or kind == "exact" and tokens > 1 and exchange != "ulysses":
                         continue
-                    alone = FastDiT(model.state_dict(), HEADS, torch.float32, torch.device("cpu")) if kind == "fast" else model
+                    alone = model if kind == "plain" else FastDiT(model.state_dict(), HEADS, torch.float32 if kind == "fast" else "terms",
+                                                                  torch.device("cpu"))
                     want = alone.forward_with_cfg(x, t, y, 4.0), alone.forward(x, t, y)
-                    network = Sharded(alone if kind == "fast" else PlainPieces(model), mesh, exchange, everyone)
+                    network = Sharded(PlainPieces(model) if kind == "plain" else alone, mesh, exchange, everyone)
                     with Traffic() if kind == "fast" else nullcontext(SimpleNamespace()) as traffic:
                         traffic.tokens = tokens
                         guided = network.forward_with_cfg(x, t, y, 4.0)
                     got = guided, network.forward(x, t, y)
-                    network.network.attend = attention
+                    network.network.attend = network.network.alone
                     error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
                     results.append(dict(rows=rows, tokens=tokens, exchange=exchange, pictures=pictures, kind=kind, error=error,
                                         size=float(want[0].abs().mean()), **(dict(collectives=traffic.get_total_counts(), bytes=traffic.received) if kind == "fast" else {})))

@@ -1,0 +1,238 @@
+"""Which ranks compute what of a batch with fewer pictures than GPUs: chosen by arithmetic and a measurement on the machine itself.
+
+Arithmetic leaves few meshes: of those that give a rank no less to do, the one with fewer GPUs, then the one with fewer ranks of tokens (rows need no
+word between ranks until a step's end). What a layer and its exchange then cost, no table knows: the same products take longer on one machine,
+the same bytes on another. So each mesh left runs the network with a few of its blocks, as it would run the whole, for a few milliseconds.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from accel.kernels.norm import Modulation
+from accel.options import UsageError, partial_file
+from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
+
+DEPTHS = 2, 6  # blocks of the network that are timed: their difference is the time of four
+
+
+class Plan(NamedTuple):
+    """A mesh and how its tokens attend. One rank of each: every rank has pictures of its own (data parallel)."""
+    rows: int = 1
+    tokens: int = 1
+    exchange: str = "kv"
+
+    @property
+    def ranks(self):
+        return self.rows * self.tokens
+
+    def __str__(self):
+        return f"rows={self.rows}" + (f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else "")
+
+
+OFF = Plan()
+
+
+def check(plan, world, device, one_host, tokens, heads):
+    """UsageError if `plan`, as the user asked for it, cannot run: on `world` ranks with such devices, for rows of `tokens` tokens and `heads` heads."""
+    if plan.ranks > world:
+        raise UsageError(f"--parallel {plan}: needs {plan.ranks} processes, there are {world}")
+    if tokens % plan.tokens:
+        raise UsageError(f"--parallel tokens={plan.tokens}: does not divide the {tokens} tokens of a row; try "
+                         f"{' or '.join(str(s) for s in range(1, world + 1) if tokens % s == 0)}")
+    if plan.tokens > 1 and plan.exchange == "ulysses" and heads % plan.tokens:
+        raise UsageError(f"--parallel tokens={plan.tokens},exchange=ulysses: does not divide {heads} heads; take exchange=kv")
+    if plan.tokens > 1 and plan.exchange == "push" and not (torch.device(device).type == "cuda" and one_host):
+        raise UsageError("--parallel exchange=push: writes into the memory of other GPUs of one host; take exchange=kv")
+
+
+def candidates(pictures, world, tokens, heads, host_of, exchanges):
+    """The plans worth measuring for so many pictures with guidance, the least parallel first. host_of: each rank's host; exchanges: what these
+    devices can do."""
+    def load(plan):
+        return -(-2 * pictures // plan.rows) * tokens // plan.tokens  # tokens that a rank computes
+
+    def fits(rows, size):
+        return tokens % size == 0 and all(len(set(host_of[r * size:(r + 1) * size])) == 1 for r in range(rows))  # tokens stay in a host
+
+    # Pictures for ranks, the usual way, first: it needs as many ranks as a mesh that gives no rank less to do.
+    found, least = [OFF], 2 * -(-pictures // world) * tokens
+    meshes = [Plan(rows, size) for rows in range(1, min(world, 2 * pictures) + 1) for size in range(1, world // rows + 1) if fits(rows, size)]
+    for plan in sorted(meshes, key=lambda plan: (plan.ranks, load(plan), plan.tokens)):
+        if load(plan) < least:
+            least = load(plan)
+            found += [plan._replace(exchange=name) for name in exchanges if name != "ulysses" or heads % plan.tokens == 0] if plan.tokens > 1 else [plan]
+    return found
+
+
+class Planner:
+    """Makes a job's network parallel. group: the job's ranks; pictures, latent: how many latents of which side; tokens, heads: of the network.
+    Every rank makes the same calls."""
+
+    def __init__(self, group, device, pictures, latent, tokens, heads):
+        self.group, self.device, self.pictures, self.latent, self.tokens, self.heads = group, torch.device(device), pictures, latent, tokens, heads
+        self.hosts = group.tell("hosts", group.host)
+        self.meshes, self.agreements = {}, 0
+
+    def wanted(self, options):
+        """The plan that the options name, checked; None where it is to be measured."""
+        if options.mesh is not None:
+            plan = Plan(**{"exchange": "ulysses" if options.precision == "exact" else "kv", **options.mesh})
+            if options.precision == "exact" and plan.tokens > 1 and plan.exchange != "ulysses":
+                raise UsageError(f"--parallel exchange={plan.exchange}: keeps no float32 accuracy; take exchange=ulysses with --precision exact")
+            check(plan, self.group.world, self.device, len(set(self.hosts)) == 1, self.tokens, self.heads)
+            return plan
+        # With a picture for every GPU nothing needs to be said between them; torch.compile's network is in one piece.
+        return OFF if options.parallel == "off" or self.pictures >= self.group.world or options.compile else None
+
+    def parallel(self, network, plan=None):
+        """network: a FastDiT or models.DiT, the same on every rank; plan: the one to use, or None to choose. The collectives must be open. Returns
+        the parallel network, None on a rank that is left idle, and the plan."""
+        if plan == OFF:
+            return network, OFF
+        self.group.opened()
+        self.network = network
+        self.pieces, reason = network if hasattr(network, "tower") else PlainPieces(network), "as told"
+        if plan is None:
+            plan, reason = self.choose_once() if self.device.type == "cuda" else self.choose()
+        if plan.ranks > 1:
+            self.agree([plan])
+        print(f"parallel: {plan if plan.ranks > 1 else 'a GPU a picture'}, {plan.ranks if plan.ranks > 1 else min(self.pictures, self.group.world)} of "
+              f"{self.group.world} GPUs: {reason}")
+        return self.apply(plan), plan
+
+    def choose_once(self):
+        """`choose`, remembered: two plans that are equally fast round differently, and two runs are to give one picture."""
+        (file, known), situation = _known_plans(), self.situation()
+        found = self.group.tell("known plan", known.get(situation))[0]
+        if found:
+            return Plan(*found[0]), f"{found[1]}; measured before on this machine ({file})"
+        plan, reason = self.choose()
+        if self.group.rank == 0:
+            _keep(file, {**_known_plans()[1], situation: [plan, reason]})
+        return plan, reason
+
+    def situation(self):
+        """What a choice depends on, in words."""
+        weights = next(iter(self.network.parameters()))
+        hosts = "+".join(str(self.hosts.count(host)) for host in dict.fromkeys(self.hosts))
+        return (f"{hosts} {torch.cuda.get_device_name(self.device)}, torch {torch.__version__}: {self.pictures} pictures of {self.tokens} tokens, "
+                f"{self.pieces.depth} blocks of {weights.shape[0]}, {type(self.network).__name__} {getattr(self.network, 'dtype', weights.dtype)}")
+
+    def exchanges(self):
+        """Exchanges that all ranks can do, to be tried by `choose`."""
+        if getattr(self.network, "dtype", None) == "terms":
+            return ("ulysses",)
+        peers = False
+        if self.device.type == "cuda" and len(set(self.hosts)) == 1:
+            here, others = self.device.index or 0, range(torch.cuda.device_count())
+            peers = len(others) >= self.group.world and all(torch.cuda.can_device_access_peer(here, one) for one in others if one != here)
+        return ("push", "kv", "ulysses") if all(self.group.tell("peers", peers)) else ("kv", "ulysses")
+
+    def apply(self, plan, pieces=None):
+        """The network as `plan` has it; None on a rank that it leaves idle."""
+        pieces = pieces or self.pieces
+        if plan.ranks == 1:
+            return self.network
+        key = plan.rows, plan.tokens
+        if key not in self.meshes:
+            everyone = dist.group.WORLD if plan.ranks == self.group.world else dist.new_group(list(range(plan.ranks)))
+            self.meshes[key] = make_mesh(*key, self.device.type), everyone
+        if self.group.rank >= plan.ranks:
+            return None
+        mesh, everyone = self.meshes[key]
+        return Sharded(pieces, mesh, plan.exchange, everyone)
+
+    def agree(self, plans):
+        """Let every rank take the algorithms that rank 0 measured for its products, or two runs of one job could differ."""
+        from accel.kernels import linear
+        if self.device.type != "cuda" or getattr(self.network, "dtype", None) not in (torch.float16, torch.bfloat16):
+            return
+        sizes = {-(-2 * self.pictures // plan.rows) * self.tokens // plan.tokens for plan in plans if plan.ranks > 1}
+        shapes = [shape for size in sorted(sizes) for shape in self.network.product_shapes(size)]
+        mine = [linear.choice(*shape, self.network.dtype, self.device) for shape in shapes] if self.group.rank == 0 else None
+        self.agreements += 1
+        for shape, algorithm in zip(shapes, self.group.tell(f"products {self.agreements}", mine)[0]):
+            linear.adopt(*shape, self.network.dtype, self.device, algorithm)
+
+    @torch.no_grad()
+    def milliseconds(self, plan):
+        """Estimated time of a step of the network under `plan`, on this rank; 0 if it has nothing to do."""
+        pictures = -(-self.pictures // self.group.world) if plan.ranks == 1 else self.pictures
+        generator = torch.Generator(self.device).manual_seed(0)  # its own: the run's random stream begins untouched
+        x = torch.randn(2 * pictures, 4, self.latent, self.latent, generator=generator, device=self.device)
+        t, y = torch.full((2 * pictures,), 500, device=self.device), torch.zeros(2 * pictures, dtype=torch.int64, device=self.device)
+        times, conditions = [], None
+        if hasattr(self.pieces, "conditioning"):  # a run looks its vectors up; any will do here
+            table = self.pieces.conditioning(t[:1], y[:1])
+            conditions = SimpleNamespace(modulation=lambda t, y: Modulation(table, torch.zeros_like(t)))
+        for depth in DEPTHS:
+            pieces = self.pieces.shallow(depth)
+            if plan.ranks == 1:
+                pieces.attend = pieces.alone
+                times.append(_time(lambda: pieces.tower(pieces.embed(x), pieces.modulation(t, y, conditions)), self.device))
+                continue
+            network = self.apply(plan, pieces)
+            if network is None:
+                return 0.0
+            network.hoisted = conditions
+            times.append(_time(lambda: network.forward_with_cfg(x, t, y, 4.0), self.device))
+        short, long = times
+        return short + (long - short) / (DEPTHS[1] - DEPTHS[0]) * (self.pieces.depth - DEPTHS[0])
+
+    def choose(self):
+        """(plan, reason): the fastest of the candidates, the same on every rank."""
+        plans = candidates(self.pictures, self.group.world, self.tokens, self.heads, self.hosts, self.exchanges())
+        self.agree(plans)
+        for plan in plans:  # communicators are made by all ranks in one order
+            self.apply(plan, self.pieces.shallow(1))
+        # Twice, and the better of both: the first pass also warms up the GPU and the communicators.
+        times = torch.tensor([[self.milliseconds(plan) for plan in plans] for _ in range(2)], device=self.device).amin(0)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        self.pieces.attend = self.pieces.alone
+        best = int(times.argmin())
+        others = ", ".join(f"{plan if plan.ranks > 1 else 'a GPU a picture'} {ms:.2f}" for plan, ms in zip(plans, times.tolist()) if plan != plans[best])
+        return plans[best], f"{float(times[best]):.2f} ms a step estimated" + (f"; {others}" if others else "")
+
+
+def _known_plans():
+    """The file of earlier choices, and what is in it."""
+    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit" / "plans.json"
+    try:
+        return file, json.loads(file.read_text())
+    except (OSError, ValueError):  # absent or damaged: measured again
+        return file, {}
+
+
+def _keep(file, known):
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with partial_file(file) as partial:
+            partial.write_text(json.dumps(known, indent=1))
+    except OSError:  # a read-only home: measured at every start
+        pass
+
+
+def _time(step, device):
+    """Milliseconds of `step`: replayed from a graph on a GPU."""
+    if device.type != "cuda":
+        step()
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    from accel.graphs import capture
+    replay = capture(step)
+    replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    for mark in marks:
+        mark.record()
+        for _ in range(4):
+            replay()
+    torch.cuda.synchronize(device)
+    return min(a.elapsed_time(b) for a, b in zip(marks, marks[1:])) / 4
