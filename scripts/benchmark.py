@@ -176,8 +176,8 @@ class Gate:
         self.want = None
         self.want = self.pictures("fp32", None)
 
-    def pictures(self, tier, switches):
-        network = build(self.model, tier, switches, self.device)
+    def pictures(self, tier, switches, shared=lambda network: network):
+        network = shared(build(self.model, tier, switches, self.device))
         labels = torch.tensor(self.options.labels, device=self.device)
         latents = [engine.denoise(network, self.diffusion, engine.draw_latents(64, self.options.latent_size, seed, self.device), labels,
                                   self.options.cfg_scale, self.options.num_classes) for seed in self.seeds]
@@ -185,11 +185,11 @@ class Gate:
             precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return [vae.to_uint8(vae.decode(self.decoder, one)).numpy() for one in latents]
 
-    def judge(self, tier, switches):
+    def judge(self, tier, switches, shared=lambda network: network):
         """Worst picture's and whole set's figures, and whether every picture passes the contest's and the strict gate, but for LPIPS, which scripts
-        leave to evaluate.py."""
+        leave to evaluate.py. shared: makes the network one that GPUs share."""
         from evaluate import GATES, mae, psnr, ssim
-        rows = [(mae(a, b) / 255, psnr(a, b), ssim(a, b)) for want, got in zip(self.want, self.pictures(tier, switches))
+        rows = [(mae(a, b) / 255, psnr(a, b), ssim(a, b)) for want, got in zip(self.want, self.pictures(tier, switches, shared))
                 for a, b in zip(want, got)]
         worst = dict(mae=max(row[0] for row in rows), psnr=min(row[1] for row in rows), ssim=min(row[2] for row in rows))
         holds = {gate: worst["mae"] <= bars["mae"] and worst["psnr"] > bars["psnr"] and worst["ssim"] >= bars["ssim"] for gate, bars in GATES.items()}

@@ -96,9 +96,8 @@ class Planner:
         the parallel network, None on a rank that is left idle, and the plan."""
         if plan == OFF:
             return network, OFF
-        self.group.opened()
-        self.network = network
-        self.pieces, reason = network if hasattr(network, "tower") else PlainPieces(network), "as told"
+        self.begin(network)
+        reason = "as told"
         if plan is None:
             plan, reason = self.choose_once() if self.device.type == "cuda" else self.choose()
         if plan.ranks > 1:
@@ -106,6 +105,11 @@ class Planner:
         print(f"parallel: {plan if plan.ranks > 1 else 'a GPU a picture'}, {plan.ranks if plan.ranks > 1 else min(self.pictures, self.group.world)} of "
               f"{self.group.world} GPUs: {reason}")
         return self.apply(plan), plan
+
+    def begin(self, network):
+        """Take the network that the methods below work on, and wait for the collectives."""
+        self.group.opened()
+        self.network, self.pieces = network, network if hasattr(network, "tower") else PlainPieces(network)
 
     def choose_once(self):
         """`choose`, remembered: two plans that are equally fast round differently, and two runs are to give one picture."""
@@ -135,19 +139,20 @@ class Planner:
             peers = len(others) >= self.group.world and all(torch.cuda.can_device_access_peer(here, one) for one in others if one != here)
         return ("push", "kv", "ulysses") if all(self.group.tell("peers", peers)) else ("kv", "ulysses")
 
-    def apply(self, plan, pieces=None):
-        """The network as `plan` has it; None on a rank that it leaves idle."""
-        pieces = pieces or self.pieces
-        if plan.ranks == 1:
-            return self.network
+    def meshes_for(self, plan):
+        """The mesh of a plan and the group of its ranks: made once, by all ranks in one order."""
         key = plan.rows, plan.tokens
         if key not in self.meshes:
             everyone = dist.group.WORLD if plan.ranks == self.group.world else dist.new_group(list(range(plan.ranks)))
             self.meshes[key] = make_mesh(*key, self.device.type), everyone
-        if self.group.rank >= plan.ranks:
-            return None
-        mesh, everyone = self.meshes[key]
-        return Sharded(pieces, mesh, plan.exchange, everyone)
+        return self.meshes[key]
+
+    def apply(self, plan, pieces=None):
+        """The network as `plan` has it; None on a rank that it leaves idle."""
+        if plan.ranks == 1:
+            return self.network
+        mesh, everyone = self.meshes_for(plan)
+        return Sharded(pieces or self.pieces, mesh, plan.exchange, everyone) if self.group.rank < plan.ranks else None
 
     def agree(self, plans):
         """Let every rank take the algorithms that rank 0 measured for its products, or two runs of one job could differ."""
@@ -190,8 +195,8 @@ class Planner:
         """(plan, reason): the fastest of the candidates, the same on every rank."""
         plans = candidates(self.pictures, self.group.world, self.tokens, self.heads, self.hosts, self.exchanges())
         self.agree(plans)
-        for plan in plans:  # communicators are made by all ranks in one order
-            self.apply(plan, self.pieces.shallow(1))
+        for plan in plans:
+            self.meshes_for(plan)
         # Twice, and the better of both: the first pass also warms up the GPU and the communicators.
         times = torch.tensor([[self.milliseconds(plan) for plan in plans] for _ in range(2)], device=self.device).amin(0)
         dist.all_reduce(times, dist.ReduceOp.MAX)

@@ -83,7 +83,7 @@ class PlainPieces:
 
     def __init__(self, model, depth=None):
         self.model, self.patch_size, self.blocks = model, model.patch_size, model.blocks[:depth]
-        self.depth = len(self.blocks)
+        self.depth, self.width = len(self.blocks), model.pos_embed.shape[-1]
 
     def shallow(self, depth):
         return PlainPieces(self.model, depth)

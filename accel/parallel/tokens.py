@@ -16,6 +16,12 @@ from accel.kernels.attention import attention_lse, attention_to
 from accel.kernels.split import Terms
 
 
+def traffic(exchange, rows, t, ranks, width, element):
+    """(collectives, bytes that a rank receives) a layer, for `rows` rows of `t` tokens a rank, elements of so many bytes."""
+    others = rows * t * (ranks - 1) * width * element  # one vector of each token that lies elsewhere
+    return {"kv": (1, 2 * others), "push": (0, 2 * others), "ring": (0, 2 * others), "ulysses": (2, 4 * others // ranks)}[exchange]
+
+
 class KeysValues:
     """All-gather of keys and values; queries stay."""
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from accel.parallel.tokens import traffic
 from conftest import ROOT
 
 T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: numbers that the output has a token, p·p·2C
@@ -39,8 +40,8 @@ def test_collectives_and_bytes(results):
             continue
         s, share = row["tokens"], -(-2 * row["pictures"] // row["rows"])
         t = T // s
-        layer = {"kv": (1, 2 * share * (T - t) * D), "ulysses": (2, 4 * share * t * D * (s - 1) // s), "ring": (0, 2 * share * (T - t) * D)}
-        calls, numbers = layer[row["exchange"]] if s > 1 else (0, 0)
-        output = share * t * PATCH * (row["rows"] * s - 1)
+        calls, received = traffic(row["exchange"], share, t, s, D, 4) if s > 1 else (0, 0)
+        assert received == {"ulysses": 4 * share * t * D * (s - 1) // s}.get(row["exchange"], 2 * share * (T - t) * D) * 4
+        output = 4 * share * t * PATCH * (row["rows"] * s - 1)
         assert row["collectives"] == DEPTH * calls + 1, row  # the ring's sends are no collectives
-        assert row["bytes"] == 4 * (DEPTH * numbers + output), row
+        assert row["bytes"] == DEPTH * received + output, row

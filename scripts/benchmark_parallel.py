@@ -1,0 +1,218 @@
+"""One picture, or a few, on many GPUs: every way to share them, timed side by side: log/parallel-<gpu>.json.
+
+    torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py --output log/parallel-h200.json
+
+Times are of denoising steps in the sampling loop that sample_ddp.py runs (guidance, update and noise draw included; no decoder), of the slowest rank,
+after --load seconds of the same steps. The speed-up is over the same network, precision and kernels on one of these GPUs. Weights are random and
+not zero. Error: relative, of one forward with guidance, against one GPU; bytes: what a rank receives a layer. The gate compares 250-step pictures
+of the demo, shared, with those of fp32 on one GPU.
+"""
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from accel import engine, precision  # noqa: E402
+from accel.fast import Optimisations  # noqa: E402
+from accel.options import DistributedOptions, OneLineParser, UsageError, positive, user_errors  # noqa: E402
+from accel.parallel.group import job  # noqa: E402
+from accel.parallel.plan import OFF, Plan, Planner, check  # noqa: E402
+from accel.parallel.rows import share  # noqa: E402
+from accel.parallel.tokens import traffic  # noqa: E402
+from diffusion import create_diffusion  # noqa: E402
+from models import DiT_models  # noqa: E402
+from scripts.benchmark import Gate, build, git, random_state  # noqa: E402
+
+FORCED = ("rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,exchange=ulysses", "tokens=2,exchange=ring",
+          "rows=4", "rows=2,tokens=2,exchange=push", "rows=2,tokens=2,exchange=kv", "rows=2,tokens=2,exchange=ulysses",
+          "rows=2,tokens=2,exchange=ring", "tokens=4,exchange=push", "tokens=4,exchange=kv", "tokens=4,exchange=ulysses")
+
+
+def step_time(network, work, args, device, busy, rank):
+    """Milliseconds of a step of `work` (a number of steps → None), of the slowest of the `busy` ranks; the others only listen."""
+    def seconds(steps):
+        start = time.perf_counter()
+        work(steps)
+        engine.synchronize(device)
+        return time.perf_counter() - start
+
+    def agreed(value, how):
+        value = torch.tensor([value], dtype=torch.float64, device=device)
+        dist.all_reduce(value, how)
+        return float(value)
+
+    active = rank < busy
+    if active:
+        seconds(3)  # what only first steps do
+    one = agreed(seconds(5) / 5 if active else 0.0, dist.ReduceOp.MAX)
+    load, window = (max(3, min(250, int(wanted / one))) for wanted in (args.load, args.window))
+    if active:
+        seconds(load)
+    return 1e3 * agreed(seconds(window) / window if active else 0.0, dist.ReduceOp.MAX)
+
+
+class Table:
+    """All plans for one network, size and number of labels."""
+
+    def __init__(self, args, group, device, network, tier, pictures, tokens, heads):
+        self.args, self.group, self.device, self.network, self.tier = args, group, device, network, tier
+        self.pictures, self.latent, self.tokens = pictures, args.size // 8, tokens
+        self.planner = Planner(group, device, pictures, self.latent, tokens, heads)
+        self.planner.begin(network)
+        generator = torch.Generator(device).manual_seed(1)
+        self.z = torch.randn(pictures, 4, self.latent, self.latent, generator=generator, device=device)
+        self.labels = torch.arange(pictures, device=device)
+        self.null = args.num_classes
+        self.diffusion = create_diffusion("250")
+        self.alone = None
+
+    def measure(self, plan, world):
+        """A row of the table: `plan`, or pictures for `world` ranks where it is OFF."""
+        busy = plan.ranks if plan != OFF else world
+        if plan != OFF:
+            self.planner.agree([plan])
+        network = self.planner.apply(plan)
+        rows = share(self.pictures, world, self.group.rank) if plan == OFF and self.group.rank < world else slice(None)
+        row = dict(gpus=busy, plan=str(plan) if plan != OFF else "one GPU" if world == 1 else "pictures")
+
+        def work(steps):
+            if len(self.labels[rows]):
+                engine.denoise(network, self.diffusion, self.z, self.labels, 4.0, self.null, rows=rows, steps=steps)
+
+        self.planner.pieces.attend = self.planner.pieces.alone if plan == OFF else self.planner.pieces.attend
+        row["ms"] = step_time(network, work, self.args, self.device, busy, self.group.rank)
+        if world == 1 or plan != OFF:
+            x, t = self.z.repeat(2, 1, 1, 1), torch.full((2 * self.pictures,), 500, device=self.device)
+            y = torch.cat([self.labels, torch.full_like(self.labels, self.null)])
+            if network is not None:
+                out = network.forward_with_cfg(x, t, y, 4.0).double()
+                self.alone = out if world == 1 else self.alone
+                row["error"] = float((out - self.alone).norm() / self.alone.norm())
+        if plan.tokens > 1:
+            width = self.planner.pieces.width
+            row["collectives"], row["bytes"] = traffic(plan.exchange, -(-2 * self.pictures // plan.rows), self.tokens // plan.tokens, plan.tokens, width,
+                                                       2 * (1 + (self.tier in ("fp32", "tf32", "exact"))))
+        return row
+
+
+def main():
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="DiT-XL/2", choices=DiT_models, help="network to time")
+    parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
+    parser.add_argument("--image-size", type=positive, nargs="+", default=[512, 1024, 256], help="sides of a picture in pixels")
+    parser.add_argument("--precision", nargs="+", default=["fp16"], choices=precision.TIERS, help="tiers")
+    parser.add_argument("--plans", nargs="*", default=FORCED, metavar="rows=N,tokens=N,exchange=NAME", help="plans to time beside auto's choice")
+    parser.add_argument("--load", type=float, default=1.0, help="seconds of steps before those that count")
+    parser.add_argument("--window", type=float, default=0.5, help="seconds of steps that count")
+    parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")
+    parser.add_argument("--device", help="default: GPUs if there are any")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
+    args = parser.parse_args()
+    with user_errors(parser):
+        plans = [Plan(**DistributedOptions(parallel=text).mesh) for text in args.plans]
+    with job("benchmark_parallel.py") as group:
+        name = group.device(args.device)
+        device = torch.device(name)
+        group.open_collectives(name)
+        group.opened()
+        record = dict(gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, gpus=group.world, torch=torch.__version__,
+                      commit=args.commit, command=" ".join(["python", *sys.argv]), model=args.model, load_seconds=args.load, rows=[], gates=[])
+
+        def keep():
+            if group.rank == 0 and args.output:
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                args.output.write_text(json.dumps(record, indent=1) + "\n")
+
+        if args.gate:
+            gates(args, group, device, plans, record, keep)
+        for tier in args.precision:
+            for args.size in args.image_size:
+                options = DistributedOptions(model=args.model, image_size=args.size, num_classes=1000, ckpt="random").resolve()
+                args.num_classes = 1000
+                with torch.device(device):
+                    model = DiT_models[args.model](input_size=options.latent_size, num_classes=1000)
+                model.load_state_dict(random_state(model))
+                model = model.eval().requires_grad_(False)
+                network = build(model, tier, None if tier in ("fp32", "tf32") else Optimisations(), device)
+                for pictures in args.labels:
+                    table = Table(args, group, device, network, tier, pictures, model.pos_embed.shape[1], model.num_heads)
+                    measure(args, group, table, plans, dict(tier=tier, size=args.size, labels=pictures), record, keep)
+                    del table
+                    gc.collect()
+                del model, network
+                gc.collect()
+
+
+def measure(args, group, table, plans, case, record, keep):
+    worlds = [world for world in (1, 2, 4, 8) if world <= group.world]
+    work = [(OFF, world) for world in worlds if world == 1 or table.pictures >= world or table.pictures > 1 and world == group.world]
+    for plan in plans:
+        try:
+            check(plan, group.world, table.device, len(set(table.planner.hosts)) == 1, table.tokens, table.planner.heads)
+        except UsageError:
+            continue
+        # A forced plan that leaves ranks with nothing but padding, or that one GPU a picture makes pointless, tells nothing.
+        if plan.rows <= 2 * table.pictures and (table.pictures < plan.ranks or plan.tokens == 1) and not (
+                case["tier"] == "exact" and plan.tokens > 1 and plan.exchange != "ulysses"):
+            work.append((plan, group.world))
+    rows, alone = [], None
+    for plan, world in work:
+        row = dict(case, **table.measure(plan, world))
+        alone = alone or row["ms"]
+        row["speedup"] = alone / row["ms"]
+        rows.append(row)
+        print(f"{case['tier']} {case['size']} px {case['labels']} labels  {row['gpus']} GPUs {row['plan']:34} {row['ms']:8.3f} ms  {row['speedup']:.2f}x  "
+              f"error {row.get('error', 0):.1e}", flush=True)
+    if table.pictures < group.world:
+        chosen, reason = table.planner.choose()
+        table.planner.pieces.attend = table.planner.pieces.alone
+        text = str(chosen) if chosen != OFF else "pictures" if table.pictures > 1 else "one GPU"
+        took = next((row["ms"] for row in rows if row["plan"] == text), None)
+        best = min(row["ms"] for row in rows)
+        auto = dict(case, plan="auto", chosen=text, reason=reason, ms=took, speedup=took and alone / took, of_best=took and best / took)
+        rows.append(auto)
+        print(f"auto: {text}, {best / took:.3f} of the best's speed; {reason}" if took else f"auto: {text}", flush=True)
+    record["rows"] += rows
+    keep()
+
+
+def gates(args, group, device, plans, record, keep):
+    """Every plan on the demo's 64 pictures in each tier, against fp32 on one GPU."""
+    gate = Gate(1, device)
+    tokens, heads = gate.model.pos_embed.shape[1], gate.model.num_heads
+    planner = Planner(group, device, len(gate.options.labels), gate.options.latent_size, tokens, heads)
+    for tier in args.precision:
+        for plan in [OFF, *plans]:
+            try:
+                check(plan, group.world, device, len(set(planner.hosts)) == 1, tokens, heads)
+            except UsageError:
+                continue
+            if tier == "exact" and plan.tokens > 1 and plan.exchange != "ulysses":
+                continue
+
+            def shared(network):
+                planner.begin(network)
+                return planner.apply(plan)
+
+            for_me = group.rank < max(1, plan.ranks)
+            planner.meshes_for(plan)
+            result = gate.judge(tier, None if tier in ("fp32", "tf32") else Optimisations(), shared) if for_me else None
+            if group.rank == 0:
+                record["gates"].append(dict(tier=tier, plan=str(plan) if plan != OFF else "one GPU", **result))
+                print(f"gate {tier} {plan}: worst PSNR {result['worst']['psnr']:.1f}, contest {'pass' if result['passes'] else 'FALLS SHORT'}, "
+                      f"strict {'pass' if result['strict'] else 'falls short'}", flush=True)
+                keep()
+            gc.collect()
+    gate.model = None
+
+
+if __name__ == "__main__":
+    main()
