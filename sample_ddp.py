@@ -36,13 +36,13 @@ def main():
         (sample_grid if options.num_fid_samples is None else sample_for_fid)(options, group)
 
 
-def load(options, group):
-    """The engine on this rank's device. What any rank lacks is named before anything is sampled."""
+def load(options, group, place=None):
+    """The engine on this rank's device, its network in `place` if given. What any rank lacks is named before anything is sampled."""
     from accel.engine import Engine, fetch_weights
     # One download where the file system is shared, one a node where it is not.
     group.together("fetch once", lambda: fetch_weights(options), only=0)
     group.together("fetch a node", lambda: group.local_rank or fetch_weights(options))
-    engine = group.together("load", lambda: Engine(options))
+    engine = group.together("load", lambda: Engine(options, place))
     print(f"{engine.describe()} · {group.world} rank{'s' * (group.world > 1)}")
     return engine
 
@@ -58,7 +58,7 @@ def sample_grid(options, group):
     planner = Planner(group, options.device, n, options.latent_size, *group.together("shape", lambda: network_shape(options)))
     wanted = group.together("plan", lambda: planner.wanted(options))
     group.open_collectives(options.device)
-    engine = load(options, group)
+    engine = load(options, group, "cpu" if wanted and wanted.weights > 1 else None)
     with engine.watch.phase("plan"):
         engine.network, plan = planner.parallel(engine.network, wanted)
     split = plan.ranks > 1

@@ -278,9 +278,10 @@ class Stopwatch:
 
 
 class Engine:
-    """One loaded sampling run: `sample()` gives latents, `decode()` pixels, and `watch` where the time went."""
+    """One loaded sampling run: `sample()` gives latents, `decode()` pixels, and `watch` where the time went. place: the device to load the network
+    to, where that is to be divided before it comes to the options' device."""
 
-    def __init__(self, options):
+    def __init__(self, options, place=None):
         self.options = options
         self.device = choose_device(options)
         self.watch = Stopwatch(self.device)
@@ -288,7 +289,7 @@ class Engine:
         with self.watch.phase("load"):
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             self.precision = choose_precision(options, self.device)
-            self.network = load_model(options, self.device, self.precision)
+            self.network = load_model(options, place or self.device, self.precision)
             if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
                 self._leave_fp16()
             self.diffusion = create_diffusion(str(options.num_sampling_steps))

@@ -108,8 +108,9 @@ class DistributedOptions(SamplingOptions):
                                                 "default: the usual stream, a seed a rank", action="store_true")
     tf32: bool = flag(None, "--tf32 is --precision tf32, --no-tf32 is --precision fp32", action=argparse.BooleanOptionalAction)
     parallel: str = flag("auto", "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a picture; or a mesh, "
-                                 "rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how tokens attend (kv, push, ulysses, ring)",
-                         metavar="auto|off|rows=N,tokens=N,exchange=NAME")
+                                 "rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how tokens attend (kv, push, ulysses, ring). "
+                                 "weights=4 divides every layer, for a network that does not fit into one GPU (fp32, tf32)",
+                         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N")
     decode: str = flag("local", "grid: local: every rank decodes its own latents; gather: rank 0 decodes all",
                        choices=("local", "gather"))
 
@@ -137,10 +138,10 @@ class DistributedOptions(SamplingOptions):
             return None
         given = dict(item.partition("=")[::2] for item in self.parallel.split(","))
         for name, value in given.items():
-            good = dict(rows=value.isdecimal() and int(value) > 0, tokens=value.isdecimal() and int(value) > 0, exchange=value in EXCHANGES)
-            if not good.get(name):
-                raise UsageError(f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, or rows=N,tokens=N,exchange="
-                                 f"{'|'.join(EXCHANGES)}")
+            count = value.isdecimal() and int(value) > 0
+            if not dict(rows=count, tokens=count, exchange=value in EXCHANGES, weights=count and len(given) == 1).get(name):
+                raise UsageError(f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, rows=N,tokens=N,exchange="
+                                 f"{'|'.join(EXCHANGES)}, or weights=N alone")
         return {name: value if name == "exchange" else int(value) for name, value in given.items()}
 
 

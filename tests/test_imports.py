@@ -23,7 +23,7 @@ RULES = {
     "accel/meta.py": set(),
     "accel/decoder.py": set(),
     "accel/vae.py": {"accel.decoder", "accel.meta", "accel.precision", "accel.options"},
-    "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options"},
+    "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision"},
     "pretrained_models/": {"accel.options", "models"},
 }
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from accel import precision
 from accel.kernels.norm import Modulation
 from accel.options import UsageError, partial_file
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
@@ -27,12 +29,15 @@ class Plan(NamedTuple):
     rows: int = 1
     tokens: int = 1
     exchange: str = "kv"
+    weights: int = 1  # over so many ranks every layer is divided; then neither rows nor tokens are
 
     @property
     def ranks(self):
-        return self.rows * self.tokens
+        return self.rows * self.tokens * self.weights
 
     def __str__(self):
+        if self.weights > 1:
+            return f"weights={self.weights}"
         return f"rows={self.rows}" + (f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else "")
 
 
@@ -43,6 +48,9 @@ def check(plan, world, device, one_host, tokens, heads):
     """UsageError if `plan`, as the user asked for it, cannot run: on `world` ranks with such devices, for rows of `tokens` tokens and `heads` heads."""
     if plan.ranks > world:
         raise UsageError(f"--parallel {plan}: needs {plan.ranks} processes, there are {world}")
+    if heads % plan.weights:
+        raise UsageError(f"--parallel weights={plan.weights}: does not divide {heads} heads; try "
+                         f"{' or '.join(str(s) for s in range(1, world + 1) if heads % s == 0)}")
     if tokens % plan.tokens:
         raise UsageError(f"--parallel tokens={plan.tokens}: does not divide the {tokens} tokens of a row; try "
                          f"{' or '.join(str(s) for s in range(1, world + 1) if tokens % s == 0)}")
@@ -86,6 +94,8 @@ class Planner:
             plan = Plan(**{"exchange": "ulysses" if options.precision == "exact" else "kv", **options.mesh})
             if options.precision == "exact" and plan.tokens > 1 and plan.exchange != "ulysses":
                 raise UsageError(f"--parallel exchange={plan.exchange}: keeps no float32 accuracy; take exchange=ulysses with --precision exact")
+            if plan.weights > 1 and (options.precision or precision.default_tier(self.device)) not in ("fp32", "tf32"):
+                raise UsageError(f"--parallel {plan}: divides the plain network; add --precision tf32 or fp32")
             check(plan, self.group.world, self.device, len(set(self.hosts)) == 1, self.tokens, self.heads)
             return plan
         # With a picture for every GPU nothing needs to be said between them; torch.compile's network is in one piece.
@@ -98,6 +108,11 @@ class Planner:
             return network, OFF
         self.begin(network)
         reason = "as told"
+        if plan is not None and plan.weights > 1:
+            from accel.parallel.tensor import divide_weights  # brings DTensor: a second that other plans need not wait for
+            mesh = DeviceMesh(self.device.type, torch.arange(plan.weights))
+            print(f"parallel: {plan}, {plan.ranks} of {self.group.world} GPUs: {reason}")
+            return divide_weights(network, mesh) if self.group.rank < plan.ranks else None, plan
         if plan is None:
             plan, reason = self.choose_once() if self.device.type == "cuda" else self.choose()
         if plan.ranks > 1:

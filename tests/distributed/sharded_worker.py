@@ -1,5 +1,6 @@
 """One rank of tests/distributed/test_sharded.py: every plan that fits the world against one process, and what it sends. Prints JSON on rank 0."""
 
+import copy
 import json
 import sys
 from contextlib import nullcontext
@@ -7,10 +8,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accel.fast import FastDiT
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
+from accel.parallel.tensor import divide_weights
 from conftest import fill
 from models import DiT
 
@@ -66,6 +70,17 @@ def main():
                     error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
                     results.append(dict(rows=rows, tokens=tokens, exchange=exchange, pictures=pictures, kind=kind, error=error,
                                         size=float(want[0].abs().mean()), **(dict(collectives=traffic.get_total_counts(), bytes=traffic.received) if kind == "fast" else {})))
+    if HEADS % world == 0:
+        x, t, y = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([7, 7]), torch.tensor([3, 10])
+        with torch.no_grad():
+            want = model.forward_with_cfg(x, t, y, 4.0)
+            divided = divide_weights(copy.deepcopy(model), init_device_mesh("cpu", (world,)))
+            with CommDebugMode() as calls:
+                got = divided.forward_with_cfg(x, t, y, 4.0)
+        weights = sum(len(p.to_local().flatten()) if isinstance(p, DTensor) else len(p.flatten()) for p in divided.blocks.parameters())
+        results.append(dict(kind="weights", rows=1, tokens=1, error=float((got - want).norm() / want.norm()), size=float(want.abs().mean()),
+                            calls={str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
+                            weights=weights / sum(len(p.flatten()) for p in model.blocks.parameters())))
     everyones = [None] * world
     dist.all_gather_object(everyones, results)
     if dist.get_rank() == 0:

@@ -17,7 +17,8 @@ ONE_HOST = ["a"] * 4
     ("tokens=3", "--parallel tokens=3: does not divide the 1024 tokens of a row; try 1 or 2 or 4"),
     ("tokens=4,exchange=ulysses", "--parallel tokens=4,exchange=ulysses: does not divide 6 heads; take exchange=kv"),
     ("tokens=2,exchange=push", "--parallel exchange=push: writes into the memory of other GPUs of one host; take exchange=kv"),
-    ("rows=0", "--parallel rows=0: rows=0: give auto, off, or rows=N,tokens=N,exchange=kv|push|ulysses|ring"),
+    ("rows=0", "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses|ring, or weights=N"),
+    ("weights=4", "--parallel weights=4: does not divide 6 heads; try 1 or 2 or 3"), ("weights=2,rows=2", "weights=2: give"),
     ("row=2", "--parallel row=2: row=2: give"), ("tokens=2,exchange=nvlink", "exchange=nvlink: give"), ("fast", "--parallel fast: fast=: give")))
 def test_refusals(text, message):
     with pytest.raises(UsageError) as error:

@@ -29,6 +29,7 @@ def test_equal_to_one_process(results):
     seen = {(row["rows"], row["tokens"], row["exchange"], row["kind"]) for row in results}
     world = max(row["rows"] * row["tokens"] for row in results)
     assert {(1, world, name, kind) for name in ("kv", "ulysses", "ring") for kind in ("fast", "plain")} | {(1, world, "ulysses", "exact")} <= seen
+    assert "weights" in {row["kind"] for row in results}
     for row in results:
         assert row["size"] > 0.5 and row["error"] <= 1e-5, row
 
@@ -45,3 +46,12 @@ def test_collectives_and_bytes(results):
         output = 4 * share * t * PATCH * (row["rows"] * s - 1)
         assert row["collectives"] == DEPTH * calls + 1, row  # the ring's sends are no collectives
         assert row["bytes"] == DEPTH * received + output, row
+
+
+def test_weights_divided(results):
+    """Each rank holds its part of the blocks' weights and little more; a block sums twice and gathers its conditioning."""
+    for row in results:
+        if row["kind"] == "weights":
+            world = max(row["rows"] * row["tokens"] for row in results)
+            assert 1 / world < row["weights"] < 1 / world + 0.01  # biases of row-wise products are everywhere
+            assert row["calls"] == dict(all_reduce=2 * DEPTH, all_gather_into_tensor=DEPTH), row
