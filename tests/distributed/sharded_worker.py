@@ -78,7 +78,7 @@ def main():
             with CommDebugMode() as calls:
                 got = divided.forward_with_cfg(x, t, y, 4.0)
         weights = sum(len(p.to_local().flatten()) if isinstance(p, DTensor) else len(p.flatten()) for p in divided.blocks.parameters())
-        results.append(dict(kind="weights", rows=1, tokens=1, error=float((got - want).norm() / want.norm()), size=float(want.abs().mean()),
+        results.append(dict(kind="weights", rows=1, tokens=1, exchange="none", error=float((got - want).norm() / want.norm()), size=float(want.abs().mean()),
                             calls={str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
                             weights=weights / sum(len(p.flatten()) for p in model.blocks.parameters())))
     everyones = [None] * world
