@@ -38,9 +38,10 @@ KINDS = {
     "fast": (lambda r: r.get("kind") == "profile" and not r["baseline"], "python scripts/profile.py --output {log}/profile-fast.json"),
     "verify": (lambda r: r.get("kind") == "verify", "python scripts/verify.py --output {log}/verify"),
     "ddp": (lambda r: "grid_sampling_s" in r, "python scripts/measure_ddp.py --gpus 4 --output {log}/ddp.json"),
+    "parallel": (lambda r: "rows" in r and "gates" in r, "torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py --gate --output {log}/parallel.json"),
     "link": (lambda r: r.get("kind") == "link", "torchrun --standalone --nproc_per_node=4 scripts/measure_link.py --output {log}/link.json"),
 }
-NEEDS = {1: ("ladder", "contest"), 2: ("baseline", "fast"), 3: ("ladder", "fast", "versus", "sweep", "contest", "verify"), 4: ("fast", "sweep", "link"), 5: ("ddp",)}
+NEEDS = {1: ("ladder", "contest"), 2: ("baseline", "fast"), 3: ("ladder", "fast", "versus", "sweep", "contest", "verify"), 4: ("fast", "sweep", "link"), 5: ("ddp", "parallel")}
 
 
 def read_log(folder, gpu=None):
@@ -495,7 +496,43 @@ class Report:
             name = f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
             series[f"{name}: 8 labels"] = {1: 1.0, most: 1 / grid["ratio"]}
             series[f"{name}: 50k job"] = {1: 1.0, most: fid[str(most)] / fid["1"]}
+        for parallel in self.found["parallel"]:
+            self.note(parallel)
+            series |= self.shared(parallel)
         d.picture("scaling.png", plots.scaling(series), t("Speed-up over one GPU on the same path, against the ideal", "相对单 GPU（同一路径）的加速与理想值"))
+
+    def shared(self, record):
+        """Few pictures on many GPUs; returns the best speed-up by number of GPUs of the cases that are drawn."""
+        d, t = self.document, self.t
+        d.heading(t(f"Few pictures on {record['gpus']} GPUs ({record['model']})", f"少量图片用 {record['gpus']} 个 GPU（{record['model']}）"), 3)
+        cases = {}
+        for row in record["rows"]:
+            cases.setdefault((row["tier"], row["size"], row["labels"]), []).append(row)
+        d.text(t("A whole step of sampling of the slowest rank, against the same network, tier and kernels on one of these GPUs. The best plan of each number of GPUs, and what "
+                 "`--parallel auto` chose:", "完整采样步、取最慢的进程，与同一网络、层级、内核在单个 GPU 上比较。各 GPU 数下的最佳方案，以及 `--parallel auto` 的选择："))
+        rows, series = [], {}
+        for (tier, size, labels), some in cases.items():
+            timed = [row for row in some if row["plan"] != "auto"]
+            alone = next(row for row in timed if row["gpus"] == 1)
+            best = {n: min((row for row in timed if row["gpus"] == n), key=lambda row: row["ms"]) for n in sorted({row["gpus"] for row in timed})}
+            auto = next((row for row in some if row["plan"] == "auto"), None)
+            rows.append([f"{tier}, {size} px", labels, ms(alone["ms"]), "; ".join(f"{n}: {row['plan']}, {ms(row['ms'])}, {row['speedup']:.2f}×" for n, row in best.items() if n > 1),
+                         f"{auto['chosen']}" + (f", {auto['speedup']:.2f}×, {auto['of_best']:.0%} " + t("of the best", "（占最佳）") if auto["ms"] else "") if auto else "–"])
+            if labels in (1, 8) and len(best) > 1 and len(series) < 8:
+                series[f"{tier}, {size} px, {labels} label(s)"] = {n: row["speedup"] for n, row in best.items()}
+        d.table([t("network", "网络"), t("labels", "标签数"), t("one GPU, ms", "单 GPU，毫秒"), t("best plan by GPUs: ms a step, speed-up", "各 GPU 数最佳方案：每步毫秒、加速"),
+                 t("auto's choice", "auto 的选择")], rows)
+        for (tier, size, labels), some in cases.items():
+            if labels == min(labels for *_, labels in cases):
+                d.table([t(f"{tier}, {size} px, {labels} label(s): plan", f"{tier}，{size} px，{labels} 个标签：方案"), "GPU", t("ms a step", "每步毫秒"), t("speed-up", "加速"),
+                         t("collectives a layer", "每层通信次数"), t("MiB received a rank and layer", "每进程每层接收 MiB"), t("error against one GPU", "相对单 GPU 误差")],
+                        [[row["plan"], row["gpus"], ms(row["ms"]), f"{row['speedup']:.2f}×", f"{row['collectives']:g}" if "collectives" in row else "–",
+                          mib(row["bytes"]) if "bytes" in row else "–", f"{row['error']:.1e}" if "error" in row else "–"] for row in some if row["plan"] != "auto"])
+        if record["gates"]:
+            d.text(t("The demo's pictures under every plan, against fp32 on one GPU:", "演示模型的图片在各方案下与单 GPU fp32 比较："))
+            d.table([t("tier", "精度层级"), t("plan", "方案"), t("worst picture, PSNR dB", "最差图片 PSNR dB"), t("contest gate", "竞赛门槛"), t("strict gate", "严格门槛")],
+                    [[gate["tier"], gate["plan"], f"{gate['worst']['psnr']:.1f}", *("PASS" if gate[key] else "FAIL" for key in ("passes", "strict"))] for gate in record["gates"]])
+        return series
 
     def sources(self):
         d, t = self.document, self.t

@@ -53,6 +53,11 @@ def log(folder, gpu=GPU):
         "ddp": dict(gpus=4, image_size=512, precision="fp16", steps=250, grid_sampling_s={"1": [8.5, 8.4], "4": [2.21, 2.2], "ratio": 0.262},
                     start_to_first_step_s={"1": [9.0], "4": [11.0], "ratio": 1.22}, grid_start_to_picture_s={"1 local": [19.2], "4 local": [20.1], "4 gather": [20.5]},
                     grid_phases_s={"4 local": [dict(total=11.8)]}, fid_pictures_per_s={"1": 9.0, "4": 35.1, "steps": 25, "batch": 32, "efficiency": 0.975}),
+        "parallel": dict(gpus=4, rows=[dict(case, **row) for case in (dict(tier="fp16", size=512, labels=1),) for row in (
+            dict(gpus=1, plan="one GPU", ms=4.7, speedup=1.0, error=0.0), dict(gpus=2, plan="rows=2", ms=2.7, speedup=1.74, error=1e-4),
+            dict(gpus=4, plan="rows=2,tokens=2,exchange=push", ms=2.0, speedup=2.35, error=2e-4, collectives=1, bytes=2359296),
+            dict(plan="auto", chosen="rows=2,tokens=2,exchange=push", reason="x", ms=2.0, speedup=2.35, of_best=1.0))],
+            gates=[dict(tier="fp16", plan="rows=2", pictures=64, worst=dict(mae=1e-3, psnr=51.2, ssim=0.99), passes=True, strict=False)]),
         "link": dict(kind="link", backend="nccl", link=[dict(collective=name, ranks=ranks, bytes=size, us=10 + size / 2e5)
                                                         for name in ("all-gather", "all-to-all", "all-reduce") for ranks in (2, 4) for size in (1 << 16, 1 << 20, 1 << 24)]),
     }
@@ -84,7 +89,8 @@ def test_its_figures_are_those_of_the_files(written):
     for figure in ("| fp32 | 407.9 | 403.8 – 416.1 | 102.0 | 1.0e-06 |",  # 250 steps are ms / 4
                    "| fp32 | 104.20 | 104.20 |", "48.1 |", "| fp16 + one reset | 33.1 |", f"{407.9 / 33.1:.2f}×", "39.0 dB, falls short", "| fp16 + torch.compile default | 38.8 |",
                    f"{38.8 / 33.3:.2f}×", "| fp16 | 1.50 | 6.54× | 0.0371 | 0.0002 | 61.3 | 0.9998 | 61.3 | PASS | FAIL |", "| 2048 | 8 | out of memory |", "570.1", "abc1234",
-                   "11 times a step, 135.3 ms", "all copies and fills take 0.011 ms", "| 8.40 | 2.20 | 3.82× | 95% |", "35.10 | 3.90× | 98% |", "The host never waits"):
+                   "11 times a step, 135.3 ms", "all copies and fills take 0.011 ms", "| 8.40 | 2.20 | 3.82× | 95% |", "35.10 | 3.90× | 98% |",
+                   "4: rows=2,tokens=2,exchange=push, 2.00, 2.35×", "| rows=2,tokens=2,exchange=push | 4 | 2.00 | 2.35× | 1 | 2.25 | 2.0e-04 |", "| fp16 | rows=2 | 51.2 | PASS | FAIL |", "The host never waits"):
         assert figure in text, figure
     chinese = (written / "zh" / "report.md").read_text()
     assert re.findall(r"\d+\.\d+", text.partition("Sources")[0]) == re.findall(r"\d+\.\d+", chinese.partition("数据来源")[0])  # the same figures in the same places
