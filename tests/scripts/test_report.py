@@ -149,8 +149,8 @@ def test_mixed_and_damaged_files_are_refused_by_name(tmp_path):
     (tmp_path / "log" / "other.json").write_text((tmp_path / "log" / "sweep.json").read_text())
     with pytest.raises(UsageError, match=r"other.json and .*sweep.json are both sweep measurements"):
         report.Report(tmp_path / "log")
-    (tmp_path / "log" / "other.json").write_text(json.dumps({**profile(False, 9.0), "rows": 2, "gpu": GPU, "model": "DiT-XL/2"}))
-    with pytest.raises(UsageError, match=r"other.json and .*profile-fast.json are both fast measurements"):
+    (tmp_path / "log" / "other.json").write_text(json.dumps({**profile(False, 9.0), "rows": 2, "gpu": GPU, "torch": "2", "model": "DiT-XL/2"}))
+    with pytest.raises(UsageError, match=r"profile-baseline.json is of rows 16, .*other.json of 2"):
         report.Report(tmp_path / "log")
     (tmp_path / "log" / "other.json").write_text('{"rungs": [')
     with pytest.raises(UsageError, match="other.json: not JSON"):
