@@ -66,9 +66,9 @@ def _empty_model(options):
 
 
 def network_shape(options):
-    """(tokens of a row, heads) of the network of `options`, without its weights. Raises UsageError as `load_model` does."""
+    """(tokens of a row, heads, blocks) of the network of `options`, without its weights. Raises UsageError as `load_model` does."""
     model = _empty_model(options)
-    return model.pos_embed.shape[1], model.num_heads
+    return model.pos_embed.shape[1], model.num_heads, len(model.blocks)
 
 
 def load_model(options, device, tier="fp32"):
@@ -214,6 +214,8 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
         if switches.graph and z.is_cuda:
             diffusion.prepare(z.device)
             step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step, switches.reset_once))
+    if hasattr(network, "begin_run"):  # what it does depends on the number of the step
+        network.begin_run()
     timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=z.device)
     with conditions as table:
         for index in range(diffusion.num_timesteps)[:steps]:

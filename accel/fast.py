@@ -170,8 +170,9 @@ class FastDiT:
         x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), self.out_channels, side * p, side * p)
 
-    def tower(self, x, modulation):
-        """All blocks and the final layer: x (N, T, D), overwritten → (N, T, p·p·C')."""
+    def tower(self, x, modulation, blocks=None):
+        """All blocks and the final layer: x (N, T, D), overwritten → (N, T, p·p·C'). Or the range `blocks` of them; those that are not the last
+        give x."""
         def norm(shift, *branches, dtype=self.dtype):
             return norm_modulate(x, modulation, shift, shift + 1, branches, update=len(branches) == 2, dtype=dtype, route=switch.rows)
 
@@ -179,14 +180,18 @@ class FastDiT:
             return linear(x, *layer, gelu, route=switch.products)
 
         switch, exact = self.optimisations, self.dtype == "terms"
-        h = norm(0)  # (N, T, D)
-        for i, (qkv, proj, fc1, fc2) in enumerate(self.blocks):
+        blocks = blocks or range(self.depth)
+        h = norm(6 * blocks[0])  # (N, T, D)
+        for i in blocks:
+            qkv, proj, fc1, fc2 = self.blocks[i]
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
             a = proj(self.attend(qkv(h, "terms", self.overflow[i, 0]), self.num_heads, switch.attention)) if exact else \
                 product(self.attend(product(h, qkv), self.num_heads, route=switch.attention), proj)
             h = norm(shift_mlp, (a, gate_msa))
             m = fc2(fc1(h, "gelu", self.overflow[i, 1])) if exact else product(product(h, fc1, gelu=True), fc2)
             h = norm(following, (a, gate_msa), (m, gate_mlp), dtype=self.wide if i + 1 == self.depth else self.dtype)
+        if blocks[-1] + 1 < self.depth:
+            return x
         with true_float32():
             return F.linear(h, *self.final)
 

@@ -16,6 +16,7 @@ DEFAULTS_OF = {
                        ckpt=str(DEMO / "dit.safetensors")),
 }
 EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/tokens.py
+PLANS = {"rows", "tokens", "exchange"}, {"weights"}, {"stages", "patches", "warmup"}  # what can be asked for together
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
 
 
@@ -109,8 +110,9 @@ class DistributedOptions(SamplingOptions):
     tf32: bool = flag(None, "--tf32 is --precision tf32, --no-tf32 is --precision fp32", action=argparse.BooleanOptionalAction)
     parallel: str = flag("auto", "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a picture; or a mesh, "
                                  "rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how tokens attend (kv, push, ulysses, ring). "
-                                 "weights=4 divides every layer, for a network that does not fit into one GPU (fp32, tf32)",
-                         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N")
+                                 "weights=4 divides every layer, for a network that does not fit into one GPU (fp32, tf32); "
+                                 "stages=4,patches=8,warmup=25 is PipeFusion, which is approximate",
+                         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N|stages=N,patches=N,warmup=N")
     decode: str = flag("local", "grid: local: every rank decodes its own latents; gather: rank 0 decodes all",
                        choices=("local", "gather"))
 
@@ -138,10 +140,10 @@ class DistributedOptions(SamplingOptions):
             return None
         given = dict(item.partition("=")[::2] for item in self.parallel.split(","))
         for name, value in given.items():
-            count = value.isdecimal() and int(value) > 0
-            if not dict(rows=count, tokens=count, exchange=value in EXCHANGES, weights=count and len(given) == 1).get(name):
+            number = value.isdecimal() and (int(value) > 0 or name == "warmup")
+            if not (value in EXCHANGES if name == "exchange" else number) or not any(given.keys() <= family for family in PLANS):
                 raise UsageError(f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, rows=N,tokens=N,exchange="
-                                 f"{'|'.join(EXCHANGES)}, or weights=N alone")
+                                 f"{'|'.join(EXCHANGES)}, or weights=N, or stages=N,patches=N,warmup=N")
         return {name: value if name == "exchange" else int(value) for name, value in given.items()}
 
 

@@ -61,10 +61,10 @@ def step_time(network, work, args, device, busy, rank):
 class Table:
     """All plans for one network, size and number of labels."""
 
-    def __init__(self, args, group, device, network, tier, pictures, tokens, heads):
+    def __init__(self, args, group, device, network, tier, pictures, model):
         self.args, self.group, self.device, self.network, self.tier = args, group, device, network, tier
-        self.pictures, self.latent, self.tokens = pictures, args.size // 8, tokens
-        self.planner = Planner(group, device, pictures, self.latent, tokens, heads)
+        self.pictures, self.latent, self.tokens = pictures, args.size // 8, model.pos_embed.shape[1]
+        self.planner = Planner(group, device, pictures, self.latent, self.tokens, model.num_heads, len(model.blocks))
         self.planner.begin(network)
         generator = torch.Generator(device).manual_seed(1)
         self.z = torch.randn(pictures, 4, self.latent, self.latent, generator=generator, device=device)
@@ -143,7 +143,7 @@ def main():
                 model = model.eval().requires_grad_(False)
                 network = build(model, tier, None if tier in ("fp32", "tf32") else Optimisations(), device)
                 for pictures in args.labels:
-                    table = Table(args, group, device, network, tier, pictures, model.pos_embed.shape[1], model.num_heads)
+                    table = Table(args, group, device, network, tier, pictures, model)
                     measure(args, group, table, plans, dict(tier=tier, size=args.size, labels=pictures), record, keep)
                     del table
                     gc.collect()
@@ -156,12 +156,12 @@ def measure(args, group, table, plans, case, record, keep):
     work = [(OFF, world) for world in worlds if world == 1 or table.pictures >= world or table.pictures > 1 and world == group.world]
     for plan in plans:
         try:
-            check(plan, group.world, table.device, len(set(table.planner.hosts)) == 1, table.tokens, table.planner.heads)
+            check(plan, group.world, table.device, len(set(table.planner.hosts)) == 1, table.tokens, table.planner.heads, table.planner.depth)
         except UsageError:
             continue
         # A forced plan that leaves ranks with nothing but padding, or that one GPU a picture makes pointless, tells nothing.
-        if plan.rows <= 2 * table.pictures and (table.pictures < plan.ranks or plan.tokens == 1) and not (
-                case["tier"] == "exact" and plan.tokens > 1 and plan.exchange != "ulysses"):
+        if plan.rows <= 2 * table.pictures and (table.pictures < plan.ranks or plan.tokens * plan.stages == 1) and not (
+                case["tier"] == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses")):
             work.append((plan, group.world))
     rows, alone = [], None
     for plan, world in work:
@@ -188,14 +188,14 @@ def gates(args, group, device, plans, record, keep):
     """Every plan on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     gate = Gate(1, device)
     tokens, heads = gate.model.pos_embed.shape[1], gate.model.num_heads
-    planner = Planner(group, device, len(gate.options.labels), gate.options.latent_size, tokens, heads)
+    planner = Planner(group, device, len(gate.options.labels), gate.options.latent_size, tokens, heads, len(gate.model.blocks))
     for tier in args.precision:
         for plan in [OFF, *plans]:
             try:
-                check(plan, group.world, device, len(set(planner.hosts)) == 1, tokens, heads)
+                check(plan, group.world, device, len(set(planner.hosts)) == 1, tokens, heads, planner.depth)
             except UsageError:
                 continue
-            if tier == "exact" and plan.tokens > 1 and plan.exchange != "ulysses":
+            if tier == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses"):
                 continue
 
             def shared(network):

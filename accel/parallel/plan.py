@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel import precision
 from accel.kernels.norm import Modulation
 from accel.options import UsageError, partial_file
+from accel.parallel.pipeline import Pipelined
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
 
 DEPTHS = 2, 6  # blocks of the network that are timed: their difference is the time of four
@@ -30,27 +31,37 @@ class Plan(NamedTuple):
     tokens: int = 1
     exchange: str = "kv"
     weights: int = 1  # over so many ranks every layer is divided; then neither rows nor tokens are
+    stages: int = 1  # so many ranks have some of the blocks each, and patches of tokens flow through them; approximate
+    patches: int = 8
+    warmup: int = 25  # steps that are exact
 
     @property
     def ranks(self):
-        return self.rows * self.tokens * self.weights
+        return self.rows * self.tokens * self.weights * self.stages
 
     def __str__(self):
         if self.weights > 1:
             return f"weights={self.weights}"
+        if self.stages > 1:
+            return f"stages={self.stages},patches={self.patches},warmup={self.warmup}"
         return f"rows={self.rows}" + (f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else "")
 
 
 OFF = Plan()
 
 
-def check(plan, world, device, one_host, tokens, heads):
-    """UsageError if `plan`, as the user asked for it, cannot run: on `world` ranks with such devices, for rows of `tokens` tokens and `heads` heads."""
+def check(plan, world, device, one_host, tokens, heads, depth):
+    """UsageError if `plan`, as the user asked for it, cannot run: on `world` ranks with such devices, for rows of `tokens` tokens, `heads` heads and
+    `depth` blocks."""
     if plan.ranks > world:
         raise UsageError(f"--parallel {plan}: needs {plan.ranks} processes, there are {world}")
     if heads % plan.weights:
         raise UsageError(f"--parallel weights={plan.weights}: does not divide {heads} heads; try "
                          f"{' or '.join(str(s) for s in range(1, world + 1) if heads % s == 0)}")
+    if plan.stages > 1 and tokens % plan.patches:
+        raise UsageError(f"--parallel patches={plan.patches}: does not divide the {tokens} tokens of a row; take a power of two")
+    if plan.stages > depth:
+        raise UsageError(f"--parallel stages={plan.stages}: the network has {depth} blocks; take fewer stages")
     if tokens % plan.tokens:
         raise UsageError(f"--parallel tokens={plan.tokens}: does not divide the {tokens} tokens of a row; try "
                          f"{' or '.join(str(s) for s in range(1, world + 1) if tokens % s == 0)}")
@@ -80,11 +91,12 @@ def candidates(pictures, world, tokens, heads, host_of, exchanges):
 
 
 class Planner:
-    """Makes a job's network parallel. group: the job's ranks; pictures, latent: how many latents of which side; tokens, heads: of the network.
+    """Makes a job's network parallel. group: the job's ranks; pictures, latent: how many latents of which side; tokens, heads, depth: of the network.
     Every rank makes the same calls."""
 
-    def __init__(self, group, device, pictures, latent, tokens, heads):
-        self.group, self.device, self.pictures, self.latent, self.tokens, self.heads = group, torch.device(device), pictures, latent, tokens, heads
+    def __init__(self, group, device, pictures, latent, tokens, heads, depth):
+        self.group, self.device, self.pictures, self.latent, self.tokens = group, torch.device(device), pictures, latent, tokens
+        self.heads, self.depth = heads, depth
         self.hosts = group.tell("hosts", group.host)
         self.meshes, self.agreements = {}, 0
 
@@ -94,9 +106,12 @@ class Planner:
             plan = Plan(**{"exchange": "ulysses" if options.precision == "exact" else "kv", **options.mesh})
             if options.precision == "exact" and plan.tokens > 1 and plan.exchange != "ulysses":
                 raise UsageError(f"--parallel exchange={plan.exchange}: keeps no float32 accuracy; take exchange=ulysses with --precision exact")
-            if plan.weights > 1 and (options.precision or precision.default_tier(self.device)) not in ("fp32", "tf32"):
+            tier = options.precision or precision.default_tier(self.device)
+            if plan.stages > 1 and tier == "exact":
+                raise UsageError(f"--parallel {plan}: is approximate, and --precision exact is not; drop one of them")
+            if plan.weights > 1 and tier not in ("fp32", "tf32"):
                 raise UsageError(f"--parallel {plan}: divides the plain network; add --precision tf32 or fp32")
-            check(plan, self.group.world, self.device, len(set(self.hosts)) == 1, self.tokens, self.heads)
+            check(plan, self.group.world, self.device, len(set(self.hosts)) == 1, self.tokens, self.heads, self.depth)
             return plan
         # With a picture for every GPU nothing needs to be said between them; torch.compile's network is in one piece.
         return OFF if options.parallel == "off" or self.pictures >= self.group.world or options.compile else None
@@ -117,6 +132,8 @@ class Planner:
             plan, reason = self.choose_once() if self.device.type == "cuda" else self.choose()
         if plan.ranks > 1:
             self.agree([plan])
+        if plan.stages > 1:
+            reason += f"; approximate after the first {plan.warmup} steps"
         print(f"parallel: {plan if plan.ranks > 1 else 'a GPU a picture'}, {plan.ranks if plan.ranks > 1 else min(self.pictures, self.group.world)} of "
               f"{self.group.world} GPUs: {reason}")
         return self.apply(plan), plan
@@ -156,10 +173,10 @@ class Planner:
 
     def meshes_for(self, plan):
         """The mesh of a plan and the group of its ranks: made once, by all ranks in one order."""
-        key = plan.rows, plan.tokens
+        key = plan.rows, plan.tokens, plan.stages
         if key not in self.meshes:
             everyone = dist.group.WORLD if plan.ranks == self.group.world else dist.new_group(list(range(plan.ranks)))
-            self.meshes[key] = make_mesh(*key, self.device.type), everyone
+            self.meshes[key] = make_mesh(plan.rows, plan.tokens, self.device.type), everyone
         return self.meshes[key]
 
     def apply(self, plan, pieces=None):
@@ -167,6 +184,8 @@ class Planner:
         if plan.ranks == 1:
             return self.network
         mesh, everyone = self.meshes_for(plan)
+        if plan.stages > 1:
+            return Pipelined(self.pieces, everyone, plan.patches, plan.warmup) if self.group.rank < plan.ranks else None
         return Sharded(pieces or self.pieces, mesh, plan.exchange, everyone) if self.group.rank < plan.ranks else None
 
     def agree(self, plans):
@@ -175,6 +194,7 @@ class Planner:
         if self.device.type != "cuda" or getattr(self.network, "dtype", None) not in (torch.float16, torch.bfloat16):
             return
         sizes = {-(-2 * self.pictures // plan.rows) * self.tokens // plan.tokens for plan in plans if plan.ranks > 1}
+        sizes |= {2 * self.pictures * self.tokens // plan.patches for plan in plans if plan.stages > 1}
         shapes = [shape for size in sorted(sizes) for shape in self.network.product_shapes(size)]
         mine = [linear.choice(*shape, self.network.dtype, self.device) for shape in shapes] if self.group.rank == 0 else None
         self.agreements += 1

@@ -83,7 +83,7 @@ class PlainPieces:
 
     def __init__(self, model, depth=None):
         self.model, self.patch_size, self.blocks = model, model.patch_size, model.blocks[:depth]
-        self.depth, self.width = len(self.blocks), model.pos_embed.shape[-1]
+        self.depth, self.width, self.out_channels, self.position = len(self.blocks), model.pos_embed.shape[-1], model.out_channels, model.pos_embed[0]
 
     def shallow(self, depth):
         return PlainPieces(self.model, depth)
@@ -103,10 +103,11 @@ class PlainPieces:
     def modulation(self, t, y, hoisted=None):
         return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, D)
 
-    def tower(self, x, c):
-        for block in self.blocks:
-            x = block(x, c)
-        return self.model.final_layer(x, c)
+    def tower(self, x, c, blocks=None):
+        blocks = blocks or range(self.depth)
+        for i in blocks:
+            x = self.blocks[i](x, c)
+        return self.model.final_layer(x, c) if blocks[-1] + 1 == self.depth else x
 
     def unpatchify(self, x):
         return self.model.unpatchify(x)

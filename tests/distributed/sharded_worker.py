@@ -12,10 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from accel import engine
 from accel.fast import FastDiT
+from accel.parallel.pipeline import Pipelined
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
 from accel.parallel.tensor import divide_weights
 from conftest import fill
+from diffusion import create_diffusion
 from models import DiT
 
 T, D, HEADS, DEPTH = 36, 96, 12, 3
@@ -70,6 +73,18 @@ def main():
                     error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
                     results.append(dict(rows=rows, tokens=tokens, exchange=exchange, pictures=pictures, kind=kind, error=error,
                                         size=float(want[0].abs().mean()), **(dict(collectives=traffic.get_total_counts(), bytes=traffic.received) if kind == "fast" else {})))
+    if world <= DEPTH:
+        z, labels, diffusion = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([3, 5]), create_diffusion("6")
+        for kind in ("fast", "plain"):
+            pieces = FastDiT(model.state_dict(), HEADS, torch.float32, torch.device("cpu")) if kind == "fast" else PlainPieces(model)
+            torch.manual_seed(0)
+            want = engine.denoise(pieces if kind == "fast" else model, diffusion, z, labels, 4.0, 10)
+            for warmup in (6, 2, 0):
+                torch.manual_seed(0)
+                got = engine.denoise(Pipelined(pieces, dist.group.WORLD, 4, warmup), diffusion, z, labels, 4.0, 10)
+                results.append(dict(kind="stages", rows=1, tokens=1, exchange=kind, warmup=warmup, size=float(want.abs().mean()),
+                                    error=float((got - want).norm() / want.norm())))
+        pieces.attend = pieces.alone
     if HEADS % world == 0:
         x, t, y = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([7, 7]), torch.tensor([3, 10])
         with torch.no_grad():
