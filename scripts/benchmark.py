@@ -337,7 +337,7 @@ def contest(args, device, record):
                 process = time.perf_counter() - started
                 if done.returncode:
                     raise UsageError(f"--contest: sample.py failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-                phases = {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+) s", done.stdout.splitlines()[-1])}
+                phases = {name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", done.stdout.splitlines()[-1])}
                 if index:
                     runs.append(dict(phases, process=process))
             seconds = statistics.median(run["total"] for run in runs)

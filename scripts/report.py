@@ -266,9 +266,9 @@ class Report:
             self.used += [record for record in self.found["contest"] if record not in self.used]
             d.text(t("The contest's T runs from loading the model to the picture on disk: 50 points below 100 s, 50·log(300/T)/log 3 up to 300 s, none beyond.",
                      "竞赛的 T 从加载模型到图片写入磁盘：100 秒以下 50 分，300 秒以内 50·log(300/T)/log 3，超过为 0。"))
-            d.table([t("tier", "精度层级"), "T, s", t("runs, s", "各次，秒"), t("load, sampling, decoding, saving", "加载、采样、解码、保存"), t("points", "得分")],
+            d.table([t("tier", "精度层级"), "T, s", t("runs, s", "各次，秒"), t("of which, s", "其中，秒"), t("points", "得分")],
                     [[row["tier"], f"{row['seconds']:.2f}", " ".join(f"{run['total']:.2f}" for run in row["runs"]),
-                      " + ".join(f"{row['runs'][0][phase]:.2f}" for phase in ("load", "sample", "decode", "save")), f"{row['points']:.1f}"] for row in rows])
+                      ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in row["runs"][0].items() if phase not in ("total", "process")), f"{row['points']:.1f}"] for row in rows])
 
     # ---- 2 ----
 

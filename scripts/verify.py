@@ -149,24 +149,27 @@ def verify(args, options, tiers, device, out):
             partial.write_text(json.dumps(evaluate.json_ready({**record, "vgg_weights": lpips.source and {
                 "sha256": lpips.source["sha256"][:8], "published": lpips.source["published"]}}), indent=1) + "\n")
 
+    # First all the sampling, so that its times are the GPU's alone and pictures are on disk before they are judged.
+    grids = {}
     for seed, grid in want.items():
         Image.fromarray(grid).save(out / f"seed{seed}-fp32.png")
     for tier in tiers:
-        name = tier.replace(" ", "-")
         gc.collect()
         try:
-            got, times = sample(replace(options, precision="fp32" if tier == AGAIN else tier), seeds, device)
+            grids[tier] = sample(replace(options, precision="fp32" if tier == AGAIN else tier), seeds, device)
         except UsageError as error:  # such as weights that overflow float16
             record["tiers"].append(dict(tier=tier, refused=str(error)))
+            print(line(record["tiers"][-1]), flush=True)
         else:
-            for seed, grid in got.items():
-                Image.fromarray(grid).save(out / f"seed{seed}-{name}.png")
-            one = dict(tier=tier, seconds=spread(times), speedup=reference["median"] / statistics.median(times), **judge(want, got, lpips))
-            record["tiers"].append(one)
-            seed = one["worst_seed"]
-            values = next(row for row in one["parts"] if row["seed"] == seed and row["part"] == "grid")
-            evaluate.heatmap(out / f"heatmap-{name}.png", want[seed], got[seed], values, (f"fp32, seed {seed}", tier), one["verdicts"][args.gate])
-        print(line(record["tiers"][-1]), flush=True)
+            for seed, grid in grids[tier][0].items():
+                Image.fromarray(grid).save(out / f"seed{seed}-{tier.replace(' ', '-')}.png")
+    for tier, (got, times) in grids.items():
+        one = dict(tier=tier, seconds=spread(times), speedup=reference["median"] / statistics.median(times), **judge(want, got, lpips))
+        record["tiers"].append(one)
+        seed = one["worst_seed"]
+        values = next(row for row in one["parts"] if row["seed"] == seed and row["part"] == "grid")
+        evaluate.heatmap(out / f"heatmap-{tier.replace(' ', '-')}.png", want[seed], got[seed], values, (f"fp32, seed {seed}", tier), one["verdicts"][args.gate])
+        print(line(one), flush=True)
         save()
     record["recommended"] = best = recommend(record["tiers"], args.gate)
     save()
