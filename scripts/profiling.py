@@ -141,6 +141,7 @@ def analyse(events, steps):
             kernels[event["name"]].append(event["dur"])
         result["kernels"] = by_total(kernels, 10)
         result["launches_per_step"] = len(on_steps) / steps
+        result["host_copies_ms"] = sum(e["dur"] for e in on_steps if re.match(r"Memcpy (HtoD|DtoH)", e["name"])) / steps / 1e3
         times["idle"] = end - begin - union([(e["ts"], e["ts"] + e["dur"]) for e in on_steps])
     else:
         for event, own, _ in in_steps:
@@ -374,10 +375,9 @@ def wait_lines(record):
         return []
     if not record["waits"]:
         return ["The host never waits for the GPU in these steps."]
-    copied = record["kinds"].get("copies", {}).get("ms", 0.0)
     lines = [f"WARNING: the host waits for the GPU {sum(w['per_step'] for w in record['waits']):.1f} times a step, "
              f"{sum(w['ms_per_step'] for w in record['waits']):.2f} ms of it. This is the queue of kernels draining, not the named operators' work: "
-             f"all copies and fills on the GPU take {copied:.3f} ms a step."]
+             f"the copies between host and GPU themselves take {record['host_copies_ms']:.3f} ms a step."]
     return lines + [f"  {wait['ms_per_step']:9.3f} ms, {wait['per_step']:.1f} × a step: {wait['where']}" for wait in record["waits"]]
 
 

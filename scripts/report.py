@@ -278,7 +278,7 @@ class Report:
         profiles = self.profiles
         for record in profiles:
             self.note(record)
-        slow, fast = profiles[0], profiles[-1]
+        fast = profiles[-1]
         comparable(profiles)
 
         def name(record):
@@ -304,15 +304,18 @@ class Report:
             d.table([t("ten most expensive functions", "最耗时的十个函数"), t("calls", "调用"), t("total, ms", "总计，毫秒"), t("average, ms", "平均，毫秒")],
                     [[f"`{short(row['name'])}`", row["calls"], f"{row['total_ms']:.3f}", f"{row['average_ms']:.4f}"] for row in top])
             self.waits(record)
-        worst = max(slow["kinds"], key=lambda kind: slow["kinds"][kind]["ms"])
+        for slow in self.found["baseline"]:
+            worst = max(slow["kinds"], key=lambda kind: slow["kinds"][kind]["ms"])
+            idle = slow["kinds"].get("idle", {}).get("share", 0.0)
+            d.text(t(f"Upstream in {slow['tier']}: the bottleneck is {worst}, {slow['kinds'][worst]['share']:.0%} of a step; the GPU is idle for {idle:.1%} of it, "
+                     + ("so that neither copies nor the host's waits hold it up." if idle < 0.05 else "while the host is late with work."),
+                     f"上游（{slow['tier']}）：瓶颈是 {worst}，占每步的 {slow['kinds'][worst]['share']:.0%}；GPU 空闲 {idle:.1%}，"
+                     + ("因此拷贝与主机等待都不是瓶颈。" if idle < 0.05 else "此时主机供给不及时。")))
         limit = max(fast["kinds"], key=lambda kind: fast["kinds"][kind]["ms"])
-        idle = slow["kinds"].get("idle", {}).get("share", 0.0)
-        d.text(t(f"The bottleneck of upstream in {slow['tier']} is {worst}, {slow['kinds'][worst]['share']:.0%} of a step; the GPU is idle for {idle:.1%} of it, "
-                 + ("so that neither copies nor the host's waits hold it up." if idle < 0.05 else "while the host is late with work.")
-                 + f" Here {limit} is what is left, {fast['kinds'][limit]['share']:.0%} of a step, and a step stands at {fast['timed']['ms'] / fast['floor_ms']:.2f} times its floor.",
-                 f"上游（{slow['tier']}）的瓶颈是 {worst}，占每步的 {slow['kinds'][worst]['share']:.0%}；GPU 空闲 {idle:.1%}，"
-                 + ("因此拷贝与主机等待都不是瓶颈。" if idle < 0.05 else "此时主机供给不及时。")
-                 + f"本项目中剩下的主要是 {limit}（占 {fast['kinds'][limit]['share']:.0%}），每步为其下限的 {fast['timed']['ms'] / fast['floor_ms']:.2f} 倍。"))
+        d.text(t(f"Here {limit} is what is left, {fast['kinds'][limit]['share']:.0%} of a step" + (f" at {fast['kinds'][limit]['of_ceiling']:.0%} of its ceiling" if "of_ceiling" in
+                 fast["kinds"][limit] else "") + f"; a step takes {fast['timed']['ms'] / fast['floor_ms']:.2f} times its floor.",
+                 f"本项目中剩下的主要是 {limit}，占每步的 {fast['kinds'][limit]['share']:.0%}" + (f"，达到其上限的 {fast['kinds'][limit]['of_ceiling']:.0%}" if "of_ceiling" in
+                 fast["kinds"][limit] else "") + f"；每步为其下限的 {fast['timed']['ms'] / fast['floor_ms']:.2f} 倍。"))
 
     def waits(self, record):
         d, t = self.document, self.t
@@ -322,11 +325,11 @@ class Report:
             d.text(t("The host never waits for the GPU in these steps.", "这些步骤中主机从不等待 GPU。"))
             return
         times, length = (sum(wait[key] for wait in record["waits"]) for key in ("per_step", "ms_per_step"))
-        copied = record["kinds"].get("copies", {}).get("ms", 0.0)
+        copied = record["host_copies_ms"]
         d.text(t(f"The host waits for the GPU {times:.0f} times a step, {length:.1f} ms of it, inside calls such as `{record['waits'][0]['where']}`. That is the queue of "
-                 f"kernels draining, not copying: all copies and fills take {copied:.3f} ms of GPU time a step.",
+                 f"kernels draining, not copying: the copies between host and GPU themselves take {copied:.3f} ms a step.",
                  f"主机每步等待 GPU {times:.0f} 次，共 {length:.1f} 毫秒，发生在 `{record['waits'][0]['where']}` 等调用内。这是内核队列在排空，而不是在拷贝："
-                 f"所有拷贝与填充每步只占 GPU {copied:.3f} 毫秒。"))
+                 f"主机与 GPU 之间的拷贝本身每步只有 {copied:.3f} 毫秒。"))
 
     # ---- 3 ----
 

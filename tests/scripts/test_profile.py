@@ -39,7 +39,7 @@ def test_a_trace_of_a_gpu():
     found = profiling.analyse(TRACE, 2)
     assert found["kinds"] == {"idle": pytest.approx(0.498), "GEMM": pytest.approx(0.3), "attention": pytest.approx(0.2), "norm/elementwise": pytest.approx(0.1),
                               "copies": pytest.approx(0.002)}
-    assert found["window_ms"] == 1.0 and found["launches_per_step"] == 4
+    assert found["window_ms"] == 1.0 and found["launches_per_step"] == 4 and found["host_copies_ms"] == pytest.approx(0.002)
     [wait] = found["waits"]  # a copy is queued in 5 us; the wait after it is the queue's, and this script's own drain is none
     assert wait == dict(where="aten::to → aten::copy_ → cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35))
     own = {row["name"]: (row["calls"], row["total_ms"]) for row in found["host"]}
