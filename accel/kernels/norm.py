@@ -83,11 +83,11 @@ def _triton(x, modulation, shift, scale, branches, update, dtype):
 
 def tile_config(width, rows=16384):
     """Launch constants. Two power-of-two tiles cover a row, 1152 = 1024 + 128: one of 2048 would leave 44 % of the lanes idle. One warp to
-    1024 columns: the sums then need no barrier, and many rows are in flight on a multiprocessor. A program takes 8 rows of a sample in turn,
-    with the modulation loaded once, but 1 if there are too few rows to give every multiprocessor its share."""
+    1024 columns: the sums then need no barrier, and many rows are in flight on a multiprocessor. A program takes up to
+    4 rows of a sample in turn, with the modulation loaded once, as long as every multiprocessor still gets several programs."""
     main = 1 << (width.bit_length() - 1)
     tail = 1 << (width - main - 1).bit_length() if width > main else 0
-    return dict(MAIN=main, TAIL=tail, TURNS=8 if rows >= 8192 else 1, PREFETCH=False, num_warps=max(1, main // 1024))
+    return dict(MAIN=main, TAIL=tail, TURNS=4 if rows >= 4096 else 2 if rows >= 2048 else 1, num_warps=max(1, main // 1024))
 
 
 def compile_ahead(width, rows, dtype, device):
@@ -105,24 +105,14 @@ def compile_ahead(width, rows, dtype, device):
 if triton:
 
     @triton.jit
-    def _load(x_ptr, first_ptr, second_ptr, offset, inside, BRANCHES: tl.constexpr):
-        """A tile of x and of the branches in use."""
-        x = tl.load(x_ptr + offset, inside, 0.0)
-        first, second = x, x
+    def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
+        """A tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic."""
+        total = tl.load(x_ptr + offset, inside, 0.0)
         if BRANCHES > 0:
-            first = tl.load(first_ptr + offset, inside, 0.0)
+            total += gate1 * tl.load(first_ptr + offset, inside, 0.0).to(tl.float32)
         if BRANCHES > 1:
-            second = tl.load(second_ptr + offset, inside, 0.0)
-        return x, first, second
-
-    @triton.jit
-    def _sum(x, first, second, gate1, gate2, BRANCHES: tl.constexpr):
-        """x + Σ gate·branch. Branches are cast first: Triton's interpreter has no bfloat16 arithmetic."""
-        if BRANCHES > 0:
-            x += gate1 * first.to(tl.float32)
-        if BRANCHES > 1:
-            x += gate2 * second.to(tl.float32)
-        return x
+            total += gate2 * tl.load(second_ptr + offset, inside, 0.0).to(tl.float32)
+        return total
 
     @triton.jit
     def _vectors(vector_ptr, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr):
@@ -147,7 +137,7 @@ if triton:
     @triton.jit(do_not_specialize=["entry_ptr", "tokens", "term", "shift", "scale", "gate1", "gate2"])
     def _norm_modulate(x_ptr, first_ptr, second_ptr, out_ptr, row_scale_ptr, table_ptr, entry_ptr, tokens, entry_stride, term, shift, scale, gate1,
                        gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, TERMS: tl.constexpr, EPS: tl.constexpr,
-                       MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, PREFETCH: tl.constexpr):
+                       MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr):
         sample = tl.program_id(1)
         vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
         main = tl.arange(0, MAIN)
@@ -157,25 +147,16 @@ if triton:
             tail = MAIN + tl.arange(0, TAIL)
             in_tail = tail < WIDTH
             shift_t, scale_t, gate1_t, gate2_t = _vectors(vector_ptr, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES)
-        token = tl.program_id(0) * TURNS
-        row = (sample.to(tl.int64) * tokens + token) * WIDTH
-        x, first, second = _load(x_ptr, first_ptr, second_ptr, row + main, in_main & (token < tokens), BRANCHES)
-        if TAIL:
-            x_t, first_t, second_t = _load(x_ptr, first_ptr, second_ptr, row + tail, in_tail & (token < tokens), BRANCHES)
         for turn in range(TURNS):
+            token = tl.program_id(0) * TURNS + turn
+            row = (sample.to(tl.int64) * tokens + token) * WIDTH
             here_m = in_main & (token < tokens)
-            x = _sum(x, first, second, gate1_m, gate2_m, BRANCHES)
+            x = _sum(x_ptr, first_ptr, second_ptr, row + main, here_m, gate1_m, gate2_m, BRANCHES)
             total = tl.sum(x, 0)
             if TAIL:
                 here_t = in_tail & (token < tokens)
-                x_t = _sum(x_t, first_t, second_t, gate1_t, gate2_t, BRANCHES)
+                x_t = _sum(x_ptr, first_ptr, second_ptr, row + tail, here_t, gate1_t, gate2_t, BRANCHES)
                 total += tl.sum(x_t, 0)
-            token += 1
-            if PREFETCH:  # the next row is on its way while this one is summed and scaled
-                more = (turn + 1 < TURNS) & (token < tokens)
-                next_x, first, second = _load(x_ptr, first_ptr, second_ptr, row + WIDTH + main, in_main & more, BRANCHES)
-                if TAIL:
-                    next_x_t, first_t, second_t = _load(x_ptr, first_ptr, second_ptr, row + WIDTH + tail, in_tail & more, BRANCHES)
             if UPDATE:
                 tl.store(x_ptr + row + main, x, here_m)
                 if TAIL:
@@ -196,7 +177,7 @@ if triton:
                 # From the largest value's exponent bits: its row's power of two, and the inverse, which brings it between 2¹⁴ and 2¹⁵.
                 exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
                 factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-                tl.store(row_scale_ptr + row // WIDTH, ((exponent - 14) << 23).to(tl.float32, bitcast=True), token <= tokens)
+                tl.store(row_scale_ptr + row // WIDTH, ((exponent - 14) << 23).to(tl.float32, bitcast=True), token < tokens)
                 _store_terms(out_ptr + row + main, term, y * factor, here_m)
                 if TAIL:
                     _store_terms(out_ptr + row + tail, term, y_t * factor, here_t)
@@ -204,13 +185,3 @@ if triton:
                 tl.store(out_ptr + row + main, y.to(out_ptr.dtype.element_ty), here_m)
                 if TAIL:
                     tl.store(out_ptr + row + tail, y_t.to(out_ptr.dtype.element_ty), here_t)
-            row += WIDTH
-            if PREFETCH:
-                x = next_x
-                if TAIL:
-                    x_t = next_x_t
-            else:
-                more = (turn + 1 < TURNS) & (token < tokens)
-                x, first, second = _load(x_ptr, first_ptr, second_ptr, row + main, in_main & more, BRANCHES)
-                if TAIL:
-                    x_t, first_t, second_t = _load(x_ptr, first_ptr, second_ptr, row + tail, in_tail & more, BRANCHES)

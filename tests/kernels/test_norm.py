@@ -79,6 +79,8 @@ def test_bandwidth(branches, update, element_bytes):
         outputs = []
         replay = capture(lambda: outputs.extend(step(index) for index in range(4)))  # launched one by one they would wait for the host
         times = []
+        for _ in range(2000):
+            replay()  # an idle GPU runs at a fraction of its clock
         for _ in range(20):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -146,7 +148,7 @@ def test_tiles_cover_every_width_without_idle_halves():
         config = tile_config(width)
         main, tail = config["MAIN"], config["TAIL"]
         assert width <= main + tail < 2 * width or width == main and tail == 0
-    assert tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=8, PREFETCH=False, num_warps=1)
+    assert tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=4, num_warps=1)
 
 
 def test_wrong_inputs_are_refused():
