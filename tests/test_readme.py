@@ -21,6 +21,21 @@ def ladder(*files):
     return "\n".join(lines)
 
 
+def tiers(file):
+    """The rungs of a benchmark file that are tiers, with both gates, as the table that README shows."""
+    lines = ["| tier | ms a step | error of a forward against float64 | worst picture: PSNR | MAE of 0–255 | contest gate | strict gate |", "|---|---|---|---|---|---|---|"]
+    for rung in json.loads((ROOT / "log" / file).read_text())["rungs"]:
+        gate, name = rung.get("gate"), rung["rung"].split(" ")[0]
+        worst = f"{gate['worst']['psnr']:.1f} dB | {255 * gate['worst']['mae']:.4f} | {' | '.join('pass' if gate[key] else 'no' for key in ('passes', 'strict'))}" \
+            if gate else "– | – | – | –"
+        lines.append(f"| {name} | {rung['ms']:.1f} | {rung['error']:.1e} | {worst} |")
+    return "\n".join(lines)
+
+
+def test_the_tiers_are_the_measured_ones():
+    assert tiers("tiers-h200-512px-16rows.json") in README
+
+
 def test_the_ladder_is_the_measured_one():
     assert ladder("ladder-h200-512px-16rows.json", "step-h200-hopper.json") in README
 

@@ -25,7 +25,7 @@ except ImportError:
 
 ROUTES = ("auto", "hopper", "triton", "cublas", "torch")
 LARGEST = 65504.0  # of float16
-TRITON = dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8, num_stages=2)  # Triton's tile
+TRITON = dict(ROWS=128, COLUMNS=128, DEPTH=32, num_warps=8, num_stages=3)  # Triton's tile
 CUBLAS_PART = 576  # inner dimension that one cuBLAS product sums in its accumulators
 
 
@@ -59,7 +59,7 @@ def choose(device):
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0):
         return "hopper"
-    return "cublas"  # Triton's kernel is not yet trusted: see code.md
+    return "triton" if triton and capability >= (8, 0) else "cublas"
 
 
 def compile_ahead(device):
@@ -209,12 +209,18 @@ def _hopper(layer, x, result, overflow):
     return answer
 
 
+def stages(tensor, unmasked):
+    """From Hopper on, Triton 3.6 puts no fence between the zeros that a masked asynchronous copy fills in and the product that reads them: it met
+    stale memory. There a loop with masked loads goes without such copies."""
+    return {} if unmasked or not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) < (9, 0) else dict(num_stages=1)
+
+
 def _triton(layer, x, result, overflow, config=None):
     if triton is None:
         raise RuntimeError("split: route 'triton' needs Triton: pip install triton, or take route 'cublas'")
     out, answer = _result(layer, x, result)
     m = x.pair[0].numel() // layer.depth
-    config = config or TRITON
+    config = config or {**TRITON, **stages(x.pair, layer.depth % TRITON["DEPTH"] == 0)}
     with torch.cuda.device_of(x.pair):
         _split_linear[(triton.cdiv(m, config["ROWS"]) * triton.cdiv(layer.columns, config["COLUMNS"]),)](
             x.pair, layer.pair, out, layer.scale if x.scale is None else x.scale, layer.scale, layer.bias, layer.bias if layer.after is None else layer.after,

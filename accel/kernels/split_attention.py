@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from accel.kernels.split import Terms, split, split_multiply
+from accel.kernels.split import Terms, split, split_multiply, stages
 
 try:
     import triton
@@ -18,7 +18,7 @@ try:
 except ImportError:
     triton = None
 
-TRITON = dict(QUERIES=128, KEYS=64, num_warps=8, num_stages=2)  # Triton's tile
+TRITON = dict(QUERIES=128, KEYS=32, num_warps=8, num_stages=2)  # Triton's tile
 ROUTES = ("auto", "hopper", "triton", "cublas", "torch")
 
 
@@ -30,7 +30,7 @@ def choose(device, dim):
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) and dim == 72:
         return "hopper"
-    return "cublas"  # Triton's kernel is not yet trusted: see code.md
+    return "triton" if triton and capability >= (8, 0) else "cublas"
 
 
 def split_attention(qkv, num_heads, route="auto"):
@@ -77,7 +77,7 @@ def _triton(pair, num_heads, dim, config=None):
     n, tokens = pair.shape[1:3]
     out = torch.empty(2, n, tokens, num_heads * dim, dtype=torch.float16, device=pair.device)
     main = 1 << (dim.bit_length() - 1)
-    config = config or TRITON
+    config = config or {**TRITON, **stages(pair, tokens % TRITON["KEYS"] == 0 and dim == main)}
     with torch.cuda.device_of(pair):
         _split_attention[(triton.cdiv(tokens, config["QUERIES"]), num_heads, n)](
             pair, out, pair[0].numel(), out[0].numel(), num_heads, 1 / (math.sqrt(dim) * math.log(2)), TOKENS=tokens, DIM=dim, MAIN=main,

@@ -21,7 +21,6 @@ class Tile(NamedTuple):
     depth: int
     stages: int
     promote: int
-    cluster: int
 
     @property
     def threads(self):
@@ -32,12 +31,12 @@ class Tile(NamedTuple):
         return 1024 + self.stages * 4 * self.depth * (self.rows + self.columns)
 
 
-TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1, cluster=1)
+TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1)
 
 
 def linear_source(tile, result):
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, PROMOTE=tile.promote, RESULT=result)
-    return hopper.text(LINEAR if tile.cluster == 1 else LINEAR.with_name("split_linear_cluster.cu"), constants, hopper.product("multiply", tile.columns, "f16", False, False, False))
+    return hopper.text(LINEAR, constants, hopper.product("multiply", tile.columns, "f16", False, False, False))
 
 
 @lru_cache(None)
@@ -54,9 +53,9 @@ def arrange(weight):
 
 
 @lru_cache(4096)
-def _pair_map(pointer, rows, depth, box_rows, box_depth, box_terms=2):
-    """Two terms (2, rows, depth), of which one copy takes `box_terms` of a tile."""
-    return hopper.tensor_map(pointer, torch.float16, (depth, rows, 2), (2 * depth, 2 * rows * depth), (box_depth, box_rows, box_terms),
+def _pair_map(pointer, rows, depth, box_rows, box_depth):
+    """Two terms (2, rows, depth), of which one copy takes both of a tile."""
+    return hopper.tensor_map(pointer, torch.float16, (depth, rows, 2), (2 * depth, 2 * rows * depth), (box_depth, box_rows, 2),
                              hopper.SWIZZLE_128 if box_depth == 64 else hopper.SWIZZLE_64)
 
 
@@ -70,13 +69,13 @@ def linear_hopper(a, row_scale, b, scale, bias, after, overflow, out, result, ti
         raise ValueError("split: route 'hopper' takes contiguous tensors that start at a multiple of 16 bytes")
     rows = a[0].numel() // depth
     tile = tile or TILE
-    blocks = tile.cluster * -(-rows // (tile.cluster * tile.rows)) * -(-columns // tile.columns)
-    if not blocks:
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+    if not tiles:
         return
-    count = torch.cuda.get_device_properties(a.device).multi_processor_count // tile.cluster * tile.cluster
-    hopper.launch(_linear(tile, result, a.device), min(blocks, count), tile.threads, tile.shared_bytes, a.device,
-                  (_pair_map(a.data_ptr(), rows, depth, tile.rows, tile.depth), 
-                   _pair_map(b.data_ptr(), b.shape[1], depth, tile.columns // tile.cluster, tile.depth, 2 // tile.cluster), out, row_scale, scale, bias, after, overflow, ctypes.c_int(rows), ctypes.c_int(columns), ctypes.c_int(depth)))
+    count = torch.cuda.get_device_properties(a.device).multi_processor_count
+    hopper.launch(_linear(tile, result, a.device), min(tiles, count), tile.threads, tile.shared_bytes, a.device,
+                  (_pair_map(a.data_ptr(), rows, depth, tile.rows, tile.depth), _pair_map(b.data_ptr(), b.shape[1], depth, tile.columns, tile.depth),
+                   out, row_scale, scale, bias, after, overflow, *map(ctypes.c_int, (rows, columns, depth))))
 
 
 #################################################################################

@@ -136,8 +136,8 @@ def test_weights_that_are_not_finite_are_refused_by_name():
 
 
 @pytest.mark.parametrize("capability, dim, linear, attention", (
-    ((7, 0), 72, "cublas", "cublas"), ((7, 5), 72, "cublas", "cublas"), ((8, 0), 72, "cublas", "cublas"), ((9, 0), 72, "hopper", "hopper"),
-    ((9, 0), 64, "hopper", "cublas"), ((10, 0), 72, "cublas", "cublas")))
+    ((7, 0), 72, "cublas", "cublas"), ((7, 5), 72, "cublas", "cublas"), ((8, 0), 72, "triton", "triton"), ((9, 0), 72, "hopper", "hopper"),
+    ((9, 0), 64, "hopper", "triton"), ((10, 0), 72, "triton", "triton")))
 def test_auto_by_capability(capability, dim, linear, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert module.choose.__wrapped__(torch.device("cuda")) == linear
