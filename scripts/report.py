@@ -201,7 +201,7 @@ class Report:
         self.log, self.lang, self.sections = log, lang, sections
         self.found, self.used = read_log(log, gpu), []
         # The ladder is the file with most rungs: a comparison with the compiler may hold fp32 too.
-        self.found["ladder"] = sorted(self.found["ladder"], key=lambda record: -len(record["rungs"]))[:1]
+        self.found["ladder"], self.further = (some := sorted(self.found["ladder"], key=lambda record: -len(record["rungs"])))[:1], some[1:]
         # Profiles of several tiers: the fastest one is the fast path, the others stand beside it.
         self.profiles = self.found["baseline"] + sorted(self.found["fast"], key=lambda record: -record["timed"]["ms"])
         self.found["fast"] = self.profiles[-1:] if self.found["fast"] else []
@@ -347,6 +347,12 @@ class Report:
         name = t("floor", "floor") + f" ({fast['tier']})"
         d.picture("ladder.png", plots.ladder(timed, fast["floor_ms"], name),
                   t("The ladder; the dashed line is the same arithmetic at the speed of a large product and a large copy", "阶梯图；虚线为同样算术在大矩阵乘与大块拷贝速度下的下限"))
+        for record in self.further:
+            if record not in self.found["versus"]:
+                self.note(record)
+                d.text(t(f"{record['model']}, {record['image_size']} px, {record['rows']} rows, another run:", f"{record['model']}，{record['image_size']} px，{record['rows']} 行，另一次运行："))
+                rungs = [rung for rung in record["rungs"] if "ms" in rung]
+                self.rung_table(rungs, next(rung for rung in rungs if rung["rung"] == "fp32"))
         if self.found["versus"]:
             d.heading(t("Against the alternatives, in one process on the same weights", "与其他方案比较（同一进程、同一权重）"), 3)
         for versus in self.found["versus"]:

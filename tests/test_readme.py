@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from fnmatch import fnmatch
 
 from accel.options import DistributedOptions, SamplingOptions, add_arguments, OneLineParser
 from conftest import ROOT
@@ -70,3 +71,22 @@ def test_commands_parse():
                 parser.parse_args(words[words.index(script) + 1:])
                 seen += 1
     assert seen >= 8
+
+
+def test_code_md_gives_measured_gains_and_names_every_file():
+    """The table "File by file": its times are neighbouring rungs of the ladder, and no module of ours is left out."""
+    text = (ROOT / "code.md").read_text()
+    table = text.partition("## File by file")[2].partition("\n## ")[0]
+    rungs = json.loads((ROOT / "log/ladder-h200-512px-16rows.json").read_text())["rungs"]
+    steps = {after["rung"].removeprefix("fp16 + "): (before["ms"], after["ms"]) for before, after in zip(rungs, rungs[1:])}
+    gains = re.findall(r"([\d.]+) → ([\d.]+) ms \(([^)]+)\)", table)
+    assert len(gains) >= 6
+    for before, after, rung in gains:
+        assert (before, after) == tuple(f"{value:.1f}" for value in steps[rung]), rung
+    waits = [sum(wait["per_step"] for wait in json.loads((ROOT / f"log/{name}.json").read_text())["waits"]) for name in ("profile-baseline-fp32-h200", "profile-h200")]
+    assert f"waits {waits[0]:.0f} times a step" in table and waits[1] == 0
+    for path in [*ROOT.glob("accel/*.py"), *ROOT.glob("accel/kernels/*.*"), *ROOT.glob("accel/parallel/*.py"), *ROOT.glob("diffusion/*.py"), *ROOT.glob("*.py")]:
+        name = str(path.relative_to(ROOT))
+        named = [pattern for cell in re.findall(r"^\| ([^|]+) \|", table, re.M) for pattern in re.findall(r"`([^`]+)`", cell)]
+        folder = name.rpartition("/")[0]
+        assert path.name == "__init__.py" or any(fnmatch(name, pattern) or fnmatch(name, f"{folder}/{pattern}") for pattern in named), name
