@@ -113,7 +113,8 @@ def routes():
 
 
 @gpu
-@pytest.mark.parametrize("name, arguments, n", (("DiT-Demo/2", {}, 16), ("DiT-S/8", dict(input_size=32), 6), ("DiT-XL/2", dict(input_size=32), 4)))
+@pytest.mark.parametrize("name, arguments, n", (("DiT-Demo/2", {}, 16), ("DiT-S/8", dict(input_size=32), 6), ("DiT-L/2", dict(input_size=16), 2),
+                                                ("DiT-XL/2", dict(input_size=32), 4)))
 def test_accuracy(name, arguments, n):
     """By every route: at most five times float32's error, and a twentieth of TF32's; the same bits by a graph's replay."""
     model = build(name, **arguments).cuda()

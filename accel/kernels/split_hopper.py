@@ -14,6 +14,13 @@ from accel.kernels.attention_hopper import HEAD_DIM, packed_map
 LINEAR, ATTENTION = (Path(__file__).with_name(f"split_{name}.cu") for name in ("linear", "attention"))
 
 
+def registers(warpgroups):
+    """Of a computing and of a copying thread, one block on a multiprocessor: its 64 Ki are given out per warpgroup in eights at the start, then moved."""
+    pool = 512 // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
+    copying = 24 if warpgroups == 2 else 32
+    return dict(REGISTERS=min(240, (pool - copying) // warpgroups // 8 * 8), COPY_REGISTERS=copying)
+
+
 class Tile(NamedTuple):
     """Compile-time shape of split_linear.cu, which says what each means."""
     rows: int
@@ -35,7 +42,8 @@ TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1)
 
 
 def linear_source(tile, result):
-    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, PROMOTE=tile.promote, RESULT=result)
+    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, PROMOTE=tile.promote, RESULT=result,
+                     **registers(tile.rows // 64))
     return hopper.text(LINEAR, constants, hopper.product("multiply", tile.columns, "f16", False, False, False))
 
 
@@ -95,14 +103,6 @@ class Config(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
     @property
-    def registers(self):
-        """Of a computing and of a copying thread: a multiprocessor has 64 Ki, given out per warpgroup in eights at the start, then moved."""
-        groups = self.warpgroups + 1
-        pool = 512 // groups // 8 * 8 * groups
-        copying = 24 if self.warpgroups == 2 else 32
-        return min(240, (pool - copying) // self.warpgroups // 8 * 8), copying
-
-    @property
     def shared_bytes(self):
         return 1024 + self.q_buffers * 2 * 64 * self.warpgroups * 160 + self.stages * 2 * self.keys * (160 + 256)
 
@@ -112,7 +112,7 @@ CONFIG = Config(warpgroups=2, keys=64, stages=3, q_buffers=1)
 
 def attention_source(config):
     constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
-                     REGISTERS=config.registers[0], COPY_REGISTERS=config.registers[1])
+                     **registers(config.warpgroups))
     return hopper.text(ATTENTION, constants, hopper.product("multiply_qk", config.keys, "f16", False, False, False),
                        hopper.product("multiply_pv", HEAD_DIM, "f16", True, False, True))
 

@@ -6,8 +6,8 @@
 // an accumulator lives for PROMOTE stages of DEPTH only, the small products go first, when it is small, and it is then added to the sum with
 // float32's own rounding. One warpgroup copies; the others compute 64 rows each, and what one adds and stores meanwhile, the others multiply.
 //
-// Given before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, PROMOTE, RESULT (0: float32; 1: two terms; 2: GELU, two terms), and
-// multiply (wgmma, 64 × COLUMNS × 16).
+// Given before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, PROMOTE, RESULT (0: float32; 1: two terms; 2: GELU, two terms), REGISTERS
+// and COPY_REGISTERS (of a computing and a copying thread), and multiply (wgmma, 64 × COLUMNS × 16).
 
 constexpr int WARPGROUPS = ROWS / 64;
 constexpr int THREADS = WARPGROUPS * 128 + 128;
@@ -57,7 +57,7 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
     int turn = 0;  // stages met so far: they give buffer and parity
 
     if (warp >= 4 * WARPGROUPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COPY_REGISTERS));
         if (threadIdx.x != 128 * WARPGROUPS) return;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row = tile / across * ROWS, column = tile % across * COLUMNS;  // blocks at work share rows: weights stay in the cache
@@ -72,7 +72,7 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
         return;
     }
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
     const int warpgroup = warp / 4;
     float part[COLUMNS / 2], sum[COLUMNS / 2];
     bool beyond = false;
