@@ -49,6 +49,19 @@ def test_grid_equals_one_process(precision, demo, tmp_path, run):
     assert np.abs(one).max() > 0.5 and np.abs(many - one).max() <= bound * np.abs(one).max()
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,exchange=ring", "auto"])
+def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
+    """In half precision, captured in graphs: one process's picture, and the same bits again."""
+    common = [*demo, "--precision", "fp16", "--num-sampling-steps", 50, "--output-type", "latent", "--labels", 3]
+    for name in ("two", "again"):
+        text = finish(start(2, *common, "--parallel", parallel, "--output", tmp_path / f"{name}.npy"))
+        assert "parallel: " in text
+    assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
+    two, again, one = (np.load(tmp_path / f"{name}.npy") for name in ("two", "again", "one"))
+    assert np.abs(one).max() > 0.5 and np.abs(two - one).max() <= 2e-2 * np.abs(one).max() and np.array_equal(two, again)
+
+
 def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
     """All ranks killed twice; the algorithms of its products are those of the calm job, as they are when a job is started again."""
     command = [*demo, "--num-fid-samples", 64 * GPUS, "--per-proc-batch-size", 4, "--num-sampling-steps", 100, "--sample-dir"]

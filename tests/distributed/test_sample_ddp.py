@@ -129,6 +129,17 @@ def test_one_picture_on_many(demo, alone, tmp_path):
     assert np.abs(mine - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+def test_strict_gate_after_a_whole_run(tmp_path, run):
+    """250 steps of the demo with its own weights, a picture's tokens on two ranks in a ring, against one process."""
+    from evaluate import GATES, mae, psnr, ssim
+    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--labels", 2]
+    finish(*ranks(2, *common, "--parallel", "tokens=2,exchange=ring", "--output", tmp_path / "two.png"))
+    run("sample.py", *common, "--output", tmp_path / "one.png", OMP_NUM_THREADS="1")
+    one, two = (np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("one", "two"))
+    bars = GATES["strict"]
+    assert one.std() > 10 and mae(one, two) / 255 <= bars["mae"] and psnr(one, two) > bars["psnr"] and ssim(one, two) >= bars["ssim"]
+
+
 def test_rank_lost_with_tokens_on_its_gpu(demo, tmp_path):
     """Killed in the middle of a run in which every layer waits for it: the others end, without a launcher, and say why."""
     job = ranks(2, *demo, "--num-sampling-steps", 1000, "--parallel", "tokens=2", "--labels", 6, "--output-type", "latent", "--output", tmp_path / "l.npy")

@@ -68,8 +68,7 @@ print(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=d
 """
 
 
-@pytest.mark.parametrize("capability, world", ((70, 2), (90, 4)))
-def test_machine_code(capability, world, tmp_path):
+def test_machine_code(tmp_path, capability=90, world=4):
     """16 bytes a store, to every peer; flags with release and acquire over the whole system, each rank's at each peer."""
     done = subprocess.run([sys.executable, "-c", COMPILE, str(capability), str(world)], capture_output=True, text=True,
                           env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH})
