@@ -64,6 +64,8 @@ class Group:
     def __init__(self, rank, world, local_rank, store):
         self.rank, self.world, self.local_rank, self.store = rank, world, local_rank, store
         self.host = socket.gethostname()
+        self.told = {}  # how often, by name
+        self.meshes, self.exchanges = {}, {}  # of accel/parallel/plan.py
         self.on_beat = None  # called once a second by the watching thread
         self._stop, self._leaving = threading.Event(), threading.Event()
         self._opening = None
@@ -83,7 +85,9 @@ class Group:
             time.sleep(0.02)
 
     def tell(self, name, value):
-        """Every rank's `value` (JSON), by rank."""
+        """Every rank's `value` (JSON), by rank. Told again under the same name, by all ranks, it is told anew."""
+        self.told[name] = self.told.get(name, 0) + 1
+        name = f"{name}/{self.told[name]}"
         self.store.set(f"{name}/{self.rank}", json.dumps(value))
         self.barrier(name)
         return [json.loads(text) for text in self.store.multi_get([f"{name}/{rank}" for rank in range(self.world)])]
@@ -148,10 +152,8 @@ class Group:
             device = self._opening.device
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # Bound to a device, NCCL splits later communicators off this one, which takes a fraction of the time of new ones.
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("collectives", self.store.clone()),
-                                    rank=self.rank, world_size=self.world, timeout=timedelta(minutes=30),
-                                    device_id=device if device.type == "cuda" else None)
+                                    rank=self.rank, world_size=self.world, timeout=timedelta(minutes=30))
             self.gather(torch.zeros(1, device=device))  # connections are made at the first use
         except Exception as error:
             self._opening.error = error
@@ -237,7 +239,11 @@ class Group:
         self._watcher.join()
         if self._opening is not None:
             self.opened()
-            dist.destroy_process_group()
+            self.meshes, self.exchanges = {}, {}
+            # NCCL waits for graphs that use its communicators; where one is left, the job is done all the same.
+            closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            closing.start()
+            closing.join(10)
         self.store.set(f"alive/{self.rank}", "left")
         gone, deadline = self.store.add("left", 1), time.monotonic() + 10
         while self.rank == 0 and gone < self.world and time.monotonic() < deadline:

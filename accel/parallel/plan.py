@@ -21,6 +21,7 @@ from accel.kernels.norm import Modulation
 from accel.options import UsageError, partial_file
 from accel.parallel.pipeline import Pipelined
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
+from accel.parallel.tokens import EXCHANGES
 
 DEPTHS = 2, 6  # blocks of the network that are timed: their difference is the time of four
 
@@ -98,7 +99,6 @@ class Planner:
         self.group, self.device, self.pictures, self.latent, self.tokens = group, torch.device(device), pictures, latent, tokens
         self.heads, self.depth = heads, depth
         self.hosts = group.tell("hosts", group.host)
-        self.meshes, self.agreements = {}, 0
 
     def wanted(self, options):
         """The plan that the options name, checked; None where it is to be measured."""
@@ -136,7 +136,9 @@ class Planner:
             reason += f"; approximate after the first {plan.warmup} steps"
         print(f"parallel: {plan if plan.ranks > 1 else 'a GPU a picture'}, {plan.ranks if plan.ranks > 1 else min(self.pictures, self.group.world)} of "
               f"{self.group.world} GPUs: {reason}")
-        return self.apply(plan), plan
+        network = self.apply(plan)
+        self.network = self.pieces = None  # or its memory would outlive it
+        return network, plan
 
     def begin(self, network):
         """Take the network that the methods below work on, and wait for the collectives."""
@@ -171,22 +173,28 @@ class Planner:
             peers = len(others) >= self.group.world and all(torch.cuda.can_device_access_peer(here, one) for one in others if one != here)
         return ("push", "kv", "ulysses") if all(self.group.tell("peers", peers)) else ("kv", "ulysses")
 
-    def meshes_for(self, plan):
-        """The mesh of a plan and the group of its ranks: made once, by all ranks in one order."""
+    def mesh(self, plan):
+        """The mesh of a plan and the group of its ranks: made once a job, by all ranks in one order."""
+        made = self.group.meshes
         key = plan.rows, plan.tokens, plan.stages
-        if key not in self.meshes:
+        if key not in made:
             everyone = dist.group.WORLD if plan.ranks == self.group.world else dist.new_group(list(range(plan.ranks)))
-            self.meshes[key] = make_mesh(plan.rows, plan.tokens, self.device.type), everyone
-        return self.meshes[key]
+            made[key] = make_mesh(plan.rows, plan.tokens, self.device.type), everyone
+        return made[key]
 
     def apply(self, plan, pieces=None):
         """The network as `plan` has it; None on a rank that it leaves idle."""
         if plan.ranks == 1:
             return self.network
-        mesh, everyone = self.meshes_for(plan)
+        (mesh, everyone), pieces = self.mesh(plan), pieces or self.pieces
+        if self.group.rank >= plan.ranks:
+            return None
         if plan.stages > 1:
-            return Pipelined(self.pieces, everyone, plan.patches, plan.warmup) if self.group.rank < plan.ranks else None
-        return Sharded(pieces or self.pieces, mesh, plan.exchange, everyone) if self.group.rank < plan.ranks else None
+            return Pipelined(pieces, everyone, plan.patches, plan.warmup)
+        key = plan.tokens, plan.rows, plan.exchange, pieces.alone
+        if plan.tokens > 1 and key not in self.group.exchanges:  # one for all networks: what it has set up with its peers serves them all
+            self.group.exchanges[key] = EXCHANGES[plan.exchange](mesh.get_group("tokens"), pieces.alone)
+        return Sharded(pieces, mesh, self.group.exchanges[key] if plan.tokens > 1 else pieces.alone, everyone)
 
     def agree(self, plans):
         """Let every rank take the algorithms that rank 0 measured for its products, or two runs of one job could differ."""
@@ -197,8 +205,7 @@ class Planner:
         sizes |= {2 * self.pictures * self.tokens // plan.patches for plan in plans if plan.stages > 1}
         shapes = [shape for size in sorted(sizes) for shape in self.network.product_shapes(size)]
         mine = [linear.choice(*shape, self.network.dtype, self.device) for shape in shapes] if self.group.rank == 0 else None
-        self.agreements += 1
-        for shape, algorithm in zip(shapes, self.group.tell(f"products {self.agreements}", mine)[0]):
+        for shape, algorithm in zip(shapes, self.group.tell("products", mine)[0]):
             linear.adopt(*shape, self.network.dtype, self.device, algorithm)
 
     @torch.no_grad()
@@ -231,7 +238,7 @@ class Planner:
         plans = candidates(self.pictures, self.group.world, self.tokens, self.heads, self.hosts, self.exchanges())
         self.agree(plans)
         for plan in plans:
-            self.meshes_for(plan)
+            self.mesh(plan)
         # Twice, and the better of both: the first pass also warms up the GPU and the communicators.
         times = torch.tensor([[self.milliseconds(plan) for plan in plans] for _ in range(2)], device=self.device).amin(0)
         dist.all_reduce(times, dist.ReduceOp.MAX)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel.kernels.attention import attention
-from accel.parallel.tokens import EXCHANGES
 
 
 def make_mesh(rows, tokens, device_type):
@@ -25,15 +24,15 @@ def make_mesh(rows, tokens, device_type):
 class Sharded:
     """A network whose `forward` and `forward_with_cfg` are computed by a mesh, in place of the network on every rank of it.
 
-    network: a FastDiT, or PlainPieces around a models.DiT; mesh: as of `make_mesh`; exchange: a key of EXCHANGES, of no meaning for one rank of
-    tokens; everyone: the process group of the mesh's ranks. All ranks call alike with the same tensors, and get the same.
+    network: a FastDiT, or PlainPieces around a models.DiT; mesh: as of `make_mesh`; attend: one of EXCHANGES on the mesh's tokens, or network.alone
+    for one rank of tokens; everyone: the process group of the mesh's ranks. All ranks call alike with the same tensors, and get the same.
     """
 
-    def __init__(self, network, mesh, exchange, everyone):
+    def __init__(self, network, mesh, attend, everyone):
         self.network, self.everyone = network, everyone
         self.rows, self.tokens = mesh.shape
         self.row, self.token = mesh.get_local_rank("rows"), mesh.get_local_rank("tokens")
-        network.attend = EXCHANGES[exchange](mesh.get_group("tokens"), network.alone) if self.tokens > 1 else network.alone
+        network.attend = attend
         self.optimisations, self.conditioning = getattr(network, "optimisations", None), getattr(network, "conditioning", None)
         self.table = self.hoisted = None
         self.captured = {}

@@ -16,6 +16,7 @@ from accel import engine
 from accel.fast import FastDiT
 from accel.parallel.pipeline import Pipelined
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
+from accel.parallel.tokens import EXCHANGES
 from accel.parallel.tensor import divide_weights
 from conftest import fill
 from diffusion import create_diffusion
@@ -64,7 +65,9 @@ def main():
                     alone = model if kind == "plain" else FastDiT(model.state_dict(), HEADS, torch.float32 if kind == "fast" else "terms",
                                                                   torch.device("cpu"))
                     want = alone.forward_with_cfg(x, t, y, 4.0), alone.forward(x, t, y)
-                    network = Sharded(PlainPieces(model) if kind == "plain" else alone, mesh, exchange, everyone)
+                    pieces = PlainPieces(model) if kind == "plain" else alone
+                    attend = EXCHANGES[exchange](mesh.get_group("tokens"), pieces.alone) if tokens > 1 else pieces.alone
+                    network = Sharded(pieces, mesh, attend, everyone)
                     with Traffic() if kind == "fast" else nullcontext(SimpleNamespace()) as traffic:
                         traffic.tokens = tokens
                         guided = network.forward_with_cfg(x, t, y, 4.0)
