@@ -88,7 +88,7 @@ def kinds(profiles):
     return png(figure)
 
 
-def error_against_speed(points, bars):
+def error_against_speed(points, bars, part="grid"):
     """Worst PSNR and worst MAE of verified pictures against the speed over fp32, with the gates' bars. points: dicts with tier, speedup, psnr,
     mae (of 0–255); bars: {gate: {psnr, mae}}. Pictures equal to the bit stand at the upper edge."""
     figure, axes = canvas([points], 8, 3.6, 2)
@@ -103,13 +103,13 @@ def error_against_speed(points, bars):
     axes[0].axhline(bars["contest"]["psnr"], color=RED, linestyle="--", linewidth=1.2)
     axes[0].annotate("both gates: above 40 dB", (0.98, bars["contest"]["psnr"]), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     axes[0].set_ylim(bars["contest"]["psnr"] - 6, ceiling + 4)
-    axes[0].set_ylabel("worst grid's PSNR, dB")
+    axes[0].set_ylabel(f"worst {part}'s PSNR, dB")
     for gate, line in (("contest", "--"), ("strict", ":")):
         bar = bars[gate]["mae"] * 255
         axes[1].axhline(bar, color=RED, linestyle=line, linewidth=1.2)
         axes[1].annotate(f"{gate} gate: {bar:.2g}", (0.98, bar), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
     plain_log(axes[1].yaxis, least / 2, bars["contest"]["mae"] * 255 * 4)
-    axes[1].set_ylabel("worst grid's MAE, levels of 255")
+    axes[1].set_ylabel(f"worst {part}'s MAE, levels of 255")
     reach = max(p["speedup"] for p in points)
     for axis in axes:
         axis.set_xlabel("speed over fp32, same run")

@@ -30,6 +30,7 @@ from accel.options import OneLineParser, UsageError, check_writable, partial_fil
 # Kind of file → what tells it, and the command that makes one.
 KINDS = {
     "ladder": (lambda r: "rungs" in r and any(rung.get("rung") == "fp32" and "ms" in rung for rung in r["rungs"]), "python scripts/benchmark.py --gate 3 --output {log}/ladder.json"),
+    "tiers": (lambda r: "rungs" in r and len({rung["rung"].partition(" + ")[0] for rung in r["rungs"] if "gate" in rung}) > 2, "python scripts/benchmark.py --gate 3 --output {log}/ladder.json"),
     "versus": (lambda r: "rungs" in r and any(word in rung.get("rung", "") for rung in r["rungs"] for word in ("compile", "diffusers")),
                "python scripts/benchmark.py --only reset --vs compile,diffusers --output {log}/versus.json"),
     "sweep": (lambda r: "sweep" in r, "python scripts/benchmark.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output {log}/sweep.json"),
@@ -41,7 +42,8 @@ KINDS = {
     "parallel": (lambda r: "rows" in r and "gates" in r, "torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py --gate --output {log}/parallel.json"),
     "link": (lambda r: r.get("kind") == "link", "torchrun --standalone --nproc_per_node=4 scripts/measure_link.py --output {log}/link.json"),
 }
-NEEDS = {1: ("ladder", "contest"), 2: ("baseline", "fast"), 3: ("ladder", "fast", "versus", "sweep", "contest", "verify"), 4: ("fast", "sweep", "link"), 5: ("ddp", "parallel")}
+NEEDS = {1: ("ladder", "contest"), 2: ("baseline", "fast"), 3: ("ladder", "fast", "versus", "sweep", "contest"), 4: ("fast", "sweep", "link"), 5: ()}
+EITHER = {3: ("verify", "tiers"), 5: ("ddp", "parallel")}  # one of these, or all
 
 
 def read_log(folder, gpu=None):
@@ -208,6 +210,9 @@ class Report:
         for kind in dict.fromkeys(kind for section in sections for kind in NEEDS[section]):
             if not self.found[kind] and (kind != "versus" or any(device_of(record) != "CPU" for records in self.found.values() for record in records)):
                 one(self.found, kind, log)
+        for section in sections:
+            if EITHER.get(section) and not any(self.found[kind] for kind in EITHER[section]):
+                one(self.found, EITHER[section][0], log)
         self.document = Document(self.t("DiT sampling: measured, explained", "DiT 采样：测量与分析"), lang)
         self.environment()
         for section in sections:
@@ -226,6 +231,11 @@ class Report:
     def note(self, record):
         if record not in self.used:
             self.used.append(record)
+
+    def remark(self, record):
+        """What the file itself says about its figures."""
+        if "note" in record:
+            self.document.text(self.t(f"`{record['path'].name}`: ", f"`{record['path'].name}`：") + record["note"])
 
     def environment(self):
         records = [record for records in self.found.values() for record in records]
@@ -344,11 +354,12 @@ class Report:
                  "What each does and risks stands in code.md.",
                  f"优化逐项叠加，同一次运行；计时为完整采样步，负载 {ladder['load_seconds']:g} 秒之后。各项内容与风险见 code.md。"))
         self.rung_table(timed, reference)
-        name = t("floor", "floor") + f" ({fast['tier']})"
+        self.remark(ladder)
+        name = f"floor ({fast['tier']})"
         d.picture("ladder.png", plots.ladder(timed, fast["floor_ms"], name),
                   t("The ladder; the dashed line is the same arithmetic at the speed of a large product and a large copy", "阶梯图；虚线为同样算术在大矩阵乘与大块拷贝速度下的下限"))
         for record in self.further:
-            if record not in self.found["versus"]:
+            if record not in self.found["versus"] + self.found["tiers"]:
                 self.note(record)
                 d.text(t(f"{record['model']}, {record['image_size']} px, {record['rows']} rows, another run:", f"{record['model']}，{record['image_size']} px，{record['rows']} 行，另一次运行："))
                 rungs = [rung for rung in record["rungs"] if "ms" in rung]
@@ -378,6 +389,10 @@ class Report:
                 [[row["image_size"], row["pictures"], ms(row["ms"]) if "ms" in row else row["failed"], f"{row['ms_a_picture']:.3f}" if "ms" in row else "–",
                   f"{row['peak_gb']:.1f}" if "peak_gb" in row else "–"] for row in sweep["sweep"]])
         self.contest_table()
+        d.heading(t("Are they the same pictures?", "图片是否相同？"), 3)
+        for record in self.found["tiers"]:
+            self.note(record)
+            self.tiers(record)
         for verify in self.found["verify"]:
             self.note(verify)
             self.pictures(verify)
@@ -393,11 +408,28 @@ class Report:
         d.table([t("rung", "级"), t("ms a step", "每步毫秒"), t("10th to 90th percentile", "第 10–90 百分位"), title or t("speed over fp32", "相对 fp32 加速"),
                  t("error of a forward", "单次前向误差"), t("worst picture against fp32", "相对 fp32 最差图片")], rows)
 
+    def tiers(self, record):
+        """The tiers of a ladder that judged the demo's pictures: speed on its network, worst picture of the demo."""
+        import evaluate
+        from scripts import plots
+        d, t = self.document, self.t
+        alone = next(rung["ms"] for rung in record["rungs"] if rung["rung"] == "fp32")
+        judged = list({rung["rung"].partition(" + ")[0]: rung for rung in record["rungs"] if "gate" in rung and "ms" in rung}.values())  # each tier's last
+        pictures = judged[0]["gate"]["pictures"]
+        d.text(t(f"The tiers on the demo's pictures, {pictures} after 250 steps against fp32 from the same noise, and their speed on {record['model']} at {record['image_size']} px: the worst picture.",
+                 f"各层级在演示模型的 {pictures} 张图片上（250 步，相同噪声，对照 fp32）的最差单图，以及在 {record['model']}、{record['image_size']} px 上的速度。"))
+        d.table([t("tier", "精度层级"), t("ms a step", "每步毫秒"), t("speed over fp32", "相对 fp32 加速"), t("worst PSNR, dB", "最差 PSNR, dB"), t("worst MAE of 0–255", "最差 MAE（0–255）"),
+                 t("worst SSIM", "最差 SSIM"), t("contest gate", "竞赛门槛"), t("strict gate", "严格门槛")],
+                [[r["rung"].partition(" + ")[0], ms(r["ms"]), f"{alone / r['ms']:.2f}×", f"{r['gate']['worst']['psnr']:.1f}", f"{255 * r['gate']['worst']['mae']:.4f}", f"{r['gate']['worst']['ssim']:.4f}",
+                  *("PASS" if r["gate"].get(key) else "FAIL" for key in ("passes", "strict"))] for r in judged])
+        d.picture(f"error-speed-tiers-{safe(record['path'].stem)}.png", plots.error_against_speed(
+            [dict(tier=r["rung"].partition(" + ")[0], speedup=alone / r["ms"], psnr=r["gate"]["worst"]["psnr"], mae=255 * r["gate"]["worst"]["mae"]) for r in judged], evaluate.GATES, "picture"),
+            t("Error against speed, with the bars of the two gates", "误差与速度，及两个门槛"))
+
     def pictures(self, verify):
         import evaluate
         from scripts import plots
         d, t = self.document, self.t
-        d.heading(t("Are they the same pictures?", "图片是否相同？"), 3)
         tiers = [tier for tier in verify["tiers"] if "verdicts" in tier]
         if not tiers:
             raise UsageError(f"{verify['path']}: no tier was sampled ({verify['tiers'][0]['refused'] if verify['tiers'] else 'none asked'}); run scripts/verify.py again")
@@ -447,6 +479,7 @@ class Report:
                  f"代价由网络尺寸算出，链路为实测：{device_of(link)}，{gpus} 个进程，{link['backend']}。"))
         d.table([t("collective", "集合通信"), t("ranks", "进程数"), t("MiB a rank", "每进程 MiB"), "µs", "GB/s"],
                 [[row["collective"], row["ranks"], mib(row["bytes"]), f"{row['us']:.1f}", f"{row['bytes'] / row['us'] / 1e3:.1f}"] for row in link["link"]])
+        self.remark(link)
         steps = {row["pictures"]: row["ms"] for row in sweep["sweep"] if "ms" in row and row["image_size"] == sweep["image_size"]}
         base = work.Shape(**fast["shape"])
         narrow = 2 if fast["tier"] in ("fp16", "bf16") else 4

@@ -161,11 +161,16 @@ def verify(args, options, tiers, device, out):
             record["tiers"].append(dict(tier=tier, refused=str(error)))
             print(line(record["tiers"][-1]), flush=True)
         else:
+            times = grids[tier][1]
+            record["tiers"].append(dict(tier=tier, seconds=spread(times), speedup=reference["median"] / statistics.median(times)))
             for seed, grid in grids[tier][0].items():
                 Image.fromarray(grid).save(out / f"seed{seed}-{tier.replace(' ', '-')}.png")
-    for tier, (got, times) in grids.items():
-        one = dict(tier=tier, seconds=spread(times), speedup=reference["median"] / statistics.median(times), **judge(want, got, lpips))
-        record["tiers"].append(one)
+        save()
+    for one in record["tiers"]:
+        if "refused" in one:
+            continue
+        tier, got = one["tier"], grids[one["tier"]][0]
+        one |= judge(want, got, lpips)
         seed = one["worst_seed"]
         values = next(row for row in one["parts"] if row["seed"] == seed and row["part"] == "grid")
         evaluate.heatmap(out / f"heatmap-{tier.replace(' ', '-')}.png", want[seed], got[seed], values, (f"fp32, seed {seed}", tier), one["verdicts"][args.gate])
