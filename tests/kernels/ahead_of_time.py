@@ -14,10 +14,12 @@ from accel.kernels import norm
 
 
 def compile_norm(capability, width, dtype, branches, update):
-    config = norm.tile_config(width)
+    config, terms = norm.tile_config(width), dtype == "terms"  # which takes float32 branches and gives pairs of float16
+    branch, out = ("fp32", "fp16") if terms else (dtype, dtype)
     warps = config.pop("num_warps")
-    constants = dict(WIDTH=width, BRANCHES=branches, UPDATE=update, TERMS=False, EPS=norm.EPS, **config)
-    signature = dict(x_ptr="*fp32", first_ptr=f"*{dtype}", second_ptr=f"*{dtype}", out_ptr=f"*{dtype}", row_scale_ptr=f"*{dtype}", table_ptr="*fp32", entry_ptr="*i64",
+    constants = dict(WIDTH=width, BRANCHES=branches, UPDATE=update, TERMS=terms, EPS=norm.EPS, **config)
+    signature = dict(x_ptr="*fp32", first_ptr=f"*{branch}", second_ptr=f"*{branch}", out_ptr=f"*{out}", row_scale_ptr="*fp32" if terms else f"*{out}",
+                     table_ptr="*fp32", entry_ptr="*i64",
                      tokens="i32", entry_stride="i32", term="i32", shift="i32", scale="i32", gate1="i32", gate2="i32",
                      **{name: "constexpr" for name in constants})
     aligned = [list(signature).index(name) for name in signature if name.endswith("_ptr") or name == "entry_stride"]

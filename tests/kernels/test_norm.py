@@ -131,10 +131,10 @@ def _path():
     return str(Path(__file__).parents[2])
 
 
-@pytest.mark.parametrize("capability", (70, 80, 90))
-def test_compiles_ahead_of_time(capability, tmp_path):
+@pytest.mark.parametrize("capability, dtype", ((70, "fp16"), (70, "terms"), (80, "fp16"), (90, "fp16")))
+def test_compiles_ahead_of_time(capability, dtype, tmp_path):
     """On any machine, for V100, A100 and H100: neither tensor-core products nor bfloat16 where a V100 has none, no spills."""
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("ahead_of_time.py")), str(capability), "1152", "fp16", "2", "1"],
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("ahead_of_time.py")), str(capability), "1152", dtype, "2", "1"],
                           capture_output=True, text=True, env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": _path()})
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
