@@ -42,9 +42,21 @@ class Config(NamedTuple):
 
 
 # Measured on an H200 (log/attention-h200.json): blocks of 256 queries read keys and values half as often as blocks of 128, but leave warpgroups
-# idle, or multiprocessors, where a sample has few tokens.
-LONG, SHORT = Config(warpgroups=4, keys=96, stages=3, blocks=1), Config(warpgroups=2, keys=64, stages=2, blocks=2)
+# idle, or multiprocessors, where there are few queries: one picture's on one of several GPUs.
+LONG, SHORT, SINGLE = Config(warpgroups=4, keys=96, stages=3, blocks=1), Config(warpgroups=2, keys=64, stages=2, blocks=2), \
+    Config(warpgroups=1, keys=64, stages=3, blocks=2)
 SHORT_TOKENS = 256
+
+
+def choose(heads, queries, multiprocessors):
+    """The configuration for so many heads (of all samples) with so many queries each: the largest blocks of which there are enough for every
+    multiprocessor, nearly."""
+    def enough(config):
+        return heads * -(-queries // (64 * config.warpgroups)) >= 0.75 * multiprocessors
+
+    if queries > SHORT_TOKENS and enough(LONG):
+        return LONG
+    return SHORT if enough(SHORT) else SINGLE
 
 
 def source(config, dtype):
@@ -87,15 +99,15 @@ def attention_hopper(qkv, num_heads, config=None, kv=None):
     """softmax(q·kᵀ/√72)·v per head; softmax in float32, p in half (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
     qkv (N, T, 3·H·72) float16 or bfloat16, contiguous, on a GPU of capability 9.0 → out (N, T, H·72) and the natural log-sum-exp of the scaled
-    scores (N, H, T) float32. `kv` (N, T', 2·H·72): attend to these keys and values in place of the packed ones. `config`: LONG or SHORT, by T if
-    not given. Not differentiable. Meet a shape once before capturing it in a graph.
+    scores (N, H, T) float32. `kv` (N, T', 2·H·72): attend to these keys and values in place of the packed ones. `config`: by
+    default what `choose` gives. Not differentiable. Meet a shape once before capturing it in a graph.
     """
     n, queries, width = qkv.shape
     keys = qkv if kv is None else kv
     if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in (qkv, keys)):
         raise ValueError("attention: route 'hopper' takes contiguous tensors, aligned to 16 bytes")
     tokens = keys.shape[1]
-    config = config or (SHORT if queries <= SHORT_TOKENS else LONG)
+    config = config or choose(n * num_heads, queries, torch.cuda.get_device_properties(qkv.device).multi_processor_count)
     out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(n, num_heads, queries, device=qkv.device)
     if out.numel() == 0:

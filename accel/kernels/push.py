@@ -14,7 +14,7 @@ try:
 except ImportError:  # not on every platform; a library's all-gather serves there
     triton = None
 
-PROGRAMS, BLOCK, WARPS = 64, 2048, 8  # measured on H200s; few enough to be on the chip all at once, as waiting for each other asks
+PROGRAMS, BLOCK, WARPS = 128, 1024, 4  # measured on H200s; few enough to be on a chip all at once, as waiting for each other asks
 
 
 def push(part, buffers, flags, rank, offset, programs=PROGRAMS):

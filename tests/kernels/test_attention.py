@@ -142,7 +142,7 @@ def test_a_v100_is_refused_what_it_has_not(route, monkeypatch):
 #################################################################################
 
 
-@pytest.mark.parametrize("config", (hopper.LONG, hopper.SHORT))
+@pytest.mark.parametrize("config", (hopper.LONG, hopper.SHORT, hopper.SINGLE))
 def test_machine_code(config, tmp_path):
     """Products of exactly 72 columns, no register spilled in the loop over the keys, and shared memory that a multiprocessor has."""
     for dtype in (torch.float16, torch.bfloat16):
@@ -207,7 +207,7 @@ def needs_hopper():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", (hopper.LONG, hopper.SHORT))
+@pytest.mark.parametrize("config", (hopper.LONG, hopper.SHORT, hopper.SINGLE))
 @pytest.mark.parametrize("dtype, tolerance", ((torch.float16, 4e-4), (torch.bfloat16, 3e-3)))
 def test_our_kernel(config, dtype, tolerance):
     """Tails of queries and keys, more work than a GPU takes at once, sharp and flat weights; the log-sum-exp; the same bits every time."""
