@@ -90,3 +90,17 @@ def test_code_md_gives_measured_gains_and_names_every_file():
         named = [pattern for cell in re.findall(r"^\| ([^|]+) \|", table, re.M) for pattern in re.findall(r"`([^`]+)`", cell)]
         folder = name.rpartition("/")[0]
         assert path.name == "__init__.py" or any(fnmatch(name, pattern) or fnmatch(name, f"{folder}/{pattern}") for pattern in named), name
+
+
+def test_the_chinese_readme_has_the_same_commands():
+    """README.zh-CN.md: the code blocks of README.md in their order (comments may differ), and links that lead somewhere."""
+    chinese = (ROOT / "README.zh-CN.md").read_text()
+
+    def commands(text):
+        return [[line.partition("#")[0].strip() for line in block.splitlines()] for block in re.findall(r"^```\w+\n(.*?)^```", text, re.S | re.M)]
+
+    assert commands(chinese) == commands(README), "README.zh-CN.md: bring its code blocks up to README.md's"
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", chinese):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    parts = [len(re.findall(r"^##+ ", text, re.M)) for text in (chinese, README)]
+    assert parts[0] == parts[1] and "@@" not in chinese and "{{" not in chinese
