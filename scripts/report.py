@@ -9,6 +9,7 @@ which makes it; files of several GPUs are never mixed.
 """
 
 import base64
+import hashlib
 import html
 import io
 import json
@@ -582,14 +583,19 @@ class Report:
     def sources(self):
         d, t = self.document, self.t
         d.heading(t("Sources", "数据来源"))
-        d.table([t("file", "文件"), "torch", t("commit", "提交"), t("command", "命令")],
-                [[f"`{record['path'].relative_to(self.log)}`", record.get("torch", "–"), record.get("commit", "–"), f"`{record.get('command', 'scripts/measure_ddp.py')}`"]
+        d.table([t("file", "文件"), "sha256", "torch", t("commit", "提交"), t("command", "命令")],
+                [[f"`{record['path'].relative_to(self.log)}`", digest(record["path"]), record.get("torch", "–"), record.get("commit", "–"), f"`{record.get('command', 'scripts/measure_ddp.py')}`"]
                  for record in sorted(self.used, key=lambda record: str(record["path"]))])
 
 
 def short(name, width=70):
     from scripts.profiling import clip
     return clip(name, width).replace("`", "'")
+
+
+def digest(path):
+    """The first eight digits of a file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 def safe(name):

@@ -184,3 +184,17 @@ def test_what_the_strategies_send():
     assert report.link_time(link, dict(calls=10, share=4, collective="all-gather", message=1 << 24), 4) == pytest.approx(1.7)  # the last line goes on
     assert report.link_time(link, dict(calls=10, share=4, collective="all-gather", message=16), 4) == pytest.approx(0.2)
     assert report.link_time(link, dict(calls=10, share=4, collective="all-reduce", message=16), 4) is None
+
+
+def test_the_committed_report_is_that_of_the_log():
+    """log/report was written from the files in log/ that it names: written again, it is the same."""
+    text = (ROOT / "log/report/report.md").read_text()
+    sources = dict(re.findall(r"^\| `([^`]+\.json)` \| (\w{8}) \|", text, re.M))
+    assert len(sources) >= 8
+    renewed = [name for name, digits in sources.items() if report.digest(ROOT / "log" / name) != digits]
+    if renewed:
+        pytest.skip(f"{', '.join(renewed)}: measured anew since; python scripts/report.py log/report")
+    document = report.Report(ROOT / "log", sections=[int(n) for n in re.findall(r"^## (\d)\.", text, re.M)]).document
+    assert document.markdown() == text
+    page = (ROOT / "log/report/report.html").read_text()
+    assert len(page) < 3e6 and re.sub(r'src="[^"]*"', "", document.html()) == re.sub(r'src="[^"]*"', "", page)  # pictures' bytes are matplotlib's version's
