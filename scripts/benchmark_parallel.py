@@ -156,7 +156,7 @@ def measure(args, group, table, plans, case, record, keep):
     work = [(OFF, world) for world in worlds if world == 1 or table.pictures >= world or table.pictures > 1 and world == group.world]
     for plan in plans:
         try:
-            check(plan, group.world, table.device, len(set(table.planner.hosts)) == 1, table.tokens, table.planner.heads, table.planner.depth)
+            check(plan, group.world, table.planner.peers(), table.tokens, table.planner.heads, table.planner.depth)
         except UsageError:
             continue
         # A forced plan that leaves ranks with nothing but padding, or that one GPU a picture makes pointless, tells nothing.
@@ -192,7 +192,7 @@ def gates(args, group, device, plans, record, keep):
     for tier in args.precision:
         for plan in [OFF, *plans]:
             try:
-                check(plan, group.world, device, len(set(planner.hosts)) == 1, tokens, heads, planner.depth)
+                check(plan, group.world, planner.peers(), tokens, heads, planner.depth)
             except UsageError:
                 continue
             if tier == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses"):

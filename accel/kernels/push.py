@@ -6,6 +6,8 @@ program of each peer raises here; so what has ended on one GPU has arrived on it
 a CUDA graph replays it. The caller alternates between two buffers: a peer can be one exchange ahead, not two.
 """
 
+import ctypes
+
 import torch
 
 try:
@@ -34,6 +36,18 @@ def push(part, buffers, flags, rank, offset, programs=PROGRAMS):
     with torch.cuda.device_of(part):
         _push[(programs,)](part.view(torch.int64), buffers, flags, rank, offset // 8, n * t, t, part.stride(1) // unit,
                            WIDTH=width // unit, WORLD=world, BLOCK=BLOCK, TURNS=-(-(n * t * width // unit) // (programs * BLOCK)), num_warps=WARPS)
+
+
+def reaches(index, peer):
+    """Whether GPU `index` of this process can write into GPU `peer` and change its words atomically, as flags need: over NVLink, seldom over PCIe."""
+    driver, values = ctypes.CDLL("libcuda.so.1"), []
+    for attribute in (2, 3):  # CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, …_NATIVE_ATOMIC_SUPPORTED
+        devices, value = (ctypes.c_int * 2)(), ctypes.c_int()
+        for i, ordinal in enumerate((index, peer)):
+            if driver.cuDeviceGet(ctypes.byref(devices, 4 * i), ordinal):
+                return False
+        values.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, devices[0], devices[1]) == 0 and value.value == 1)
+    return all(values)
 
 
 def push_twin(parts):

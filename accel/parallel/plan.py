@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel import precision
+from accel.kernels import push
 from accel.kernels.norm import Modulation
 from accel.options import UsageError, partial_file
 from accel.parallel.pipeline import Pipelined
@@ -51,9 +52,9 @@ class Plan(NamedTuple):
 OFF = Plan()
 
 
-def check(plan, world, device, one_host, tokens, heads, depth):
-    """UsageError if `plan`, as the user asked for it, cannot run: on `world` ranks with such devices, for rows of `tokens` tokens, `heads` heads and
-    `depth` blocks."""
+def check(plan, world, peers, tokens, heads, depth):
+    """UsageError if `plan`, as the user asked for it, cannot run: on `world` ranks, whose GPUs can write into each other or not
+    (`peers`), for rows of `tokens` tokens, `heads` heads and `depth` blocks."""
     if plan.ranks > world:
         raise UsageError(f"--parallel {plan}: needs {plan.ranks} processes, there are {world}")
     if heads % plan.weights:
@@ -68,8 +69,8 @@ def check(plan, world, device, one_host, tokens, heads, depth):
                          f"{' or '.join(str(s) for s in range(1, world + 1) if tokens % s == 0)}")
     if plan.tokens > 1 and plan.exchange == "ulysses" and heads % plan.tokens:
         raise UsageError(f"--parallel tokens={plan.tokens},exchange=ulysses: does not divide {heads} heads; take exchange=kv")
-    if plan.tokens > 1 and plan.exchange == "push" and not (torch.device(device).type == "cuda" and one_host):
-        raise UsageError("--parallel exchange=push: writes into the memory of other GPUs of one host; take exchange=kv")
+    if plan.tokens > 1 and plan.exchange == "push" and not peers:
+        raise UsageError("--parallel exchange=push: writes into the memory of other GPUs over NVLink, which not all have here; take exchange=kv")
 
 
 def candidates(pictures, world, tokens, heads, host_of, exchanges):
@@ -111,7 +112,7 @@ class Planner:
                 raise UsageError(f"--parallel {plan}: is approximate, and --precision exact is not; drop one of them")
             if plan.weights > 1 and tier not in ("fp32", "tf32"):
                 raise UsageError(f"--parallel {plan}: divides the plain network; add --precision tf32 or fp32")
-            check(plan, self.group.world, self.device, len(set(self.hosts)) == 1, self.tokens, self.heads, self.depth)
+            check(plan, self.group.world, plan.exchange == "push" and self.peers(), self.tokens, self.heads, self.depth)
             return plan
         # With a picture for every GPU nothing needs to be said between them; torch.compile's network is in one piece.
         return OFF if options.parallel == "off" or self.pictures >= self.group.world or options.compile else None
@@ -167,11 +168,15 @@ class Planner:
         """Exchanges that all ranks can do, to be tried by `choose`."""
         if getattr(self.network, "dtype", None) == "terms":
             return ("ulysses",)
+        return ("push", "kv", "ulysses") if self.peers() else ("kv", "ulysses")
+
+    def peers(self):
+        """Whether every rank's GPU can write into every other's."""
         peers = False
         if self.device.type == "cuda" and len(set(self.hosts)) == 1:
             here, others = self.device.index or 0, range(torch.cuda.device_count())
-            peers = len(others) >= self.group.world and all(torch.cuda.can_device_access_peer(here, one) for one in others if one != here)
-        return ("push", "kv", "ulysses") if all(self.group.tell("peers", peers)) else ("kv", "ulysses")
+            peers = len(others) >= self.group.world and all(push.reaches(here, one) for one in others if one != here)
+        return all(self.group.tell("peers", peers))
 
     def mesh(self, plan):
         """The mesh of a plan and the group of its ranks: made once a job, by all ranks in one order."""

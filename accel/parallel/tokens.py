@@ -9,6 +9,8 @@ Every exchange is called with a rank's packed projection qkv (N, t, 3·D) of its
     ring     keys and values pass from rank to rank 2·N·(T−t)·D·e         s−1 sends, beside the products (Liu et al. 2023, arXiv:2310.01889)
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -108,6 +110,7 @@ class Push:
     """Keys and values written straight into the memory of peers on this host, over NVLink (accel/kernels/push.py)."""
 
     def __init__(self, group, alone):
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not used here, and its set-up can fail where GPUs are shared
         import torch.distributed._symmetric_memory as symmetric
         from accel.kernels import push
         self.symmetric, self.kernel = symmetric, push

@@ -16,7 +16,7 @@ ONE_HOST = ["a"] * 4
     ("rows=8", "--parallel rows=8: needs 8 processes, there are 4"),
     ("tokens=3", "--parallel tokens=3: does not divide the 1024 tokens of a row; try 1 or 2 or 4"),
     ("tokens=4,exchange=ulysses", "--parallel tokens=4,exchange=ulysses: does not divide 6 heads; take exchange=kv"),
-    ("tokens=2,exchange=push", "--parallel exchange=push: writes into the memory of other GPUs of one host; take exchange=kv"),
+    ("tokens=2,exchange=push", "--parallel exchange=push: writes into the memory of other GPUs over NVLink, which not all have here; take"),
     ("rows=0", "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses|ring, or weights=N, or stages="),
     ("stages=4,patches=7", "--parallel patches=7: does not divide the 1024 tokens of a row"), ("stages=3,rows=2", "stages=3: give"),
     ("stages=4", "--parallel stages=4: the network has 3 blocks"),
@@ -25,7 +25,7 @@ ONE_HOST = ["a"] * 4
 def test_refusals(text, message):
     with pytest.raises(UsageError) as error:
         plan = Plan(**DistributedOptions(parallel=text).mesh)
-        check(plan, world=4, device="cpu", one_host=True, tokens=1024, heads=6, depth=3)
+        check(plan, world=4, peers=False, tokens=1024, heads=6, depth=3)
     assert message in str(error.value)
 
 
