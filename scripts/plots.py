@@ -102,13 +102,13 @@ def error_against_speed(points, bars, part="grid"):
             axis.annotate(point["tier"], (point["speedup"], value), xytext=(7, 5), textcoords="offset points", fontsize=9)
     axes[0].axhline(bars["contest"]["psnr"], color=RED, linestyle="--", linewidth=1.2)
     axes[0].annotate("both gates: above 40 dB", (0.98, bars["contest"]["psnr"]), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    axes[0].set_ylim(bars["contest"]["psnr"] - 6, ceiling + 4)
+    axes[0].set_ylim(min(bars["contest"]["psnr"], *(p["psnr"] for p in points)) - 5, ceiling + 4)
     axes[0].set_ylabel(f"worst {part}'s PSNR, dB")
     for gate, line in (("contest", "--"), ("strict", ":")):
         bar = bars[gate]["mae"] * 255
         axes[1].axhline(bar, color=RED, linestyle=line, linewidth=1.2)
         axes[1].annotate(f"{gate} gate: {bar:.2g}", (0.98, bar), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    plain_log(axes[1].yaxis, least / 2, bars["contest"]["mae"] * 255 * 4)
+    plain_log(axes[1].yaxis, least / 2, max(bars["contest"]["mae"] * 255, *(p["mae"] for p in points)) * 4)
     axes[1].set_ylabel(f"worst {part}'s MAE, levels of 255")
     reach = max(p["speedup"] for p in points)
     for axis in axes:
