@@ -41,6 +41,17 @@ def test_the_ladder_is_the_measured_one():
     assert ladder("ladder-h200-512px-16rows.json", "step-h200-hopper.json") in README
 
 
+def test_alternatives_and_waits_are_the_measured_ones():
+    """In both languages."""
+    rungs = {rung["rung"]: rung["ms"] for rung in json.loads((ROOT / "log/versus-h200.json").read_text())["rungs"]}
+    profile = json.loads((ROOT / "log/profile-baseline-fp32-h200.json").read_text())
+    figures = [f"{ms:.1f}" for ms in rungs.values()] + [f"{sum(wait['ms_per_step'] for wait in profile['waits']):.1f}", f"{profile['timed']['ms']:.1f}",
+                                                        f"{profile['host_copies_ms']:.3f}", f"{profile['kinds']['idle']['share']:.1%}".replace("%", " %")]
+    assert list(rungs) == ["fp16 + one reset", "fp16 + torch.compile default", "fp16 + diffusers' DiTTransformer2DModel"]
+    for text in (README, (ROOT / "README.zh-CN.md").read_text()):
+        assert all(figure in text for figure in figures), figures
+
+
 def test_files_that_are_named_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
