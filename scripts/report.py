@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from accel import work  # noqa: E402
 from accel.options import OneLineParser, UsageError, check_writable, partial_file, user_errors  # noqa: E402
+from scripts.report_zh import CHINESE  # noqa: E402
 
 #################################################################################
 #                             What was measured                                 #
@@ -214,14 +215,14 @@ class Report:
         for section in sections:
             if EITHER.get(section) and not any(self.found[kind] for kind in EITHER[section]):
                 one(self.found, EITHER[section][0], log)
-        self.document = Document(self.t("DiT sampling: measured, explained", "DiT 采样：测量与分析"), lang)
+        self.document = Document(self.t("DiT sampling: measured, explained"), lang)
         self.environment()
         for section in sections:
             (self.baseline, self.bottleneck, self.single, self.design, self.many)[section - 1]()
         self.sources()
 
-    def t(self, en, zh):
-        return zh if self.lang == "zh" else en
+    def t(self, en, zh=None):
+        return en if self.lang == "en" else zh or CHINESE[en]
 
     def take(self, kind):
         """The record of a kind, noted as used."""
@@ -246,10 +247,10 @@ class Report:
         def values(key, some=records):
             return ", ".join(dict.fromkeys(str(record[key]) for record in some if record.get(key))) or "–"
 
-        d.table([t("what", "项目"), t("value", "值")], [
-            [t("device", "设备"), device_of(records[0])], [t("driver", "驱动"), values("driver", profiles)], ["torch", values("torch")],
-            [t("network", "网络"), values("model", self.found["ladder"] or profiles)],
-            [t("weights", "权重"), values("weights", profiles)]])
+        d.table([t("what"), t("value")], [
+            [t("device"), device_of(records[0])], [t("driver"), values("driver", profiles)], ["torch", values("torch")],
+            [t("network"), values("model", self.found["ladder"] or profiles)],
+            [t("weights"), values("weights", profiles)]])
         d.text(t("Every figure below comes from a file of measurements, listed at the end with its commit and command. Times are medians after warm-up, "
                  "synchronised; ratios are taken within one run.",
                  "下文每个数字都来自文末列出的测量文件（含提交号与命令）。时间为预热后、同步的中位数；比值均取自同一次运行。"))
@@ -260,12 +261,12 @@ class Report:
         d, t = self.document, self.t
         ladder = self.take("ladder")
         rungs = {rung["rung"]: rung for rung in ladder["rungs"]}
-        d.heading(t("1. Baseline on one GPU", "1. 单 GPU 基线"))
+        d.heading(t("1. Baseline on one GPU"))
         d.text(t(f"Upstream's arithmetic at {ladder['image_size']} px, {ladder['pictures']} pictures with guidance ({ladder['rows']} rows): float32 as a V100 runs it, "
                  "and TF32, upstream's setting on Ampere and later.",
                  f"上游的算术：{ladder['image_size']} px，{ladder['pictures']} 张图，带引导（{ladder['rows']} 行）：V100 上的 float32，以及上游在 Ampere 及以后使用的 TF32。"))
-        d.table([t("arithmetic", "算术"), t("ms a step", "每步毫秒"), t("10th to 90th percentile", "第 10–90 百分位"), t("250 steps, s", "250 步，秒"),
-                 t("error of a forward against float64", "单次前向相对 float64 的误差")],
+        d.table([t("arithmetic"), t("ms a step"), t("10th to 90th percentile"), t("250 steps, s"),
+                 t("error of a forward against float64")],
                 [[name, ms(r["ms"]), f"{ms(r['p10'])} – {ms(r['p90'])}", f"{r['ms'] / 4:.1f}", f"{r['error']:.1e}"]
                  for name, r in rungs.items() if name in ("fp32", "tf32")])
         self.contest_table(("fp32", "tf32"))
@@ -275,9 +276,8 @@ class Report:
         rows = [row for record in self.found["contest"] for row in record["contest"] if tiers is None or row["tier"] in tiers]
         if rows:
             self.used += [record for record in self.found["contest"] if record not in self.used]
-            d.text(t("The contest's T runs from loading the model to the picture on disk: 50 points below 100 s, 50·log(300/T)/log 3 up to 300 s, none beyond.",
-                     "竞赛的 T 从加载模型到图片写入磁盘：100 秒以下 50 分，300 秒以内 50·log(300/T)/log 3，超过为 0。"))
-            d.table([t("tier", "精度层级"), "T, s", t("runs, s", "各次，秒"), t("of which, s", "其中，秒"), t("points", "得分")],
+            d.text(t("The contest's T runs from loading the model to the picture on disk: 50 points below 100 s, 50·log(300/T)/log 3 up to 300 s, none beyond."))
+            d.table([t("tier"), "T, s", t("runs, s"), t("of which, s"), t("points")],
                     [[row["tier"], f"{row['seconds']:.2f}", " ".join(f"{run['total']:.2f}" for run in row["runs"]),
                       ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in row["runs"][0].items() if phase not in ("total", "process")), f"{row['points']:.1f}"] for row in rows])
 
@@ -293,26 +293,26 @@ class Report:
         comparable(profiles)
 
         def name(record):
-            return (t("upstream, ", "上游，") if record["baseline"] else t("here, ", "本项目，")) + record["tier"]
+            return (t("upstream, ") if record["baseline"] else t("here, ")) + record["tier"]
 
-        d.heading(t("2. Profile and bottleneck", "2. 性能剖析与瓶颈"))
+        d.heading(t("2. Profile and bottleneck"))
         d.text(t("`scripts/profile.py`: torch.profiler over warm steps. Achieved rates are the work that must be done over the time it took; ceilings are a large product and a "
                  "large copy, measured on the same GPU after seconds of load.",
                  "`scripts/profile.py`：对预热后的步骤使用 torch.profiler。达到的速率 = 必须完成的工作 / 所用时间；上限为同一 GPU 持续负载后的大矩阵乘与大块拷贝实测值。"))
-        d.table([t("run", "运行"), t("ms a step", "每步毫秒"), t("kernels and copies a step", "每步内核与拷贝数"), t("ceiling: product, TFLOP/s", "上限：矩阵乘 TFLOP/s"),
-                 t("ceiling: copy, TB/s", "上限：拷贝 TB/s"), t("floor, ms", "下限，毫秒")],
+        d.table([t("run"), t("ms a step"), t("kernels and copies a step"), t("ceiling: product, TFLOP/s"),
+                 t("ceiling: copy, TB/s"), t("floor, ms")],
                 [[name(r), ms(r["timed"]["ms"]), f"{r['launches_per_step']:.0f}" if "launches_per_step" in r else "–", f"{r['ceilings']['product_tflops']:.3g}",
                   f"{r['ceilings']['copy_tb_s']:.3g}", ms(r["floor_ms"])] for r in profiles])
         d.picture("kinds.png", plots.kinds({f"{'upstream' if r['baseline'] else 'here'}, {r['tier']}": {kind: row["ms"] for kind, row in r["kinds"].items()}
                                             for r in profiles}),
-                  t("Where a step's time goes, by kind of work", "每步时间按工作类别的分布"))
+                  t("Where a step's time goes, by kind of work"))
         for record in profiles:
             d.heading(name(record), 3)
-            d.table([t("kind", "类别"), t("ms a step", "每步毫秒"), t("share", "占比"), t("achieved", "达到"), t("of the ceiling", "占上限")],
+            d.table([t("kind"), t("ms a step"), t("share"), t("achieved"), t("of the ceiling")],
                     [[kind, ms(row["ms"]), f"{row['share']:.1%}", f"{row['tflops']:.3g} TFLOP/s" if "tflops" in row else f"{row['gb_s']:.4g} GB/s" if "gb_s" in row
                       else "–", f"{row['of_ceiling']:.0%}" if "of_ceiling" in row else "–"] for kind, row in record["kinds"].items()])
             top = record.get("kernels", record["host"])
-            d.table([t("ten most expensive functions", "最耗时的十个函数"), t("calls", "调用"), t("total, ms", "总计，毫秒"), t("average, ms", "平均，毫秒")],
+            d.table([t("ten most expensive functions"), t("calls"), t("total, ms"), t("average, ms")],
                     [[f"`{short(row['name'])}`", row["calls"], f"{row['total_ms']:.3f}", f"{row['average_ms']:.4f}"] for row in top])
             self.waits(record)
         for slow in self.found["baseline"]:
@@ -333,7 +333,7 @@ class Report:
         if not record["gpu"]:
             return
         if not record["waits"]:
-            d.text(t("The host never waits for the GPU in these steps.", "这些步骤中主机从不等待 GPU。"))
+            d.text(t("The host never waits for the GPU in these steps."))
             return
         times, length = (sum(wait[key] for wait in record["waits"]) for key in ("per_step", "ms_per_step"))
         copied = record["host_copies_ms"]
@@ -348,7 +348,7 @@ class Report:
         from scripts import plots
         d, t = self.document, self.t
         ladder, fast = self.take("ladder"), self.take("fast")
-        d.heading(t("3. Result on one GPU", "3. 单 GPU 结果"))
+        d.heading(t("3. Result on one GPU"))
         timed = [rung for rung in ladder["rungs"] if "ms" in rung]
         reference = next(rung for rung in timed if rung["rung"] == "fp32")
         d.text(t(f"One optimisation after the other, each with those above it, in one run; a whole step of sampling, after {ladder['load_seconds']:g} s of load. "
@@ -358,7 +358,7 @@ class Report:
         self.remark(ladder)
         name = f"floor ({fast['tier']})"
         d.picture("ladder.png", plots.ladder(timed, fast["floor_ms"], name),
-                  t("The ladder; the dashed line is the same arithmetic at the speed of a large product and a large copy", "阶梯图；虚线为同样算术在大矩阵乘与大块拷贝速度下的下限"))
+                  t("The ladder; the dashed line is the same arithmetic at the speed of a large product and a large copy"))
         for record in self.further:
             if record not in self.found["versus"] + self.found["tiers"]:
                 self.note(record)
@@ -366,31 +366,30 @@ class Report:
                 rungs = [rung for rung in record["rungs"] if "ms" in rung]
                 self.rung_table(rungs, next(rung for rung in rungs if rung["rung"] == "fp32"))
         if self.found["versus"]:
-            d.heading(t("Against the alternatives, in one process on the same weights", "与其他方案比较（同一进程、同一权重）"), 3)
+            d.heading(t("Against the alternatives, in one process on the same weights"), 3)
         for versus in self.found["versus"]:
             self.note(versus)
             rows = [rung for rung in versus["rungs"] if "ms" in rung]
             ours = min((rung for rung in rows if "compile" not in rung["rung"] and "diffusers" not in rung["rung"]), key=lambda rung: rung["ms"], default=None)
-            d.text(f"{versus['model']}, {versus['image_size']} px, {versus['rows']} " + t("rows", "行") + t(":", "："))
-            self.rung_table(rows, ours or rows[0], t("time over ours", "时间 / 本项目"), inverse=True)
+            d.text(f"{versus['model']}, {versus['image_size']} px, {versus['rows']} " + t("rows") + t(":"))
+            self.rung_table(rows, ours or rows[0], t("time over ours"), inverse=True)
         if any("diffusers" in rung["rung"] for versus in self.found["versus"] for rung in versus["rungs"]):
-            d.text(t("diffusers embeds timesteps at other frequencies, so its error is that of another function, not of its arithmetic.",
-                     "diffusers 的时间步嵌入频率不同，因此它的误差来自函数不同，而非算术精度。"))
+            d.text(t("diffusers embeds timesteps at other frequencies, so its error is that of another function, not of its arithmetic."))
         sweep = self.take("sweep")
         rows = [row for row in sweep["sweep"] if "ms" in row]
         by_pictures = [row for row in rows if row["image_size"] == sweep["image_size"]]
         by_size = sorted((row for row in rows if row["pictures"] == sweep["pictures"]), key=lambda row: row["image_size"])
         if min(len(by_pictures), len(by_size)) < 2:
             raise UsageError(f"{sweep['path']}: growth needs two numbers of pictures and two sizes: {KINDS['sweep'][1].format(log=self.log)}")
-        d.heading(t("Growth with batch and resolution", "随批量与分辨率的增长"), 3)
+        d.heading(t("Growth with batch and resolution"), 3)
         d.picture("growth.png", plots.growth(by_pictures, by_size),
                   t(f"A step ({rows[0]['rung']}) as pictures grow in number at {sweep['image_size']} px, and in size with {sweep['pictures']} pictures",
                     f"每步耗时（{rows[0]['rung']}）：左为 {sweep['image_size']} px 下图片数增长，右为 {sweep['pictures']} 张图片尺寸增长"))
-        d.table([t("size, px", "尺寸 px"), t("pictures", "图片数"), t("ms a step", "每步毫秒"), t("ms a step and picture", "每步每图毫秒"), t("peak memory, GB", "峰值显存 GB")],
+        d.table([t("size, px"), t("pictures"), t("ms a step"), t("ms a step and picture"), t("peak memory, GB")],
                 [[row["image_size"], row["pictures"], ms(row["ms"]) if "ms" in row else row["failed"], f"{row['ms_a_picture']:.3f}" if "ms" in row else "–",
                   f"{row['peak_gb']:.1f}" if "peak_gb" in row else "–"] for row in sweep["sweep"]])
         self.contest_table()
-        d.heading(t("Are they the same pictures?", "图片是否相同？"), 3)
+        d.heading(t("Are they the same pictures?"), 3)
         for record in self.found["tiers"]:
             self.note(record)
             self.tiers(record)
@@ -405,9 +404,9 @@ class Report:
             gate = rung.get("gate")
             ratio = rung["ms"] / reference["ms"] if inverse else reference["ms"] / rung["ms"]
             rows.append([rung["rung"], ms(rung["ms"]), f"{ms(rung['p10'])} – {ms(rung['p90'])}", f"{ratio:.2f}×", f"{rung['error']:.1e}" if "error" in rung else "–",
-                         f"{gate['worst']['psnr']:.1f} dB, " + (t("passes both gates", "通过两个门槛") if gate.get("strict") else t("passes", "通过") if gate["passes"] else t("falls short", "未通过")) if gate else "–"])
-        d.table([t("rung", "级"), t("ms a step", "每步毫秒"), t("10th to 90th percentile", "第 10–90 百分位"), title or t("speed over fp32", "相对 fp32 加速"),
-                 t("error of a forward", "单次前向误差"), t("worst picture against fp32", "相对 fp32 最差图片")], rows)
+                         f"{gate['worst']['psnr']:.1f} dB, " + (t("passes both gates") if gate.get("strict") else t("passes") if gate["passes"] else t("falls short")) if gate else "–"])
+        d.table([t("rung"), t("ms a step"), t("10th to 90th percentile"), title or t("speed over fp32"),
+                 t("error of a forward"), t("worst picture against fp32")], rows)
 
     def tiers(self, record):
         """The tiers of a ladder that judged the demo's pictures: speed on its network, worst picture of the demo."""
@@ -419,13 +418,13 @@ class Report:
         pictures = judged[0]["gate"]["pictures"]
         d.text(t(f"The tiers on the demo's pictures, {pictures} after 250 steps against fp32 from the same noise, and their speed on {record['model']} at {record['image_size']} px: the worst picture.",
                  f"各层级在演示模型的 {pictures} 张图片上（250 步，相同噪声，对照 fp32）的最差单图，以及在 {record['model']}、{record['image_size']} px 上的速度。"))
-        d.table([t("tier", "精度层级"), t("ms a step", "每步毫秒"), t("speed over fp32", "相对 fp32 加速"), t("worst PSNR, dB", "最差 PSNR, dB"), t("worst MAE of 0–255", "最差 MAE（0–255）"),
-                 t("worst SSIM", "最差 SSIM"), t("contest gate", "竞赛门槛"), t("strict gate", "严格门槛")],
+        d.table([t("tier"), t("ms a step"), t("speed over fp32"), t("worst PSNR, dB"), t("worst MAE of 0–255"),
+                 t("worst SSIM"), t("contest gate"), t("strict gate")],
                 [[r["rung"].partition(" + ")[0], ms(r["ms"]), f"{alone / r['ms']:.2f}×", f"{r['gate']['worst']['psnr']:.1f}", f"{255 * r['gate']['worst']['mae']:.4f}", f"{r['gate']['worst']['ssim']:.4f}",
                   *("PASS" if r["gate"].get(key) else "FAIL" for key in ("passes", "strict"))] for r in judged])
         d.picture(f"error-speed-tiers-{safe(record['path'].stem)}.png", plots.error_against_speed(
             [dict(tier=r["rung"].partition(" + ")[0], speedup=alone / r["ms"], psnr=r["gate"]["worst"]["psnr"], mae=255 * r["gate"]["worst"]["mae"]) for r in judged], evaluate.GATES, "picture"),
-            t("Error against speed, with the bars of the two gates", "误差与速度，及两个门槛"))
+            t("Error against speed, with the bars of the two gates"))
 
     def pictures(self, verify):
         import evaluate
@@ -442,17 +441,16 @@ class Report:
                  "against fp32 in the same process: the worst grid and the worst picture.",
                  f"`scripts/verify.py`：{verify['model']}（{verify['weights']}），{verify['seeds']} 个种子，每个 {verify['pictures']} 张图，{verify['num_sampling_steps']} 步，"
                  "噪声相同，同一进程内与 fp32 比较：最差网格与最差单图。"))
-        d.table([t("tier", "精度层级"), t("s a grid", "每网格秒"), t("speed over fp32", "相对 fp32 加速"), t("MAE of 0–255, worst grid", "MAE（0–255），最差网格"), "LPIPS", "PSNR, dB", "SSIM",
-                 t("worst picture's PSNR, dB", "最差单图 PSNR, dB"), t("contest gate", "竞赛门槛"), t("strict gate", "严格门槛")],
+        d.table([t("tier"), t("s a grid"), t("speed over fp32"), t("MAE of 0–255, worst grid"), "LPIPS", "PSNR, dB", "SSIM",
+                 t("worst picture's PSNR, dB"), t("contest gate"), t("strict gate")],
                 [[tier["tier"], f"{tier['seconds']['median']:.2f}", f"{tier['speedup']:.2f}×", *(f"{tier['worst']['grid'][m]:.4f}" for m in ("mae", "lpips")),
                   f"{tier['worst']['grid']['psnr']:.1f}", f"{tier['worst']['grid']['ssim']:.4f}", f"{tier['worst']['tile']['psnr']:.1f}", tier["verdicts"]["contest"],
                   tier["verdicts"]["strict"]] for tier in tiers])
         if not published:
-            d.text(t("LPIPS here is by a VGG16 with random weights, since the published one was not at hand: it is not the contest's figure.",
-                     "此处的 LPIPS 使用随机权重的 VGG16（当时没有公开权重），并非竞赛所用数值。"))
+            d.text(t("LPIPS here is by a VGG16 with random weights, since the published one was not at hand: it is not the contest's figure."))
         d.picture(f"error-speed-{safe(verify['model'])}.png", plots.error_against_speed(
             [dict(tier=tier["tier"], speedup=tier["speedup"], psnr=tier["worst"]["grid"]["psnr"], mae=tier["worst"]["grid"]["mae"]) for tier in tiers], evaluate.GATES),
-            t("Error against speed, with the bars of the two gates", "误差与速度，及两个门槛"))
+            t("Error against speed, with the bars of the two gates"))
         best = next((tier for tier in tiers if tier["tier"] == verify["recommended"]), tiers[0])
         worst = {metric: float(value) for metric, value in next(row for row in best["parts"] if row["part"] == "grid" and row["seed"] == best["worst_seed"]).items()
                  if metric in evaluate.METRICS}
@@ -472,13 +470,13 @@ class Report:
         d, t = self.document, self.t
         fast, sweep, link = self.take("fast"), self.take("sweep"), self.take("link")
         gpus = max(row["ranks"] for row in link["link"])
-        d.heading(t("4. Design for many GPUs", "4. 多 GPU 设计"))
+        d.heading(t("4. Design for many GPUs"))
         d.text(t("Four ways to divide a step's work suit a DiT: pictures and guidance halves (rows), tokens with keys and values gathered or with heads exchanged (Ulysses), layers' "
                  "widths (tensor parallel), and layers in a pipeline (PipeFusion, which works on keys and values of the step before, so it approximates). What they cost follows "
                  f"from the network's sizes, and the link was measured: {device_of(link)}, {gpus} ranks, {link['backend']}.",
                  "DiT 每步的工作有几种切分方式：按图片与引导的两半（行）；按 token，收集键和值，或交换注意力头（Ulysses）；按层宽（张量并行）；按层做流水（PipeFusion，使用上一步的键值，因此是近似）。"
                  f"代价由网络尺寸算出，链路为实测：{device_of(link)}，{gpus} 个进程，{link['backend']}。"))
-        d.table([t("collective", "集合通信"), t("ranks", "进程数"), t("MiB a rank", "每进程 MiB"), "µs", "GB/s"],
+        d.table([t("collective"), t("ranks"), t("MiB a rank"), "µs", "GB/s"],
                 [[row["collective"], row["ranks"], mib(row["bytes"]), f"{row['us']:.1f}", f"{row['bytes'] / row['us'] / 1e3:.1f}"] for row in link["link"]])
         self.remark(link)
         steps = {row["pictures"]: row["ms"] for row in sweep["sweep"] if "ms" in row and row["image_size"] == sweep["image_size"]}
@@ -498,10 +496,10 @@ class Report:
                 saved = alone * (1 - 1 / plan["share"])
                 need = plan["bytes"] / saved / 1e6 if plan["bytes"] and saved else 0.0
                 rows.append([t(*plan["name"]), str(plan["calls"]), mib(plan["bytes"] / max(1, shape.depth)) if plan["each_layer"] else "–", mib(plan["bytes"]),
-                             f"{need:.1f}", "–" if taken is None else f"{taken:.2f}", ms(compute) + ("" if not ideal else t(" (ideal)", "（理想）")),
+                             f"{need:.1f}", "–" if taken is None else f"{taken:.2f}", ms(compute) + ("" if not ideal else t(" (ideal)")),
                              "–" if taken is None else f"{alone / (compute + taken):.2f}×"])
-            d.table([t("strategy", "策略"), t("collectives a step", "每步通信次数"), t("MiB sent a rank and layer", "每进程每层发送 MiB"), t("MiB a step", "每步 MiB"),
-                     t("break-even, GB/s", "收支平衡 GB/s"), t("link, ms a step", "链路，每步毫秒"), t("compute, ms a step", "计算，每步毫秒"), t("speed-up at most", "加速上限")], rows)
+            d.table([t("strategy"), t("collectives a step"), t("MiB sent a rank and layer"), t("MiB a step"),
+                     t("break-even, GB/s"), t("link, ms a step"), t("compute, ms a step"), t("speed-up at most")], rows)
             d.text(t(f"One GPU takes {ms(alone)} ms. Break-even is the bandwidth at which sending eats what dividing saves; below it the strategy is slower than leaving the GPUs idle.",
                      f"单 GPU 为 {ms(alone)} 毫秒。收支平衡带宽指通信恰好抵消切分收益时的带宽；低于它，不如让其余 GPU 闲置。"))
         d.text(t("Rows come first: pictures need no communication in a step, and a picture's two guidance halves one small gather. Tokens come next, only where a GPU has less than a "
@@ -516,7 +514,7 @@ class Report:
     def many(self):
         from scripts import plots
         d, t = self.document, self.t
-        d.heading(t("5. Result on many GPUs", "5. 多 GPU 结果"))
+        d.heading(t("5. Result on many GPUs"))
         series = {}
         for ddp in self.found["ddp"]:
             self.note(ddp)
@@ -524,14 +522,14 @@ class Report:
             most = counts[-1]
             grid, first, fid = ddp["grid_sampling_s"], ddp["start_to_first_step_s"], ddp["fid_pictures_per_s"]
             d.heading(t(f"{ddp['model']}, {ddp['image_size']} px, {ddp['precision']}, {most} GPUs against one", f"{ddp['model']}，{ddp['image_size']} px，{ddp['precision']}，{most} 个 GPU 对 1 个"), 3)
-            d.table([t("what", "项目"), *(f"{n} GPU" for n in counts), t("ratio", "比值"), t("of the ideal", "占理想")], [
+            d.table([t("what"), *(f"{n} GPU" for n in counts), t("ratio"), t("of the ideal")], [
                 [t(f"8 labels: sampling, {ddp['steps']} steps, s", f"8 个标签：采样 {ddp['steps']} 步，秒"), *(f"{min(grid[str(n)]):.2f}" for n in counts), f"{1 / grid['ratio']:.2f}×",
                  f"{1 / grid['ratio'] / most:.0%}"],
                 [t(f"50k job: pictures/s at {fid['steps']} steps", f"5 万张任务：{fid['steps']} 步时每秒图片"), *(f"{fid[str(n)]:.2f}" for n in counts),
                  f"{fid[str(most)] / fid['1']:.2f}×", f"{fid['efficiency']:.0%}"],
-                [t("process start to first step, s", "进程启动到第一步，秒"), *(f"{min(first[str(n)]):.2f}" for n in counts), f"{first['ratio']:.2f}×", "–"]])
+                [t("process start to first step, s"), *(f"{min(first[str(n)]):.2f}" for n in counts), f"{first['ratio']:.2f}×", "–"]])
             pictures = ddp["grid_start_to_picture_s"]
-            d.table([t("8 labels, process start to picture", "8 个标签，进程启动到图片"), t("seconds of each run", "各次秒数")],
+            d.table([t("8 labels, process start to picture"), t("seconds of each run")],
                     [[name, " ".join(f"{value:.2f}" for value in times)] for name, times in pictures.items()])
             totals = [run["total"] for name, runs in ddp.get("grid_phases_s", {}).items() if name == f"{most} local" for run in runs if "total" in run]
             if totals:
@@ -545,7 +543,7 @@ class Report:
         for parallel in self.found["parallel"]:
             self.note(parallel)
             series |= self.shared(parallel)
-        d.picture("scaling.png", plots.scaling(series), t("Speed-up over one GPU on the same path, against the ideal", "相对单 GPU（同一路径）的加速与理想值"))
+        d.picture("scaling.png", plots.scaling(series), t("Speed-up over one GPU on the same path, against the ideal"))
 
     def shared(self, record):
         """Few pictures on many GPUs; returns the best speed-up by number of GPUs of the cases that are drawn."""
@@ -563,27 +561,27 @@ class Report:
             best = {n: min((row for row in timed if row["gpus"] == n), key=lambda row: row["ms"]) for n in sorted({row["gpus"] for row in timed})}
             auto = next((row for row in some if row["plan"] == "auto"), None)
             rows.append([f"{tier}, {size} px", labels, ms(alone["ms"]), "; ".join(f"{n}: {row['plan']}, {ms(row['ms'])}, {row['speedup']:.2f}×" for n, row in best.items() if n > 1),
-                         f"{auto['chosen']}" + (f", {auto['speedup']:.2f}×, {auto['of_best']:.0%} " + t("of the best", "（占最佳）") if auto["ms"] else "") if auto else "–"])
+                         f"{auto['chosen']}" + (f", {auto['speedup']:.2f}×, {auto['of_best']:.0%} " + t("of the best") if auto["ms"] else "") if auto else "–"])
             if labels in (1, 8) and len(best) > 1 and len(series) < 8:
                 series[f"{tier}, {size} px, {labels} label(s)"] = {n: row["speedup"] for n, row in best.items()}
-        d.table([t("network", "网络"), t("labels", "标签数"), t("one GPU, ms", "单 GPU，毫秒"), t("best plan by GPUs: ms a step, speed-up", "各 GPU 数最佳方案：每步毫秒、加速"),
-                 t("auto's choice", "auto 的选择")], rows)
+        d.table([t("network"), t("labels"), t("one GPU, ms"), t("best plan by GPUs: ms a step, speed-up"),
+                 t("auto's choice")], rows)
         for (tier, size, labels), some in cases.items():
             if labels == min(labels for *_, labels in cases):
-                d.table([t(f"{tier}, {size} px, {labels} label(s): plan", f"{tier}，{size} px，{labels} 个标签：方案"), "GPU", t("ms a step", "每步毫秒"), t("speed-up", "加速"),
-                         t("collectives a layer", "每层通信次数"), t("MiB received a rank and layer", "每进程每层接收 MiB"), t("error against one GPU", "相对单 GPU 误差")],
+                d.table([t(f"{tier}, {size} px, {labels} label(s): plan", f"{tier}，{size} px，{labels} 个标签：方案"), "GPU", t("ms a step"), t("speed-up"),
+                         t("collectives a layer"), t("MiB received a rank and layer"), t("error against one GPU")],
                         [[row["plan"], row["gpus"], ms(row["ms"]), f"{row['speedup']:.2f}×", f"{row['collectives']:g}" if "collectives" in row else "–",
                           mib(row["bytes"]) if "bytes" in row else "–", f"{row['error']:.1e}" if "error" in row else "–"] for row in some if row["plan"] != "auto"])
         if record["gates"]:
-            d.text(t("The demo's pictures under every plan, against fp32 on one GPU:", "演示模型的图片在各方案下与单 GPU fp32 比较："))
-            d.table([t("tier", "精度层级"), t("plan", "方案"), t("worst picture, PSNR dB", "最差图片 PSNR dB"), t("contest gate", "竞赛门槛"), t("strict gate", "严格门槛")],
+            d.text(t("The demo's pictures under every plan, against fp32 on one GPU:"))
+            d.table([t("tier"), t("plan"), t("worst picture, PSNR dB"), t("contest gate"), t("strict gate")],
                     [[gate["tier"], gate["plan"], f"{gate['worst']['psnr']:.1f}", *("PASS" if gate[key] else "FAIL" for key in ("passes", "strict"))] for gate in record["gates"]])
         return series
 
     def sources(self):
         d, t = self.document, self.t
-        d.heading(t("Sources", "数据来源"))
-        d.table([t("file", "文件"), "sha256", "torch", t("commit", "提交"), t("command", "命令")],
+        d.heading(t("Sources"))
+        d.table([t("file"), "sha256", "torch", t("commit"), t("command")],
                 [[f"`{record['path'].relative_to(self.log)}`", digest(record["path"]), record.get("torch", "–"), record.get("commit", "–"), f"`{record.get('command', 'scripts/measure_ddp.py')}`"]
                  for record in sorted(self.used, key=lambda record: str(record["path"]))])
 
