@@ -549,6 +549,7 @@ class Report:
         """Few pictures on many GPUs; returns the best speed-up by number of GPUs of the cases that are drawn."""
         d, t = self.document, self.t
         d.heading(t(f"Few pictures on {record['gpus']} GPUs ({record['model']})", f"少量图片用 {record['gpus']} 个 GPU（{record['model']}）"), 3)
+        self.remark(record)
         cases = {}
         for row in record["rows"]:
             cases.setdefault((row["tier"], row["size"], row["labels"]), []).append(row)
