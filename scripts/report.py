@@ -436,6 +436,7 @@ class Report:
         for tier in tiers:
             for where in tier["worst"].values():
                 where.update({metric: float(value) for metric, value in where.items()})
+        self.remark(verify)
         published = (verify.get("vgg_weights") or {}).get("published", True)
         d.text(t(f"`scripts/verify.py` on {verify['model']} ({verify['weights']}), {verify['seeds']} seeds of {verify['pictures']} pictures, {verify['num_sampling_steps']} steps, same noise, "
                  "against fp32 in the same process: the worst grid and the worst picture.",
@@ -443,18 +444,22 @@ class Report:
                  "噪声相同，同一进程内与 fp32 比较：最差网格与最差单图。"))
         d.table([t("tier"), t("s a grid"), t("speed over fp32"), t("MAE of 0–255, worst grid"), "LPIPS", "PSNR, dB", "SSIM",
                  t("worst picture's PSNR, dB"), t("contest gate"), t("strict gate")],
-                [[tier["tier"], f"{tier['seconds']['median']:.2f}", f"{tier['speedup']:.2f}×", *(f"{tier['worst']['grid'][m]:.4f}" for m in ("mae", "lpips")),
+                [[tier["tier"], f"{tier['seconds']['median']:.2f}" if "seconds" in tier else "–", f"{tier['speedup']:.2f}×" if "seconds" in tier else "–", *(f"{tier['worst']['grid'][m]:.4f}" for m in ("mae", "lpips")),
                   f"{tier['worst']['grid']['psnr']:.1f}", f"{tier['worst']['grid']['ssim']:.4f}", f"{tier['worst']['tile']['psnr']:.1f}", tier["verdicts"]["contest"],
                   tier["verdicts"]["strict"]] for tier in tiers])
         if not published:
             d.text(t("LPIPS here is by a VGG16 with random weights, since the published one was not at hand: it is not the contest's figure."))
-        d.picture(f"error-speed-{safe(verify['model'])}.png", plots.error_against_speed(
-            [dict(tier=tier["tier"], speedup=tier["speedup"], psnr=tier["worst"]["grid"]["psnr"], mae=tier["worst"]["grid"]["mae"]) for tier in tiers], evaluate.GATES),
-            t("Error against speed, with the bars of the two gates"))
+        timed = [tier for tier in tiers if "seconds" in tier]  # those of a run that was stopped are judged without times
+        if timed:
+            d.picture(f"error-speed-{safe(verify['model'])}.png", plots.error_against_speed(
+                [dict(tier=tier["tier"], speedup=tier["speedup"], psnr=tier["worst"]["grid"]["psnr"], mae=tier["worst"]["grid"]["mae"]) for tier in timed],
+                evaluate.GATES), t("Error against speed, with the bars of the two gates"))
         best = next((tier for tier in tiers if tier["tier"] == verify["recommended"]), tiers[0])
         worst = {metric: float(value) for metric, value in next(row for row in best["parts"] if row["part"] == "grid" and row["seed"] == best["worst_seed"]).items()
                  if metric in evaluate.METRICS}
-        d.text(t(f"Recommended there: `--precision {best['tier']}`. Its worst grid, as evaluate.py prints it:", f"推荐：`--precision {best['tier']}`。其最差网格（evaluate.py 输出）："))
+        if verify["recommended"]:
+            d.text(t(f"Recommended there: `--precision {best['tier']}`.", f"推荐：`--precision {best['tier']}`。"))
+        d.text(t(f"The worst grid in {best['tier']}, as evaluate.py prints it:", f"{best['tier']} 的最差网格（evaluate.py 输出）："))
         d.verbatim(evaluate.block(worst))
         for tier in tiers:
             name = f"heatmap-{safe(tier['tier'])}"
