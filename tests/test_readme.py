@@ -92,8 +92,8 @@ def test_code_md_gives_measured_gains_and_names_every_file():
     steps = {after["rung"].removeprefix("fp16 + "): (before["ms"], after["ms"]) for before, after in zip(rungs, rungs[1:])}
     gains = re.findall(r"([\d.]+) → ([\d.]+) ms \(([^)]+)\)", table)
     assert len(gains) >= 6
-    for before, after, rung in gains:
-        assert (before, after) == tuple(f"{value:.1f}" for value in steps[rung]), rung
+    stale = {f"{before} → {after} ms ({rung})": "{:.1f} → {:.1f} ms".format(*steps[rung]) for before, after, rung in gains}
+    assert all(text.startswith(measured) for text, measured in stale.items()), f"code.md, File by file, against the ladder: {stale}"
     waits = [sum(wait["per_step"] for wait in json.loads((ROOT / f"log/{name}.json").read_text())["waits"]) for name in ("profile-baseline-fp32-h200", "profile-h200")]
     assert f"waits {waits[0]:.0f} times a step" in table and waits[1] == 0
     for path in [*ROOT.glob("accel/*.py"), *ROOT.glob("accel/kernels/*.*"), *ROOT.glob("accel/parallel/*.py"), *ROOT.glob("diffusion/*.py"), *ROOT.glob("*.py")]:
