@@ -38,7 +38,7 @@ def test_the_tiers_are_the_measured_ones():
 
 
 def test_the_ladder_is_the_measured_one():
-    assert ladder("ladder-h200-512px-16rows.json", "step-h200-hopper.json") in README
+    assert ladder("ladder-h200-512px-16rows.json") in README
 
 
 def test_alternatives_and_waits_are_the_measured_ones():
