@@ -42,6 +42,7 @@ KINDS = {
     "verify": (lambda r: r.get("kind") == "verify", "python scripts/verify.py --output {log}/verify"),
     "ddp": (lambda r: "grid_sampling_s" in r, "python scripts/measure_ddp.py --gpus 4 --output {log}/ddp.json"),
     "parallel": (lambda r: "rows" in r and "gates" in r, "torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py --gate --output {log}/parallel.json"),
+    "forecast": (lambda r: isinstance(r.get("rows"), list) and any("calls" in row for row in r["rows"]), "python scripts/forecast_curve.py --output {log}/forecast.json"),
     "link": (lambda r: r.get("kind") == "link", "torchrun --standalone --nproc_per_node=4 scripts/measure_link.py --output {log}/link.json"),
 }
 NEEDS = {1: ("ladder", "contest"), 2: ("baseline", "fast"), 3: ("ladder", "fast", "versus", "sweep", "contest"), 4: ("fast", "sweep", "link"), 5: ()}
@@ -389,6 +390,8 @@ class Report:
                 [[row["image_size"], row["pictures"], ms(row["ms"]) if "ms" in row else row["failed"], f"{row['ms_a_picture']:.3f}" if "ms" in row else "–",
                   f"{row['peak_gb']:.1f}" if "peak_gb" in row else "–"] for row in sweep["sweep"]])
         self.contest_table()
+        for record in self.found["forecast"]:
+            self.fewer_calls(record)
         d.heading(t("Are they the same pictures?"), 3)
         for record in self.found["tiers"]:
             self.note(record)
@@ -396,6 +399,18 @@ class Report:
         for verify in self.found["verify"]:
             self.note(verify)
             self.pictures(verify)
+
+    def fewer_calls(self, record):
+        """The forecast tier's curve: calls of the network against distance to all of them."""
+        d, t = self.document, self.t
+        self.note(record)
+        d.heading(t("Fewer calls of the network"), 3)
+        d.text(t(f"`--forecast`, an approximation that is off unless asked for, on {record['model']} ({record['precision']}, {record['pictures']}), against all {record['steps']} calls from the "
+                 "same noise.", f"`--forecast`：默认关闭的近似，{record['model']}（{record['precision']}，{record['pictures']}），与相同噪声下全部 {record['steps']} 次调用比较。"))
+        d.table([t("method"), t("calls"), t("all pictures, PSNR dB"), t("median picture, dB"), t("worst picture, dB"), t("grids over 40 dB"), t("pictures over 40 dB")],
+                [[row["method"], row["calls"], *(f"{row[key]:.1f}" for key in ("psnr", "tile_median", "tile_worst")), *(f"{row[key]:.1%}" for key in ("grids_over_40", "tiles_over_40"))]
+                 for row in record["rows"]])
+        self.remark(record)
 
     def rung_table(self, rungs, reference, title=None, inverse=False):
         d, t = self.document, self.t
@@ -588,7 +603,7 @@ class Report:
         d, t = self.document, self.t
         d.heading(t("Sources"))
         d.table([t("file"), "sha256", "torch", t("commit"), t("command")],
-                [[f"`{record['path'].relative_to(self.log)}`", digest(record["path"]), record.get("torch", "–"), record.get("commit", "–"), f"`{record.get('command', 'scripts/measure_ddp.py')}`"]
+                [[f"`{record['path'].relative_to(self.log)}`", digest(record["path"]), record.get("torch", "–"), record.get("commit", "–"), f"`{record['command']}`" if "command" in record else "–"]
                  for record in sorted(self.used, key=lambda record: str(record["path"]))])
 
 

@@ -103,4 +103,11 @@ CHINESE = {
     "file": "文件",
     "commit": "提交",
     "command": "命令",
+    "Fewer calls of the network": "更少的网络调用",
+    "method": "方法",
+    "all pictures, PSNR dB": "全部图片 PSNR dB",
+    "median picture, dB": "中位图片 dB",
+    "worst picture, dB": "最差图片 dB",
+    "grids over 40 dB": "40 dB 以上的网格",
+    "pictures over 40 dB": "40 dB 以上的图片",
 }
