@@ -78,7 +78,7 @@ def load_model(options, device, tier="fp32"):
     Raises UsageError for an unknown model, weights that are missing or those of another model.
     """
     model = _empty_model(options)
-    state = find_model(options.ckpt or _published(options))
+    state = find_model(options.ckpt or published(options))
     _check_fit(options, model, state)
     if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid, so the network runs at any size
         trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
@@ -104,7 +104,7 @@ def load_model(options, device, tier="fp32"):
             try:
                 network = FastDiT(state, model.num_heads, dtype, device)
             except ValueError as error:
-                raise UsageError(f"--ckpt {options.ckpt or _published(options)}: {error}") from None
+                raise UsageError(f"--ckpt {options.ckpt or published(options)}: {error}") from None
             for one in compiling:
                 one.result()
         return network
@@ -130,10 +130,10 @@ def overflows(network, options, device):
 def fetch_weights(options):
     """Download the published weights if the options want them and they are not here yet. Raises UsageError."""
     if options.ckpt is None:
-        find_model(_published(options))
+        find_model(published(options))
 
 
-def _published(options):
+def published(options):
     name = f"DiT-XL-2-{options.image_size}x{options.image_size}.pt"
     if options.model != "DiT-XL/2" or name not in pretrained_models or options.num_classes != 1000:
         raise UsageError(f"--ckpt: no published weights for {options.model} at {options.image_size} px with {options.num_classes} classes "
@@ -155,7 +155,7 @@ def _check_fit(options, model, state):
     wrong = _mismatches(model, state)
     if not wrong:
         return
-    name = options.ckpt or _published(options)
+    name = options.ckpt or published(options)
     table = state.get("y_embedder.embedding_table.weight")
     if wrong == ["y_embedder.embedding_table.weight"] and table is not None:
         raise UsageError(f"--num-classes {options.num_classes}: the weights in {name} know {len(table) - 1} classes; "
@@ -181,7 +181,7 @@ def draw_latents(n, latent_size, seed, device):
 
 @torch.inference_mode()
 def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, rows=slice(None), draw=None, steps=None, progress=None,
-            sums=None):
+            sums=None, forecast=None):
     """Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2) with classifier-free guidance.
 
     network: anything with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`; a FastDiT's conditioning is hoisted and its steps are
@@ -192,41 +192,78 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
     draw: called once a step for the noise of `rows` (n', 4, L, L), in place of that stream.
     steps: stop after so many (for warm-up). progress: called after each step has been queued. sums (steps,), on z's device: receives the
     latents' sum after each step, which tells afterwards at which one they ceased to be finite.
+    forecast: which steps call the network (a Plan or an Auto of accel.forecast; see diffusion.forecast); without it all do.
     """
     x, y = z[rows], labels[rows]
     mine, n = len(x), len(z)
     if guided:
         y = torch.cat([y, torch.full_like(y, null_label)])  # (2n',)
 
-    def step(x, t, y, noise):
+    def model_for(y):
         def model(x, t):
             if guided:
                 return network.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), y, cfg_scale)[:len(x)]
             return network.forward(x, t, y)
 
-        return diffusion.p_sample(model, x, t, clip_denoised=False, noise=noise)["sample"]
+        return model
+
+    def step(x, t, y, noise):
+        return diffusion.p_sample(model_for(y), x, t, clip_denoised=False, noise=noise)["sample"]
+
+    def stride(x, t, y, m, values, noise):
+        return forecast.strides.stride(model_for(y), x, t, m, values, noise)
 
     conditions, drawn = nullcontext(), (2 * n if guided else n, *z.shape[1:])
     if (switches := getattr(network, "optimisations", None)) is not None:
         from accel.fast import hoist_conditioning
         if switches.hoist:
-            conditions = hoist_conditioning(network, diffusion.timestep_map[::-1], y.tolist())
+            met = diffusion.timestep_map[::-1] if forecast is None else forecast.timesteps()
+            conditions = hoist_conditioning(network, met, y.tolist())
         if switches.graph and z.is_cuda:
-            diffusion.prepare(z.device)
-            step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step, switches.reset_once))
+            if forecast is None:
+                diffusion.prepare(z.device)
+                step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step, switches.reset_once))
+            else:
+                forecast.strides.prepare(z.device)
+                stride = network.captured.setdefault((forecast.strides, guided, cfg_scale), Replayed(stride, switches.reset_once))
     if hasattr(network, "begin_run"):  # what it does depends on the number of the step
         network.begin_run()
+
+    def noise_of_step():
+        # Draw 2n rows, use this rank's: upstream's random stream.
+        return draw() if draw is not None else torch.randn(drawn, device=z.device)[:n][rows]
+
     timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=z.device)
     with conditions as table:
+        if forecast is not None:
+            return _strides(stride, forecast, table, x, y, timesteps[:steps], noise_of_step, sums, progress)
         for index in range(diffusion.num_timesteps)[:steps]:
             if table is not None:
                 table.reach(index)
-            # Draw 2n rows, use this rank's: upstream's random stream.
-            noise = draw() if draw is not None else torch.randn(drawn, device=z.device)[:n][rows]
-            x = step(x, timesteps[index].expand(mine), y, noise)
+            x = step(x, timesteps[index].expand(mine), y, noise_of_step())
             if sums is not None:
                 torch.sum(x.flatten(), 0, out=sums[index])
             if progress is not None:
+                progress()
+    return x
+
+
+def _strides(stride, forecast, table, x, y, timesteps, noise_of_step, sums, progress):
+    """denoise's loop where one call of the network serves several steps."""
+    (m, values), index = forecast.strides.start(x), 0
+    for call, gap in enumerate(forecast.run()):
+        if index >= len(timesteps):
+            break
+        if table is not None:
+            table.reach(forecast.place(call, index, gap))
+        noise = torch.stack([noise_of_step() for _ in range(gap)])  # drawn ahead, in the stream's order
+        x, m, values, error = stride(x, timesteps[index].expand(len(x)), y, m, values, noise)
+        forecast.observe(error, index, gap)
+        index += gap
+        if sums is not None:
+            torch.sum(x.flatten(), 0, out=sums[index - 1])
+        if progress is not None:
+            for _ in range(gap):
                 progress()
     return x
 
@@ -295,6 +332,16 @@ class Engine:
             if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
                 self._leave_fp16()
             self.diffusion = create_diffusion(str(options.num_sampling_steps))
+            self.forecast = self._choose_forecast()
+
+    def _choose_forecast(self):
+        """Which steps will call the network, as --forecast says; None for all."""
+        if self.options.forecast == "off":
+            return None
+        from accel.forecast import Auto, Plan, read_plan
+        if self.options.forecast == "auto":
+            return Auto(self.diffusion, self.options.forecast_tolerance)
+        return Plan(self.diffusion, read_plan(self.options, self.options.ckpt or published(self.options)))
 
     def _leave_fp16(self):
         if self.precision == "exact" and (layer := self.network.overflowed()):
@@ -312,15 +359,17 @@ class Engine:
 
     def describe(self):
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        calls = "" if self.forecast is None else f" ({self.forecast})"
         return (f"{self.options.model} · {self.options.image_size} px · {len(self.options.labels)} labels · "
-                f"{self.options.num_sampling_steps} steps · cfg {self.options.cfg_scale:g} · {self.precision} · {where} · "
+                f"{self.options.num_sampling_steps} steps{calls} · cfg {self.options.cfg_scale:g} · {self.precision} · {where} · "
                 f"torch {torch.__version__}")
 
     def denoise(self, z, labels, **how):
         """Noise z (n, 4, L, L) and labels (n,) → latents; `how` as in the function of the same name. Raises UsageError, naming the step and a
         remedy, if they are not finite."""
         sums = torch.zeros(self.diffusion.num_timesteps, device=self.device)
-        latents = denoise(self.network, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes, sums=sums, **how)
+        latents = denoise(self.network, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes, sums=sums,
+                          **{"forecast": self.forecast, **how})
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
             remedies = {"fp16": "use --precision bf16", "bf16": "use --precision fp32", "tf32": "use --precision fp32", "exact": "use --precision fp32",
@@ -346,7 +395,10 @@ class Engine:
         captured = self.device.type == "cuda" and getattr(self.network, "optimisations", None) is not None
         if runs > 1 or captured:  # the first step loads kernels and is recorded: not sampling, and not what the bar should learn its pace from
             with self.watch.phase("warm-up"):
-                self.run(rows, steps=3 if runs > 1 else 1)
+                if self.forecast is None:
+                    self.run(rows, steps=3 if runs > 1 else 1)
+                else:
+                    self.run(rows, forecast=self.forecast.each_length_once())
         for index in range(runs):
             start = time.perf_counter()
             with self.watch.phase("sample"), progress_bar(

@@ -103,7 +103,7 @@ def _drop_resets(graph, counters):
 
 
 class Replayed:
-    """A function of tensors that is captured at its first call for a combination of shapes, dtypes and other arguments, then replayed.
+    """A function of tensors, giving one or a tuple of them, that is captured at its first call for a combination of shapes, dtypes and other arguments, then replayed.
     Each combination holds memory for its tensors as long as this object lives."""
 
     def __init__(self, function, reset_once=True):
@@ -119,9 +119,9 @@ class Replayed:
         inputs, output, replay = self.captured[key]
         for fixed, tensor in zip(inputs, tensors):
             fixed.copy_(tensor)
-        with torch.cuda.device(output.device):
+        with torch.cuda.device(tensors[0].device):
             replay()
-        return output.clone()
+        return tuple(one.clone() for one in output) if isinstance(output, tuple) else output.clone()
 
     def _capture(self, arguments):
         fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]

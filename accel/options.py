@@ -53,6 +53,11 @@ class SamplingOptions:
                                 "tf32: float32 with TF32 products, as DiT ships; fp32: true float32; exact: fp32's pictures from float16 "
                                 "tensor cores; default: fp16 on a GPU with tensor cores (bf16 if the weights overflow it), else fp32",
                           choices=("fp32", "exact", "tf32", "fp16", "bf16"))
+    forecast: str = flag("off", "off: the network is called at every step; plan: at the steps that scripts/calibrate.py chose for these weights, whose "
+                                "pictures it showed to pass the gate; auto: where the error measured while sampling asks for it",
+                         choices=("off", "plan", "auto"))
+    forecast_plan: str = flag(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
+    forecast_tolerance: float = flag(0.01, "auto: error of a gap's forecast, in units of the latent's step, that lets the gap be; smaller calls more", type=float)
     compile: bool = flag(False, "run the plain network through torch.compile(max-autotune) instead of our kernels; takes minutes to start",
                          action="store_true")
     device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")

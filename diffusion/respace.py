@@ -64,7 +64,7 @@ class SpacedDiffusion(GaussianDiffusion):
     Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn are shown the original ones.
     use_timesteps: the original timesteps to keep. The other arguments: GaussianDiffusion's (original betas).
     Attributes: use_timesteps (set), timestep_map (sorted list: own index to original timestep),
-    original_num_steps.
+    original_num_steps, original_alphas_cumprod (float64).
     Raises ValueError if use_timesteps is empty or reaches outside the process.
     """
 
@@ -73,6 +73,7 @@ class SpacedDiffusion(GaussianDiffusion):
         self.timestep_map = sorted(self.use_timesteps)
         base = GaussianDiffusion(**kwargs)
         self.original_num_steps = base.num_timesteps
+        self.original_alphas_cumprod = base.alphas_cumprod
         if not self.timestep_map or self.timestep_map[0] < 0 or self.timestep_map[-1] >= base.num_timesteps:
             raise ValueError(f"use_timesteps: expected some of 0 ... {base.num_timesteps - 1}, got "
                              f"{self.timestep_map[:1]} ... {self.timestep_map[-1:]}")
