@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-from accel.options import DistributedOptions, OneLineParser, add_arguments, options_from, user_errors
+from accel.options import DistributedOptions, OneLineParser, UsageError, add_arguments, options_from, user_errors
 
 
 class RankParser(OneLineParser):
@@ -62,6 +62,9 @@ def sample_grid(options, group):
     with engine.watch.phase("plan"):
         engine.network, plan = planner.parallel(engine.network, wanted)
     split = plan.ranks > 1
+    if options.forecast == "auto" and group.world > 1 and not split:  # ranks that share their pictures see the same errors anyway
+        group.together("labels", lambda: check_labels(options, group.world), only=0)
+        engine.forecast.agree = group.largest  # the worst picture of the grid decides, wherever it is made
     busy = plan.ranks if split else group.world
     mine = share(n, busy, group.rank) if group.rank < busy else slice(0, 0)  # the pictures that this rank decodes
     latents = engine.sample(mine if not split or group.rank >= busy else slice(None), show=group.rank == 0)
@@ -79,6 +82,12 @@ def sample_grid(options, group):
     if group.rank == 0:
         engine.save(latents, pixels)
         print(f"{options.output}: {engine.watch}")
+
+
+def check_labels(options, world):
+    if options.forecast == "auto" and len(options.labels) < world:
+        raise UsageError(f"--forecast auto: all ranks decide together, and {len(options.labels)} labels leave some of {world} without a picture; "
+                         "use fewer ranks or --forecast plan")
 
 
 def sample_for_fid(options, group):

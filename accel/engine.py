@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from accel import precision, vae
+from accel.forecast import Auto, Plan, read_plan
 from accel.graphs import Replayed
 from accel.meta import shapes_only
 from accel.options import UsageError, partial_file
@@ -327,21 +328,16 @@ class Engine:
         self.decoder = self.loading = None  # the VAE, loaded when it is first needed, and the load under way
         with self.watch.phase("load"):
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
+            gaps = read_plan(options, options.ckpt or published(options)) if options.forecast == "plan" else None
             self.precision = choose_precision(options, self.device)
             self.network = load_model(options, place or self.device, self.precision)
             if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
                 self._leave_fp16()
             self.diffusion = create_diffusion(str(options.num_sampling_steps))
-            self.forecast = self._choose_forecast()
-
-    def _choose_forecast(self):
-        """Which steps will call the network, as --forecast says; None for all."""
-        if self.options.forecast == "off":
-            return None
-        from accel.forecast import Auto, Plan, read_plan
-        if self.options.forecast == "auto":
-            return Auto(self.diffusion, self.options.forecast_tolerance)
-        return Plan(self.diffusion, read_plan(self.options, self.options.ckpt or published(self.options)))
+            if options.forecast == "plan":
+                self.forecast = Plan(self.diffusion, gaps)
+            else:
+                self.forecast = Auto(self.diffusion, options.forecast_tolerance) if options.forecast == "auto" else None
 
     def _leave_fp16(self):
         if self.precision == "exact" and (layer := self.network.overflowed()):

@@ -31,7 +31,8 @@ from accel.options import DEFAULTS_OF, UsageError, flag_names
 from accel.parallel.group import Stopped
 from accel.vae import to_uint8
 
-IRRELEVANT = {"ckpt", "vae", "device", "output", "output_type", "labels", "repeats", "sample_dir", "tf32", "decode"}  # to a picture's bits
+IRRELEVANT = {"ckpt", "vae", "device", "output", "output_type", "labels", "repeats", "sample_dir", "tf32", "decode",
+              "forecast", "forecast_plan", "forecast_tolerance"}  # to a picture's bits, or said below
 WRITERS = 4  # threads that compress PNGs: a 512 px picture takes one of them 60 ms
 
 
@@ -87,6 +88,8 @@ def settings_of(engine, plan):
     settings = {flag_names(item)[0]: getattr(engine.options, item.name) for item in fields(engine.options) if item.name not in IRRELEVANT}
     settings |= {"--precision": engine.precision, "--ckpt (contents)": _fingerprint(engine.network),
                  "--vae (contents)": _fingerprint(engine.load_decoder()), "device": kind, "torch": torch.__version__}
+    if engine.forecast is not None:
+        settings["--forecast"] = engine.forecast.setting
     if not plan.independent:
         settings["number of ranks"] = plan.world
     return json.loads(json.dumps(settings))  # as they will be read back

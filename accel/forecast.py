@@ -80,6 +80,11 @@ class Plan:
     def __str__(self):
         return f"{len(self.gaps)} calls"
 
+    @property
+    def setting(self):
+        """What decides the bits of a picture, as an FID job records it."""
+        return f"plan {hashlib.sha256(bytes(self.gaps)).hexdigest()[:8]} of {self}"
+
     def timesteps(self):
         """The original timesteps that will be called, in order."""
         starts = [self.steps - 1 - sum(self.gaps[:i]) for i in range(len(self.gaps))]
@@ -122,7 +127,11 @@ class Auto:
         self.calls = self.pending = self.rate = None
 
     def __str__(self):
-        return f"forecast auto, tolerance {self.tolerance:g}"
+        return f"calls by error, tolerance {self.tolerance:g}"
+
+    @property
+    def setting(self):
+        return f"auto, tolerance {self.tolerance:g}"
 
     def timesteps(self):
         """All that may be called: which will be is not known ahead."""

@@ -90,6 +90,10 @@ class SamplingOptions:
             raise UsageError(f"--cfg-scale {self.cfg_scale:g}: must be at least 1 (1 is no guidance)")
         if not 1 <= self.num_sampling_steps <= 1000:
             raise UsageError(f"--num-sampling-steps {self.num_sampling_steps}: must be from 1 to 1000")
+        if self.forecast_plan is not None and self.forecast != "plan":
+            raise UsageError(f"--forecast-plan {self.forecast_plan}: is read with --forecast plan only; add that or drop this")
+        if not 0 < self.forecast_tolerance < float("inf"):
+            raise UsageError(f"--forecast-tolerance {self.forecast_tolerance:g}: must be over 0")
         suffix = ".npy" if self.output_type == "latent" else ".png"
         self.output = self.output or f"sample{suffix}"
         if Path(self.output).suffix.lower() != suffix:

@@ -25,6 +25,11 @@ for Gaussians, pixel by pixel,
 
     m_{s-1} = m_s + (1 - b_s / sigma_s^2) (sigma_s / c_s) z_s.                                                (4)
 
+The call's x_0 then gives a better path, and a mean u' of it. What D would be there is not asked again: errors of m lie where data vary, and along those
+directions a network that sees little noise gives back what it is given, D(u') - D(u*) = u' - u*. So
+
+    x_0 <- x_0 + u' - u*.                                                                                     (5)
+
 With k = 1, u* = u_t: the ancestral step itself, to the bit.
 """
 import numpy as np
@@ -79,7 +84,7 @@ class Strides:
             mix = self.weight * np.sqrt(trained)[..., None] / root[:, None]  # of x_s in the point of the call: (T, K+1, K)
             centre = (self.weight * np.arange(self.longest)).sum(2, keepdims=True)  # steps to the call's place, weighted
             later = np.arange(self.longest) >= centre - 1e-9  # noise that the call has not seen
-            tables = dict(mix=mix, later=later, root=np.sqrt(trained), noise=np.sqrt(1 - trained), timestep=self.timestep)
+            tables = dict(mix=mix, later=later, total=self.total, root=np.sqrt(trained), noise=np.sqrt(1 - trained), timestep=self.timestep)
             with torch.inference_mode(False):  # these outlive the mode of whoever comes first
                 self._device_tables[device] = {
                     name: torch.from_numpy(value).to(torch.int64 if name == "timestep" else torch.float32).to(device)
@@ -118,10 +123,14 @@ class Strides:
         else:
             x0 = (at - _like(tables["noise"][t, k], x) * eps) / _like(tables["root"][t, k], x)
         error = (x0 - m).flatten(1).square().mean(1)
-        m, later = x0, tables["later"][t, k]  # (n, K)
+        m, mix, later, moved = x0, tables["mix"][t, k], tables["later"][t, k], -at  # (n, K)
         for j in range(k):
+            moved = moved + _like(mix[:, j], x) * x
             x, news = self._advance(x, t - j, x0, fresh, noise[j])
             m = m + _like(later[:, j], x) * (news - x0)
+        if k > 1:  # eq. 5; x is linear in x_0
+            shift = moved / _like(tables["root"][t, k], x)
+            x, m = x + _like(tables["total"][t, k], x) * shift, m + shift
         return x, m, fresh, error
 
     def _advance(self, x, t, x0, values, noise):

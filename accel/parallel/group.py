@@ -172,6 +172,11 @@ class Group:
         dist.gather(part.contiguous(), parts)
         return parts
 
+    def largest(self, value):
+        """Replace `value` (a tensor) by its maximum over all ranks, in place; on a GPU without waiting for it."""
+        self.opened()
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+
     # Stopping
 
     def stop_on_signals(self, *signals):
