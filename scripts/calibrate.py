@@ -164,7 +164,7 @@ def sensitivities(bench, run, table, window=WINDOW):
 
 
 def best_plans(table, sensitivity):
-    """Calls → gaps of the plan whose summed cost times sensitivity is least; its first two gaps are one step."""
+    """Calls → gaps of the plan whose summed cost times sensitivity is least; its first gap is one step."""
     steps, longest = table.shape[0], table.shape[1] - 1
     least = np.full((steps + 1, steps + 1), np.inf)  # [step reached, calls]
     gap_of = np.zeros(least.shape, dtype=int)
@@ -172,8 +172,6 @@ def best_plans(table, sensitivity):
     gap_of[1, 1] = 1
     for end in range(2, steps + 1):
         for k in range(1, min(longest, end - 1) + 1):
-            if end == 2 and k > 1:
-                continue
             found = np.append(np.inf, least[end - k, :-1] + table[end - k, k] * sensitivity[end])
             better = found < least[end]
             least[end][better], gap_of[end][better] = found[better], k
