@@ -142,17 +142,6 @@ def test_flags_that_contradict_each_other(weights):
         options_of(weights, forecast_tolerance=0.0)
 
 
-def test_the_demos_plan_is_for_the_demo():
-    """The plan that ships fits the weights that ship; its evidence says that it passes, and with how many calls."""
-    options = SamplingOptions(model="DiT-Demo/2", forecast="plan").resolve()
-    gaps = read_plan(options, options.ckpt)
-    evidence = json.loads(plan_path(options).read_text())["evidence"]
-    assert sum(gaps) == 250 and evidence["passes"] and evidence["grids_over_40"] >= 0.99 and evidence["tiles_over_40"] >= 0.93
-    assert len(evidence["tile_psnr"]) == evidence["pictures"] == 512 and len(evidence["seeds"]) == 16
-    assert np.mean(np.array(evidence["tile_psnr"]) > 40) == evidence["tiles_over_40"]
-    assert evidence["calibration"]["seed"] not in evidence["seeds"]
-
-
 #################################################################################
 #                                    Commands                                   #
 #################################################################################
