@@ -110,19 +110,21 @@ class Plan:
 
 class Auto:
     """
-    Error control while sampling, for weights without a plan. The mean square e of a call's x_0 minus its forecast, of the worst picture, over the
-    steps since the call before, is the rate at which x_0 moves; a gap of k steps is allowed where
+    Error control while sampling, for weights without a plan. The mean square of a call's x_0 minus its forecast, of the worst picture, over the steps
+    since the call before, is the rate r at which x_0 moves. What one call for k steps misses is quadratic in that move, so a gap is allowed where
 
-        (1 - abar_t) W_{t,k}^2 e (k - 1) <= tolerance^2,    W: diffusion.forecast, eq. 2
+        sqrt(S_t) W_{t,k} (k - 1) r <= tolerance,    S_t = (1 - abar_t)^2 + 0.1,
 
-    that is where what the call cannot see, carried into x and weighed with how much of x is still noise, stays small. The error travels to the host
-    beside the next call, so that the device never waits: a gap is chosen from the calls up to the last but one.
+    with W of diffusion.forecast. S is how much of an error of x is left in the picture, in shape; it was read off the demo (scripts/calibrate.py measures it
+    on any weights). Near the end a gap is at most 1 + t / 8 steps: the trained timesteps, among which a call takes its place, lie too far apart there.
+    The error travels to the host beside the next call, so that the device never waits: a gap is chosen from the calls up to the last but one.
     """
 
-    LONGEST = 6
+    LONGEST = 4
 
     def __init__(self, diffusion, tolerance):
         self.strides, self.tolerance, self.steps = Strides(diffusion, self.LONGEST), tolerance, diffusion.num_timesteps
+        self.sensitivity = (1 - diffusion.alphas_cumprod) ** 2 + 0.1
         self.agree = None  # over ranks that make one grid: replaces a number on the device by its maximum over all
         self.calls = self.pending = self.rate = None
 
@@ -178,7 +180,7 @@ class Auto:
         if self.rate is None:
             return 1
         gap = 1
-        for k in range(2, min(self.LONGEST, t + 1) + 1):
-            if self.strides.noise_share[t] * self.strides.total[t, k] ** 2 * self.rate * (k - 1) <= self.tolerance**2:
+        for k in range(2, min(self.LONGEST, 1 + t // 8) + 1):
+            if self.sensitivity[t] ** 0.5 * self.strides.total[t, k] * (k - 1) * self.rate <= self.tolerance:
                 gap = k
         return gap

@@ -51,7 +51,6 @@ class Strides:
             raise ValueError("strides: need a network that predicts the noise and a learned range of variance")
         self.diffusion, self.longest = diffusion, min(longest, diffusion.num_timesteps)
         self.weight, self.total, self.timestep = self._plan(diffusion)
-        self.noise_share = 1 - diffusion.alphas_cumprod
         self._device_tables = {}
 
     def _plan(self, diffusion):

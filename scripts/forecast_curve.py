@@ -113,7 +113,7 @@ def main():
     parser = OneLineParser(description=__doc__.splitlines()[0])
     add_arguments(parser, SamplingOptions, leave_out=("forecast", "forecast_plan", "forecast_tolerance", "output", "output_type", "repeats", "seed", "compile"))
     parser.add_argument("--calls", nargs="+", type=positive, default=[50, 65, 80, 100, 125, 160, 200], help="numbers of calls to compare at")
-    parser.add_argument("--tolerances", nargs="*", type=float, default=[0.01, 0.02, 0.03, 0.05], help="of auto")
+    parser.add_argument("--tolerances", nargs="*", type=float, default=[0.0002, 0.0003, 0.0005, 0.001], help="of auto")
     parser.add_argument("--pictures", type=positive, default=64, help="recorded to make plans from")
     parser.add_argument("--seeds", type=positive, default=4, help="held-out seeds")
     parser.add_argument("--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8")
