@@ -409,7 +409,7 @@ class Report:
                  "same noise.", f"`--forecast`：默认关闭的近似，{record['model']}（{record['precision']}，{record['pictures']}），与相同噪声下全部 {record['steps']} 次调用比较。"))
         d.table([t("method"), t("calls"), t("all pictures, PSNR dB"), t("median picture, dB"), t("worst picture, dB"), t("grids over 40 dB"), t("pictures over 40 dB")],
                 [[row["method"], row["calls"], *(f"{row[key]:.1f}" for key in ("psnr", "tile_median", "tile_worst")), *(f"{row[key]:.1%}" for key in ("grids_over_40", "tiles_over_40"))]
-                 for row in record["rows"]])
+                 for row in sorted(record["rows"], key=lambda row: -row["calls"])])
         self.remark(record)
 
     def rung_table(self, rungs, reference, title=None, inverse=False):
