@@ -140,6 +140,8 @@ class DistributedOptions(SamplingOptions):
             raise UsageError("--world-independent-noise: a grid is the same on any number of ranks; use it with --num-fid-samples")
         if self.mesh is not None and self.compile:
             raise UsageError(f"--compile: compiles a whole network, not a part of one; drop it or --parallel {self.parallel}")
+        if self.mesh is not None and "stages" in self.mesh and self.forecast != "off":
+            raise UsageError(f"--forecast {self.forecast}: its calls lie further apart than PipeFusion's reuse of the last step allows for; drop one of them")
         return super().resolve()
 
     @property

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from accel import engine
 from accel.fast import FastDiT, Optimisations
 from accel.forecast import KIND, Auto, Plan, plan_path, read_plan, settings_of, write_plan
-from accel.options import SamplingOptions, UsageError
+from accel.options import DistributedOptions, SamplingOptions, UsageError
 from conftest import ROOT, fill
 from diffusion import create_diffusion
 from models import DiT, DiT_models
@@ -140,6 +140,8 @@ def test_flags_that_contradict_each_other(weights):
         options_of(weights, forecast="auto", forecast_plan="x")
     with pytest.raises(UsageError, match="--forecast-tolerance 0: must be over 0"):
         options_of(weights, forecast_tolerance=0.0)
+    with pytest.raises(UsageError, match="--forecast plan: its calls lie further apart"):
+        DistributedOptions(model="DiT-Demo/2", forecast="plan", parallel="stages=2,patches=4,warmup=1").resolve()
 
 
 def test_the_demos_plan_is_for_the_demo():
