@@ -170,8 +170,8 @@ def measure(args, group, table, plans, case, record, keep):
         alone = alone or row["ms"]
         row["speedup"] = alone / row["ms"]
         rows.append(row)
-        print(f"{case['tier']} {case['size']} px {case['labels']} labels  {row['gpus']} GPUs {row['plan']:34} {row['ms']:8.3f} ms  {row['speedup']:.2f}x  "
-              f"error {row.get('error', 0):.1e}", flush=True)
+        print(f"{case['tier']} {case['size']} px {case['labels']} labels  {row['gpus']} GPUs {row['plan']:34} {row['ms']:8.3f} ms  {row['speedup']:.2f}x"
+              + (f"  error {row['error']:.1e}" if "error" in row else ""), flush=True)
     if table.pictures < group.world:
         chosen, reason = table.planner.choose()
         table.planner.pieces.attend = table.planner.pieces.alone
