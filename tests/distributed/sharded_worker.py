@@ -50,7 +50,7 @@ def main():
     world, results = dist.get_world_size(), []
     model = fill(DiT(input_size=12, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=10))
     generator = torch.Generator().manual_seed(1)
-    for rows, tokens in [(r, s) for r in range(1, world + 1) for s in range(1, world + 1) if r * s == world or r * s == world - 1 == 2]:
+    for rows, tokens in [(r, s) for r in range(1, world + 1) for s in range(1, world + 1) if 1 < r * s <= world]:
         mesh, everyone = make_mesh(rows, tokens, "cpu"), dist.new_group(list(range(rows * tokens)))
         for exchange in ("kv", "ulysses", "ring") if tokens > 1 else ("kv",):
             for pictures in (1, 3):
@@ -76,15 +76,16 @@ def main():
                     error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
                     results.append(dict(rows=rows, tokens=tokens, exchange=exchange, pictures=pictures, kind=kind, error=error,
                                         size=float(want[0].abs().mean()), **(dict(collectives=traffic.get_total_counts(), bytes=traffic.received) if kind == "fast" else {})))
-    if world <= DEPTH:
-        z, labels, diffusion = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([3, 5]), create_diffusion("6")
+    stages = dist.new_group(list(range(DEPTH)))
+    z, labels, diffusion = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([3, 5]), create_diffusion("6")
+    if dist.get_rank() < DEPTH:
         for kind in ("fast", "plain"):
             pieces = FastDiT(model.state_dict(), HEADS, torch.float32, torch.device("cpu")) if kind == "fast" else PlainPieces(model)
             torch.manual_seed(0)
             want = engine.denoise(pieces if kind == "fast" else model, diffusion, z, labels, 4.0, 10)
             for warmup in (6, 2, 0):
                 torch.manual_seed(0)
-                got = engine.denoise(Pipelined(pieces, dist.group.WORLD, 4, warmup), diffusion, z, labels, 4.0, 10)
+                got = engine.denoise(Pipelined(pieces, stages, 4, warmup), diffusion, z, labels, 4.0, 10)
                 results.append(dict(kind="stages", rows=1, tokens=1, exchange=kind, warmup=warmup, size=float(want.abs().mean()),
                                     error=float((got - want).norm() / want.norm())))
         pieces.attend = pieces.alone
