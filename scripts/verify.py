@@ -2,6 +2,7 @@
 
     python scripts/verify.py --ckpt results/000-DiT-XL-2/checkpoints/0050000.pt --image-size 256
     python scripts/verify.py --precision fp16 bf16 --seeds 5 --gate strict
+    python scripts/verify.py --forecast plan                        # fewer calls of the network, in every tier, against fp32 with all calls
     python scripts/verify.py --model DiT-Demo/2                     # on a CPU as well
 
 Same labels and noise for all, one grid a seed. Each grid and each picture in it is held to the gate by evaluate.py's metrics; the fastest tier
@@ -77,13 +78,13 @@ def judge(want, got, lpips):
                 worst_seed=min((row for row in rows if row["part"] == "grid"), key=lambda row: row["psnr"])["seed"])
 
 
-def choose_tiers(asked, device):
-    """The tiers to hold against fp32, fastest promise first. Raises UsageError for one that the device lacks."""
+def choose_tiers(asked, device, forecast="off"):
+    """The tiers to hold against fp32 with all calls, fp32 itself where calls are forecast. Raises UsageError for one that the device lacks."""
     for tier in asked or ():
         if not precision.supports(tier, device):
             raise UsageError(f"--precision {tier}: {device} cannot run it; leave it out")
     chosen = list(asked or [tier for tier in precision.TIERS if precision.supports(tier, device)])
-    return [tier for tier in chosen if tier != "fp32"] or [AGAIN]
+    return [tier for tier in chosen if tier != "fp32" or forecast != "off"] or [AGAIN]
 
 
 def recommend(records, gate):
@@ -92,15 +93,20 @@ def recommend(records, gate):
     return min(passing, key=lambda record: record["seconds"]["median"])["tier"] if passing else None
 
 
+def safe(name):
+    """A tier's name in a file's."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
 def spread(times):
     return dict(median=statistics.median(times), least=min(times), most=max(times))
 
 
 def line(record):
     if "refused" in record:
-        return f"  {record['tier']:12}{record['refused']}"
+        return f"  {record['tier']:22}{record['refused']}"
     worst = record["worst"]
-    return (f"  {record['tier']:12}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   MAE {worst['grid']['mae']:.4f}  LPIPS {worst['grid']['lpips']:.4f}  "
+    return (f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   MAE {worst['grid']['mae']:.4f}  LPIPS {worst['grid']['lpips']:.4f}  "
             f"PSNR {worst['grid']['psnr']:6.2f} dB  SSIM {worst['grid']['ssim']:.4f}   tile {worst['tile']['psnr']:6.2f} dB   "
             + "   ".join(f"{gate} {verdict}" for gate, verdict in record["verdicts"].items()))
 
@@ -117,7 +123,7 @@ def main():
     args = parser.parse_args()
     with user_errors(parser):
         device, out = engine.choose_device(args), Path(args.output)
-        tiers = choose_tiers(args.precision, device)
+        tiers = choose_tiers(args.precision, device, args.forecast)
         args.precision = args.output = None
         options = replace(options_from(args), precision="fp32")
         check_writable(out / "verify.json")
@@ -131,18 +137,18 @@ def main():
 def verify(args, options, tiers, device, out):
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{options.model} · {options.image_size} px · {len(options.labels)} labels · {options.num_sampling_steps} steps · cfg {options.cfg_scale:g} · "
-          f"{args.seeds} seeds · {where} · torch {torch.__version__}")
+          f"{args.seeds} seeds{f' · forecast {options.forecast}' * (options.forecast != 'off')} · {where} · torch {torch.__version__}")
     if tiers == [AGAIN]:
         print(f"There is nothing but fp32 to run on {device}: it is held against a second run of itself.")
     lpips, seeds = evaluate.Lpips(args.vgg_weights), range(args.seeds)
-    want, times = sample(replace(options), seeds, device)
+    want, times = sample(replace(options, forecast="off", forecast_plan=None), seeds, device)
     reference = spread(times)
-    print(f"  {'fp32':12}{reference['median']:9.2f} s   the reference")
+    print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference")
     commit = args.commit or subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     record = dict(kind="verify", gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, torch=torch.__version__, commit=commit,
                   command=" ".join(["python", *sys.argv]), model=options.model, weights=Path(options.ckpt).name if options.ckpt else "published",
                   image_size=options.image_size, pictures=len(options.labels), num_sampling_steps=options.num_sampling_steps, seeds=args.seeds,
-                  gate=args.gate, reference=dict(tier="fp32", seconds=reference), tiers=[])
+                  forecast=options.forecast, gate=args.gate, reference=dict(tier="fp32", seconds=reference), tiers=[])
 
     def save():
         with partial_file(out / "verify.json") as partial:
@@ -153,10 +159,11 @@ def verify(args, options, tiers, device, out):
     grids = {}
     for seed, grid in want.items():
         Image.fromarray(grid).save(out / f"seed{seed}-fp32.png")
-    for tier in tiers:
+    for precision_tier in tiers:
+        tier = precision_tier + f", forecast {options.forecast}" * (options.forecast != "off")
         gc.collect()
         try:
-            grids[tier] = sample(replace(options, precision="fp32" if tier == AGAIN else tier), seeds, device)
+            grids[tier] = sample(replace(options, precision="fp32" if tier == AGAIN else precision_tier), seeds, device)
         except UsageError as error:  # such as weights that overflow float16
             record["tiers"].append(dict(tier=tier, refused=str(error)))
             print(line(record["tiers"][-1]), flush=True)
@@ -164,7 +171,7 @@ def verify(args, options, tiers, device, out):
             times = grids[tier][1]
             record["tiers"].append(dict(tier=tier, seconds=spread(times), speedup=reference["median"] / statistics.median(times)))
             for seed, grid in grids[tier][0].items():
-                Image.fromarray(grid).save(out / f"seed{seed}-{tier.replace(' ', '-')}.png")
+                Image.fromarray(grid).save(out / f"seed{seed}-{safe(tier)}.png")
         save()
     for one in record["tiers"]:
         if "refused" in one:
@@ -173,7 +180,7 @@ def verify(args, options, tiers, device, out):
         one |= judge(want, got, lpips)
         seed = one["worst_seed"]
         values = next(row for row in one["parts"] if row["seed"] == seed and row["part"] == "grid")
-        evaluate.heatmap(out / f"heatmap-{tier.replace(' ', '-')}.png", want[seed], got[seed], values, (f"fp32, seed {seed}", tier), one["verdicts"][args.gate])
+        evaluate.heatmap(out / f"heatmap-{safe(tier)}.png", want[seed], got[seed], values, (f"fp32, seed {seed}", tier), one["verdicts"][args.gate])
         print(line(one), flush=True)
         save()
     record["recommended"] = best = recommend(record["tiers"], args.gate)
@@ -185,7 +192,8 @@ def verify(args, options, tiers, device, out):
     verdicts = [one["verdicts"][args.gate] for one in record["tiers"] if "verdicts" in one]
     if best:
         speedup = next(one["speedup"] for one in record["tiers"] if one["tier"] == best)
-        print(f"RECOMMENDED: --precision {'fp32' if best == AGAIN else best} ({speedup:.2f} times fp32's speed; every grid and tile of {args.seeds} seeds "
+        flags = "fp32" if best == AGAIN else best.replace(", ", " --")
+        print(f"RECOMMENDED: --precision {flags} ({speedup:.2f} times fp32's speed; every grid and tile of {args.seeds} seeds "
               f"passes gate {args.gate})")
         return 0
     if "NONE" in verdicts:

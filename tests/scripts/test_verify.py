@@ -64,6 +64,7 @@ def test_the_fastest_that_passes_is_recommended():
 
 def test_tiers_that_the_device_lacks():
     assert verify.choose_tiers(None, torch.device("cpu"))
+    assert verify.choose_tiers(["fp32"], torch.device("cpu")) == [verify.AGAIN] and verify.choose_tiers(["fp32"], torch.device("cpu"), "plan") == ["fp32"]
     with pytest.raises(UsageError, match="--precision bf16"):
         verify.choose_tiers(["bf16"], torch.device("cpu"))
 
@@ -78,3 +79,15 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     record = json.loads((tmp_path / "out" / "verify.json").read_text())
     assert [len(tier["parts"]) for tier in record["tiers"]] == [2 * 3] and record["recommended"] == "fp32 again" and record["gpu"] is None
     assert {"seed0-fp32.png", "seed1-fp32.png", "seed1-fp32-again.png", "heatmap-fp32-again.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_forecasts_are_held_to_all_calls(tmp_path, monkeypatch, capsys):
+    """The reference calls the network at every step, whatever is verified; fp32's forecasts are then another picture."""
+    monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "auto", "--forecast-tolerance", "1000",
+                                      "--output", str(tmp_path)])
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
+    with pytest.raises(SystemExit):
+        verify.main()
+    [tier] = json.loads((tmp_path / "verify.json").read_text())["tiers"]
+    assert tier["tier"] == "fp32, forecast auto" and 0 < tier["worst"]["grid"]["mae"]
+    assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-auto.png").read_bytes() and (tmp_path / "heatmap-fp32--forecast-auto.png").is_file()
