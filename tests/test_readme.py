@@ -52,6 +52,12 @@ def test_alternatives_and_waits_are_the_measured_ones():
         assert all(figure in text for figure in figures), figures
 
 
+def test_four_gpus_against_one_is_as_measured():
+    grid = json.loads((ROOT / "log/ddp_4x_h200.json").read_text())["grid_sampling_s"]
+    for file in ("README.md", "README.zh-CN.md", "code.md"):
+        assert all(f"{min(grid[n]):.2f} " in (ROOT / file).read_text() for n in "14"), file
+
+
 def test_files_that_are_named_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
