@@ -33,6 +33,25 @@ def tiers(file):
     return "\n".join(lines)
 
 
+def shared(file):
+    """The plans of a parallel benchmark as the table that README shows: the best of two and of four GPUs, and auto's choice."""
+    cases = {}
+    for row in json.loads((ROOT / "log" / file).read_text())["rows"]:
+        cases.setdefault((row["labels"], row["size"], row["tier"]), []).append(row)
+    lines = ["| labels, px, tier | one GPU, ms a step | two GPUs, the best plan | four GPUs, the best plan | auto on four |", "|---|---|---|---|---|"]
+    for (labels, size, tier), rows in cases.items():
+        timed = [row for row in rows if row["plan"] != "auto" and not row["plan"].startswith("stages")]
+        best = {gpus: min((row for row in timed if row["gpus"] == gpus), key=lambda row: row["ms"]) for gpus in (1, 2, 4)}
+        auto = next((f"{row['chosen']}, {row['speedup']:.2f}×" for row in rows if row["plan"] == "auto"), "pictures")
+        lines.append(f"| {labels}, {size}, {tier} | {best[1]['ms']:.2f} | "
+                     + " | ".join(f"{best[gpus]['plan']}: {best[gpus]['ms']:.2f}, {best[gpus]['speedup']:.2f}×" for gpus in (2, 4)) + f" | {auto} |")
+    return "\n".join(lines)
+
+
+def test_shared_pictures_are_the_measured_ones():
+    assert shared("parallel-h200.json") in README
+
+
 def test_the_tiers_are_the_measured_ones():
     assert tiers("tiers-h200-512px-16rows.json") in README
 

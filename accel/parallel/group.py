@@ -158,6 +158,11 @@ class Group:
         except Exception as error:
             self._opening.error = error
 
+    def _close(self):
+        if self._opening.device.type == "cuda":
+            torch.cuda.set_device(self._opening.device)  # a thread begins on the first GPU
+        dist.destroy_process_group()
+
     def opened(self):
         """Wait until `open_collectives` is done."""
         if threading.current_thread() is not self._opening.thread:
@@ -238,22 +243,26 @@ class Group:
         time.sleep(pause)
         os._exit(code)  # not sys.exit: the main thread may sit in a collective that never returns
 
-    def leave(self):
-        """The good end. Rank 0 may host the store, so it goes last."""
+    def leave(self, status=0):
+        """The good end, with that exit status to follow. Rank 0 may host the store, so it goes last."""
+        closing = None
         self._leaving.set()
         self._watcher.join()
         if self._opening is not None:
             self.opened()
             self.meshes, self.exchanges = {}, {}
-            # NCCL waits for graphs that use its communicators; where one is left, the job is done all the same.
-            closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            closing = threading.Thread(target=self._close, daemon=True)
             closing.start()
-            closing.join(10)
+            closing.join(5)
         self.store.set(f"alive/{self.rank}", "left")
         gone, deadline = self.store.add("left", 1), time.monotonic() + 10
         while self.rank == 0 and gone < self.world and time.monotonic() < deadline:
             time.sleep(0.02)
             gone = self.store.add("left", 0)
+        if closing is not None and closing.is_alive():  # NCCL waits for captured graphs that use it; where one is left, the work is done all the same
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
 
 
 def _names(ranks):
@@ -285,14 +294,14 @@ def job(program):
             for line in str(error).splitlines():
                 print(f"{program}: {line}", file=sys.stderr, flush=True)
         group.barrier("told")  # a launcher ends the others as soon as one has gone: not before this was said
-        group.leave()
+        group.leave(2)
         sys.exit(2)
     except Stopped as stopped:
         if group.rank == 0:
             print(f"{program}: {stopped}", file=sys.stderr, flush=True)
         # Launchers end the other ranks as soon as one leaves with a status: no signal of theirs may change what this one leaves with.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        group.leave()
+        group.leave(STOPPED)
         sys.stdout.flush()
         os._exit(STOPPED)
     except BaseException as error:

@@ -8,6 +8,8 @@ The output is gathered once a step. Guidance, sampler and noise then run on ever
 sampling loop know nothing of the mesh.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +35,9 @@ class Sharded:
         self.rows, self.tokens = mesh.shape
         self.row, self.token = mesh.get_local_rank("rows"), mesh.get_local_rank("tokens")
         network.attend = attend
-        self.optimisations, self.conditioning = getattr(network, "optimisations", None), getattr(network, "conditioning", None)
+        # Captured on a GPU, the plain network's steps too: shared, they are short enough for launches to count.
+        self.optimisations = getattr(network, "optimisations", None) or SimpleNamespace(hoist=False, graph=True, reset_once=False)
+        self.conditioning = getattr(network, "conditioning", None)
         self.table = self.hoisted = None
         self.captured = {}
 
