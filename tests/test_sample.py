@@ -201,7 +201,8 @@ def test_not_finite_latents_are_no_picture(tmp_path, tiny_vae, run):
 
 def test_ctrl_c_leaves_nothing(weights, tiny_vae, tmp_path):
     process = subprocess.Popen([sys.executable, str(ROOT / "sample.py"), *DEMO, "--ckpt", str(weights), "--vae", str(tiny_vae),
-                                "--num-sampling-steps", "1000", "--output", str(tmp_path / "x.png")], stderr=subprocess.PIPE, text=True)
+                                "--num-sampling-steps", "1000", "--output", str(tmp_path / "x.png")], stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored by what a shell starts with &
     time.sleep(6)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
