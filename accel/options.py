@@ -57,7 +57,7 @@ class SamplingOptions:
                                 "pictures it showed to pass the gate; auto: where the error measured while sampling asks for it",
                          choices=("off", "plan", "auto"))
     forecast_plan: str = flag(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
-    forecast_tolerance: float = flag(0.0005, "auto: error that a call for several steps may make; smaller calls more, and comes nearer to all calls", type=float)
+    forecast_tolerance: float = flag(0.0003, "auto: error that a call for several steps may make; smaller calls more, and comes nearer to all calls", type=float)
     compile: bool = flag(False, "run the plain network through torch.compile(max-autotune) instead of our kernels; takes minutes to start",
                          action="store_true")
     device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
