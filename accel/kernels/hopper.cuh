@@ -40,3 +40,56 @@ __device__ __forceinline__ void arrive_and_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
+constexpr float GROWTH = 8;  // a maximum may fall behind by 2⁸ before the sums are rescaled: exact, since it cancels, and seldom
+
+// A quarter of a row's scores sit in each of four neighbouring lanes.
+__device__ __forceinline__ float over_row(float x, bool maximum) {
+    float y = __shfl_xor_sync(~0u, x, 1);
+    x = maximum ? fmaxf(x, y) : x + y;
+    y = __shfl_xor_sync(~0u, x, 2);
+    return maximum ? fmaxf(x, y) : x + y;
+}
+
+// Of a tile of TILE keys, in attention; weights are 2^LIFT times as large.
+template <int TILE, int LIFT> struct Softmax {
+    float top[2], sum[2];  // per row: the maximum in use, this lane's share of the sum
+
+    // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be scaled by `factor`; the same for a whole warp.
+    template <bool FIRST> __device__ __forceinline__ bool weigh(float (&s)[TILE / 2], float (&factor)[2], float scale, int inside, int column) {
+        if (inside < TILE) {  // the last tile's end
+            #pragma unroll
+            for (int i = 0; i < TILE / 2; i++)
+                if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
+        }
+        float high[2];  // of what this lane holds
+        #pragma unroll
+        for (int row = 0; row < 2; row++) {
+            high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
+            #pragma unroll
+            for (int i = 4; i < TILE / 2; i += 4) high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
+        }
+        // A row's lanes agree on its maximum only when it is to change: a step that seldom waits for its neighbours.
+        const bool rescale = !FIRST && __any_sync(~0u, (high[0] - top[0]) * scale > GROWTH || (high[1] - top[1]) * scale > GROWTH);
+        if (FIRST) {
+            top[0] = over_row(high[0], true), top[1] = over_row(high[1], true);
+            sum[0] = sum[1] = 0;
+        } else if (rescale) {
+            #pragma unroll
+            for (int row = 0; row < 2; row++) {
+                high[row] = fmaxf(over_row(high[row], true), top[row]);
+                factor[row] = exp2_unit((top[row] - high[row]) * scale);
+                top[row] = high[row];
+                sum[row] *= factor[row];
+            }
+        }
+        const float offset[2] = {top[0] * scale - LIFT, top[1] * scale - LIFT};
+        #pragma unroll
+        for (int i = 0; i < TILE / 2; i++) {
+            const int row = i / 2 % 2;
+            const float x = fmaf(s[i], scale, -offset[row]);
+            s[i] = exp2_unit(x);
+            sum[row] += s[i];
+        }
+        return rescale;
+    }
+};

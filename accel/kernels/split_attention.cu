@@ -15,59 +15,7 @@ constexpr int Q_BYTES = 2 * Q_TERM, K_BYTES = 2 * K_TERM, V_BYTES = 2 * V_TERM;
 constexpr int BARRIERS = 2 * Q_BUFFERS + 4 * STAGES;
 constexpr int HEADER = 1024;
 constexpr int THREADS = WARPGROUPS * 128 + 128;  // registers are shared out by warpgroups, so one copies, by one thread
-constexpr float GROWTH = 8;  // a maximum may fall behind by 2⁸ before the sums are rescaled: exact, since it cancels, and seldom
-constexpr float LIFT = 6;    // weights are 2⁶ times as large, so that float16 holds the low terms of small ones; with GROWTH up to 2¹⁴
-
-// A quarter of a row's scores sit in each of four neighbouring lanes.
-__device__ __forceinline__ float over_row(float x, bool maximum) {
-    float y = __shfl_xor_sync(~0u, x, 1);
-    x = maximum ? fmaxf(x, y) : x + y;
-    y = __shfl_xor_sync(~0u, x, 2);
-    return maximum ? fmaxf(x, y) : x + y;
-}
-
-struct Softmax {
-    float top[2], sum[2];  // per row: the maximum in use, this lane's share of the sum
-
-    // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be scaled by `factor`; the same for a whole warp.
-    template <bool FIRST> __device__ __forceinline__ bool weigh(float (&s)[KEYS / 2], float (&factor)[2], float scale, int inside, int column) {
-        if (inside < KEYS) {  // the last tile's end
-            #pragma unroll
-            for (int i = 0; i < KEYS / 2; i++)
-                if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
-        }
-        float high[2];  // of what this lane holds
-        #pragma unroll
-        for (int row = 0; row < 2; row++) {
-            high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
-            #pragma unroll
-            for (int i = 4; i < KEYS / 2; i += 4) high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
-        }
-        // A row's lanes agree on its maximum only when it is to change: a step that seldom waits for its neighbours.
-        const bool rescale = !FIRST && __any_sync(~0u, (high[0] - top[0]) * scale > GROWTH || (high[1] - top[1]) * scale > GROWTH);
-        if (FIRST) {
-            top[0] = over_row(high[0], true), top[1] = over_row(high[1], true);
-            sum[0] = sum[1] = 0;
-        } else if (rescale) {
-            #pragma unroll
-            for (int row = 0; row < 2; row++) {
-                high[row] = fmaxf(over_row(high[row], true), top[row]);
-                factor[row] = exp2_unit((top[row] - high[row]) * scale);
-                top[row] = high[row];
-                sum[row] *= factor[row];
-            }
-        }
-        const float offset[2] = {top[0] * scale - LIFT, top[1] * scale - LIFT};
-        #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) {
-            const int row = i / 2 % 2;
-            const float x = fmaf(s[i], scale, -offset[row]);
-            s[i] = exp2_unit(x);
-            sum[row] += s[i];
-        }
-        return rescale;
-    }
-};
+constexpr int LIFT = 6;  // weights are 2⁶ times as large, so that float16 holds the low terms of small ones; with GROWTH up to 2¹⁴
 
 __device__ __forceinline__ unsigned round_pair(float low, float high) {
     unsigned pair;
@@ -190,7 +138,7 @@ split_attention(const __grid_constant__ TensorMap main, const __grid_constant__ 
     const int warpgroup = warp / 4, column = lane % 4 * 2;
     float s[KEYS / 2], o[HEAD / 2], part[HEAD / 2], factor[2];
     unsigned high[KEYS / 4], low[KEYS / 4];
-    Softmax softmax;
+    Softmax<KEYS, LIFT> softmax;
     for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
         const int block = item % blocks, head = item / blocks % heads, sample = item / blocks / heads;
         const int buffer = turn % Q_BUFFERS;
