@@ -87,7 +87,9 @@ def load_model(options, device, tier="fp32"):
         state = {**state, "pos_embed": model.position_table()}
     if tier in precision.FAST and not options.compile:
         from accel.fast import FastDiT  # brings Triton, which the other tiers need not wait for
+        from accel.kernels.ancestral import ancestral_update
         from accel.kernels.attention import attention
+        from accel.kernels.embed import patch_embed
         from accel.kernels.norm import compile_ahead
         tokens, width = model.pos_embed.shape[1:]
         rows = 2 * len(options.labels) * tokens
@@ -100,8 +102,16 @@ def load_model(options, device, tier="fp32"):
             attention(torch.zeros(1, tokens, 3 * width, dtype=dtype, device=device), model.num_heads)
             synchronize(device)
 
-        with ThreadPoolExecutor(2) as pool:  # the compilers' seconds go by while weights are copied
-            compiling = pool.submit(compile_ahead, width, rows, dtype, device), pool.submit(meet_attention)
+        def meet_ends():
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                x, count = torch.zeros(1, 4, options.latent_size, options.latent_size, device=device), model.patch_size**2
+                embedded = patch_embed(x, torch.zeros(width, 4 * count, device=device), torch.zeros(tokens, width, device=device), copies=2)
+                ancestral_update(embedded[..., :8 * count].contiguous(), x, x, torch.zeros(1, dtype=torch.int64, device=device),
+                                 torch.zeros(1, 6, device=device), options.cfg_scale)
+                torch.cuda.current_stream().synchronize()
+
+        with ThreadPoolExecutor(3) as pool:  # the compilers' seconds go by while weights are copied
+            compiling = pool.submit(compile_ahead, width, rows, dtype, device), pool.submit(meet_attention), pool.submit(meet_ends)
             try:
                 network = FastDiT(state, model.num_heads, dtype, device)
             except ValueError as error:
@@ -208,14 +218,22 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
 
         return model
 
+    switches = getattr(network, "optimisations", None)
+    one_kernel = switches is not None and switches.ends != "torch" and z.is_cuda and diffusion.learns_range
+    if one_kernel:
+        from accel.kernels.ancestral import ancestral_update  # brings Triton, which the other tiers need not wait for
+
     def step(x, t, y, noise):
-        return diffusion.p_sample(model_for(y), x, t, clip_denoised=False, noise=noise)["sample"]
+        if not one_kernel:
+            return diffusion.p_sample(model_for(y), x, t, clip_denoised=False, noise=noise)["sample"]
+        tokens = network.last_tokens(x, diffusion.original_timesteps(t).repeat(len(y) // len(x)), y)
+        return ancestral_update(tokens, x, noise, t, diffusion.ancestral_coefficients(x.device), cfg_scale if guided else None, switches.ends)
 
     def stride(x, t, y, m, values, noise):
         return forecast.strides.stride(model_for(y), x, t, m, values, noise)
 
     conditions, drawn = nullcontext(), (2 * n if guided else n, *z.shape[1:])
-    if (switches := getattr(network, "optimisations", None)) is not None:
+    if switches is not None:
         from accel.fast import hoist_conditioning
         if switches.hoist:
             met = diffusion.timestep_map[::-1] if forecast is None else forecast.timesteps()

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from accel.conditioning import Conditioning, HoistedConditioning
 from accel.graphs import Replayed
 from accel.kernels.attention import attention
+from accel.kernels.embed import patch_embed
 from accel.kernels.linear import linear
 from accel.kernels.norm import Modulation, norm_modulate
 from accel.kernels.split import SplitLinear, balance
@@ -35,6 +36,7 @@ class Optimisations:
     rows: str = "auto"  # route of accel.kernels.norm
     attention: str = "auto"  # route of accel.kernels.attention, or of split_attention
     products: str = "auto"  # route of accel.kernels.linear, or of split
+    ends: str = "auto"  # route of accel.kernels.embed and, in a sampling run, of ancestral: what is before the first block and after the last
     graph: bool = True  # on a GPU, a step of a sampling run, or a call of what `accelerate` returns, is one CUDA graph
     reset_once: bool = True  # in which the products' counters are reset by one node
 
@@ -138,25 +140,23 @@ class FastDiT:
         return self._guided(x, t, y, cfg_scale)
 
     def _forward(self, x, t, y):
-        return self._network(self.embed(x), t, y).to(x.dtype)
+        return self.unpatchify(self.last_tokens(x, t, y)).to(x.dtype)
 
     def _guided(self, x, t, y, cfg_scale):
-        out = self._network(self.embed(x[: len(x) // 2], copies=2), t, y)
+        out = self.unpatchify(self.last_tokens(x[: len(x) // 2], t, y))
         eps, rest = out[:, :3], out[:, 3:]
         cond, uncond = eps.chunk(2)
         guided = uncond + cfg_scale * (cond - uncond)
         return torch.cat([torch.cat([guided, guided]), rest], dim=1).to(x.dtype)
 
-    def _network(self, x, t, y):
-        """Tokens x (N, T, D), overwritten → (N, C', H, W) in the wide dtype."""
-        return self.unpatchify(self.tower(x, self.modulation(t, y, self.hoisted)))
+    def last_tokens(self, x, t, y):
+        """x (n, C, H, W); t, y (N,), N a multiple of n: the batch several times over → the last layer's tokens (N, T, p·p·C') in the wide dtype."""
+        return self.tower(self.embed(x, copies=len(y) // len(x)), self.modulation(t, y, self.hoisted))
 
     def embed(self, x, part=slice(None), copies=1):
         """Latents (N, C, H, W) → the tokens `part` of each (copies·N, T', D), the batch `copies` times over."""
-        patches = F.pixel_unshuffle(x.to(self.wide), self.patch_size).flatten(2).transpose(1, 2)[:, part]  # (N, T', C·p·p)
         with true_float32():
-            tokens = F.linear(patches, self.patches)
-        return (tokens.expand(copies, *tokens.shape) + self.position[part]).flatten(0, 1)
+            return patch_embed(x.to(self.wide).contiguous(), self.patches, self.position[part], part.start or 0, copies, self.optimisations.ends)
 
     def modulation(self, t, y, hoisted=None):
         """Where rows with timesteps t (N,) and labels y (N,) find their vectors: in a run's table, or computed here."""

@@ -35,8 +35,6 @@ With k = 1, u* = u_t: the ancestral step itself, to the bit.
 import numpy as np
 import torch
 
-from .gaussian_diffusion import ModelMeanType, ModelVarType
-
 
 class Strides:
     """
@@ -47,7 +45,7 @@ class Strides:
     """
 
     def __init__(self, diffusion, longest):
-        if diffusion.model_mean_type is not ModelMeanType.EPSILON or diffusion.model_var_type is not ModelVarType.LEARNED_RANGE:
+        if not diffusion.learns_range:
             raise ValueError("strides: need a network that predicts the noise and a learned range of variance")
         self.diffusion, self.longest = diffusion, min(longest, diffusion.num_timesteps)
         self.weight, self.total, self.timestep = self._plan(diffusion)

@@ -103,6 +103,10 @@ def betas_for_alpha_bar(num_diffusion_timesteps, alpha_bar, max_beta=0.999):
     return np.array([min(1 - after / before, max_beta) for before, after in zip(edges, edges[1:])])
 
 
+ANCESTRAL = ("sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_mean_coef1", "posterior_mean_coef2",
+             "posterior_log_variance_clipped", "log_betas")
+
+
 class GaussianDiffusion:
     """
     betas: (T,), each in (0, 1]; model_mean_type, model_var_type, loss_type: the enums above. Else ValueError.
@@ -179,7 +183,17 @@ class GaussianDiffusion:
         tables["log_betas"] = np.log(self.betas)
         tables["large_variance"], tables["log_large_variance"] = large, np.log(large)
         rows = torch.from_numpy(np.stack(list(tables.values()))).to(torch.float32).to(device)  # (tables, T)
-        return dict(zip(tables, rows.unbind(0)))
+        tables = dict(zip(tables, rows.unbind(0)))
+        return {**tables, "ancestral": torch.stack([tables[name] for name in ANCESTRAL], dim=1)}
+
+    @property
+    def learns_range(self):
+        """Whether the model predicts the noise and a variance within its range, as DiT does."""
+        return self.model_mean_type is ModelMeanType.EPSILON and self.model_var_type is ModelVarType.LEARNED_RANGE
+
+    def ancestral_coefficients(self, device):
+        """What p_sample reads of the tables for such a model, float32 (T, 6) on `device`, its columns as in ANCESTRAL."""
+        return self._tables(device)["ancestral"]
 
     def __getstate__(self):
         return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory

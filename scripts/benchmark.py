@@ -36,10 +36,11 @@ from accel.options import OneLineParser, SamplingOptions, UsageError, positive, 
 from diffusion import create_diffusion  # noqa: E402
 from models import DiT_models  # noqa: E402
 
-PLAIN = Optimisations(hoist=False, rows="torch", products="plain", graph=False, reset_once=False)
+PLAIN = Optimisations(hoist=False, rows="torch", products="plain", ends="torch", graph=False, reset_once=False)
 # Rung → (tier, switches); each adds one to the rung before. Those without switches are models.DiT, upstream's arithmetic.
 STEPS = (("half products", {}), ("hoisted conditioning", dict(hoist=True)), ("row kernels", dict(rows="auto")), ("attention", dict(attention="auto")),
-         ("GELU epilogue", dict(products="epilogue")), ("measured products", dict(products="auto")), ("CUDA graph", dict(graph=True)), ("one reset", dict(reset_once=True)))
+         ("GELU epilogue", dict(products="epilogue")), ("measured products", dict(products="auto")),
+         ("embedding and update", dict(ends="auto")), ("CUDA graph", dict(graph=True)), ("one reset", dict(reset_once=True)))
 
 
 def ladder(device, tiers):

@@ -242,8 +242,8 @@ def test_every_switch_computes_the_same(n):
     x, t, y = inputs(model, 2 * n, "cuda")
     with torch.no_grad():
         want = model.double().forward_with_cfg(x.double(), t, y, 4.0).cpu()
-    plain = Optimisations(rows="torch", products="plain", graph=False)
-    for change in ({}, dict(rows="triton"), dict(products="epilogue"), dict(products="tuned"), dict(graph=True)):
+    plain = Optimisations(rows="torch", products="plain", ends="torch", graph=False)
+    for change in ({}, dict(rows="triton"), dict(ends="triton"), dict(products="epilogue"), dict(products="tuned"), dict(graph=True)):
         fast = accelerate(model, "fp16", optimisations=replace(plain, **change))
         assert error(fast.forward_with_cfg(x, t, y, 4.0), want) < 3e-3, change  # guidance of 4 multiplies a forward's error
 
@@ -300,6 +300,19 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
             assert torch.equal(graph_sums, sums), f"the first step that differs: {int((graph_sums != sums).nonzero()[0])}"
             assert torch.equal(got, want)
     assert [len(replayed.captured) for replayed in captured.captured.values()] == [2]  # two shapes, each captured once
+
+
+@gpu
+@pytest.mark.parametrize("guided", (True, False))
+def test_a_step_ends_in_the_kernel_as_in_p_sample(guided, monkeypatch):
+    from accel.kernels import ancestral
+    launched, kernel = [], ancestral._triton
+    monkeypatch.setattr(ancestral, "_triton", lambda *arguments: launched.append(1) or kernel(*arguments))
+    model, device, diffusion = build("DiT-Demo/2").cuda(), torch.device("cuda"), create_diffusion("25")
+    z, y = torch.randn(4, 4, 16, 16, device=device), torch.arange(4, device=device)
+    got, want = (prepared(FastDiT(model.state_dict(), 3, torch.float32, device, Optimisations(ends=ends, graph=False)), diffusion, z, y,
+                          guided=guided, rows=slice(1, 4))[0] for ends in ("auto", "torch"))
+    assert len(launched) == 25 and error(got, want.double().cpu()) < 1e-4
 
 
 @gpu

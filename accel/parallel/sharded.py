@@ -36,7 +36,8 @@ class Sharded:
         self.row, self.token = mesh.get_local_rank("rows"), mesh.get_local_rank("tokens")
         network.attend = attend
         # Captured on a GPU, the plain network's steps too: shared, they are short enough for launches to count.
-        self.optimisations = getattr(network, "optimisations", None) or SimpleNamespace(hoist=False, graph=True, reset_once=False)
+        self.optimisations = getattr(network, "optimisations", None) or SimpleNamespace(
+            hoist=False, ends="torch", graph=True, reset_once=False)
         self.conditioning = getattr(network, "conditioning", None)
         self.table = self.hoisted = None
         self.captured = {}
@@ -48,35 +49,34 @@ class Sharded:
     @torch.no_grad()
     def forward(self, x, t, y):
         """As models.DiT.forward: x (N, C, H, W), t (N,), y (N,) → (N, C', H, W)."""
-        return self._compute(x, torch.arange(len(x), device=x.device), t, y).to(x.dtype)
+        return self.network.unpatchify(self.last_tokens(x, t, y)).to(x.dtype)
 
     __call__ = forward
 
     @torch.no_grad()
     def forward_with_cfg(self, x, t, y, cfg_scale):
         """As models.DiT.forward_with_cfg: x (2N, C, H, W), of which the first N rows are read; t, y (2N,) → (2N, C', H, W)."""
-        n = len(x) // 2
-        out = self._compute(x, torch.arange(2 * n, device=x.device) % n, t, y)
+        out = self.network.unpatchify(self.last_tokens(x[: len(x) // 2], t, y))
         eps, rest = out[:, :3], out[:, 3:]
         cond, uncond = eps.chunk(2)
         guided = uncond + cfg_scale * (cond - uncond)
         return torch.cat([torch.cat([guided, guided]), rest], dim=1).to(x.dtype)
 
-    def _compute(self, x, picture, t, y):
-        """Row i of the result is the network at (x[picture[i]], t[i], y[i])."""
-        network, rows = self.network, len(picture)
+    def last_tokens(self, x, t, y):
+        """As FastDiT's."""
+        network, rows = self.network, len(y)
         share = -(-rows // self.rows)
         # The last rank's share is filled up with the last row: collectives want equal shapes, and the time is that of the largest share anyway.
         mine = torch.arange(self.row * share, (self.row + 1) * share, device=x.device).clamp(max=rows - 1)
         total = (x.shape[-1] // network.patch_size) ** 2
         tokens = total // self.tokens
         part = slice(self.token * tokens, (self.token + 1) * tokens)
-        h = network.embed(x[picture[mine]], part)  # (share, t, D)
+        h = network.embed(x[mine % len(x)], part)  # (share, t, D)
         out = network.tower(h, network.modulation(t[mine], y[mine], self.hoisted)).contiguous()  # (share, t, p·p·C')
         whole = out.new_empty(self.rows * self.tokens, *out.shape)
         dist.all_gather_into_tensor(whole.flatten(0, 1), out, group=self.everyone)
         whole = whole.unflatten(0, (self.rows, self.tokens)).transpose(1, 2)  # (R, share, s, t, ·)
-        return network.unpatchify(whole.reshape(self.rows * share, total, -1)[:rows])
+        return whole.reshape(self.rows * share, total, -1)[:rows]
 
 
 class PlainPieces:
