@@ -117,6 +117,7 @@ def main():
     parser.add_argument("--precision", default="fp16")
     parser.add_argument("--steps", type=int, default=250, help="steps of the grid")
     parser.add_argument("--fid-steps", type=int, default=25, help="steps of a picture of the FID job: its rate at 250 follows")
+    parser.add_argument("--parts", nargs="+", choices=("grid", "fid"), default=("grid", "fid"), help="what to measure (start and decode are the grid's)")
     parser.add_argument("--batch", type=int, default=32, help="pictures a rank and batch of the FID job")
     parser.add_argument("--ckpt")
     parser.add_argument("--vae", help="default: a random one of the same size")
@@ -145,28 +146,30 @@ def main():
             output.write_text(json.dumps(dict(about, **results), indent=1) + "\n")
 
         launch(args.gpus, *common, "--num-sampling-steps", 3, "--output", work / "warm.png")  # file cache, kernel cache
-        grids = {}
-        for n, decode in [(1, "local"), (args.gpus, "local"), (args.gpus, "gather"), (1, "local"), (args.gpus, "local"), (args.gpus, "gather")]:
-            grids.setdefault((n, decode), []).append(
-                launch(n, *common, "--num-sampling-steps", args.steps, "--decode", decode, "--output", work / f"{n}{decode}.png"))
-        sampling = {n: [max(end - begin for rank in grid["ranks"] for begin, end, _ in rank["runs"]) for grid in grids[n, "local"]] for n in counts}
-        first = {n: [max(rank["first step"] for rank in grid["ranks"]) for grid in grids[n, "local"]] for n in counts}
-        results["start_to_first_step_s"] = {**first, "ratio": min(first[args.gpus]) / min(first[1])}
-        results["grid_sampling_s"] = {**sampling, "ratio": min(sampling[args.gpus]) / min(sampling[1])}
-        results["grid_start_to_picture_s"] = {f"{n} {how}": [grid["seconds"] for grid in some] for (n, how), some in grids.items()}
-        results["grid_phases_s"] = {f"{n} {how}": [grid["phases"] for grid in some] for (n, how), some in grids.items()}
-        record()
+        if "grid" in args.parts:
+            grids = {}
+            for n, decode in [(1, "local"), (args.gpus, "local"), (args.gpus, "gather"), (1, "local"), (args.gpus, "local"), (args.gpus, "gather")]:
+                grids.setdefault((n, decode), []).append(
+                    launch(n, *common, "--num-sampling-steps", args.steps, "--decode", decode, "--output", work / f"{n}{decode}.png"))
+            sampling = {n: [max(end - begin for rank in grid["ranks"] for begin, end, _ in rank["runs"]) for grid in grids[n, "local"]] for n in counts}
+            first = {n: [max(rank["first step"] for rank in grid["ranks"]) for grid in grids[n, "local"]] for n in counts}
+            results["start_to_first_step_s"] = {**first, "ratio": min(first[args.gpus]) / min(first[1])}
+            results["grid_sampling_s"] = {**sampling, "ratio": min(sampling[args.gpus]) / min(sampling[1])}
+            results["grid_start_to_picture_s"] = {f"{n} {how}": [grid["seconds"] for grid in some] for (n, how), some in grids.items()}
+            results["grid_phases_s"] = {f"{n} {how}": [grid["phases"] for grid in some] for (n, how), some in grids.items()}
+            record()
 
-        rates = {}
-        for n in counts:
-            notes = launch(n, *common, "--num-sampling-steps", args.fid_steps, "--num-fid-samples", 3 * args.batch * n, "--per-proc-batch-size",
-                           args.batch, "--sample-dir", work / f"fid{n}")["ranks"]
-            # From the end of each rank's first whole batch to the end of its last: sampling, decoding and handing over of two batches.
-            begin, end = max(rank["runs"][-3][1] for rank in notes), max(rank["runs"][-1][1] for rank in notes)
-            rates[n] = 2 * args.batch * n / (end - begin)
-        results["fid_pictures_per_s"] = {**rates, "steps": args.fid_steps, "batch": args.batch,
-                                         "efficiency": rates[args.gpus] / (args.gpus * rates[1])}
-        record()
+        if "fid" in args.parts:
+            rates = {}
+            for n in counts:
+                notes = launch(n, *common, "--num-sampling-steps", args.fid_steps, "--num-fid-samples", 3 * args.batch * n, "--per-proc-batch-size",
+                               args.batch, "--sample-dir", work / f"fid{n}")["ranks"]
+                # From the end of each rank's first whole batch to the end of its last: sampling, decoding and handing over of two batches.
+                begin, end = max(rank["runs"][-3][1] for rank in notes), max(rank["runs"][-1][1] for rank in notes)
+                rates[n] = 2 * args.batch * n / (end - begin)
+            results["fid_pictures_per_s"] = {**rates, "steps": args.fid_steps, "batch": args.batch,
+                                             "efficiency": rates[args.gpus] / (args.gpus * rates[1])}
+            record()
     print(json.dumps(results, indent=1))
 
 
