@@ -50,6 +50,14 @@ def choose_precision(options, device):
     return tier
 
 
+def choose_decoder_precision(options, device, tier):
+    """The decoder's arithmetic beside `tier`. Raises UsageError for one that `device` lacks."""
+    try:
+        return precision.decoder_precision(options.vae_precision, tier, device)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 #################################################################################
 #                                    Loading                                    #
 #################################################################################
@@ -348,6 +356,7 @@ class Engine:
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             gaps = read_plan(options, options.ckpt or published(options)) if options.forecast == "plan" else None
             self.precision = choose_precision(options, self.device)
+            self.decoder_precision = choose_decoder_precision(options, self.device, self.precision)
             self.network = load_model(options, place or self.device, self.precision)
             if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
                 self._leave_fp16()
@@ -434,22 +443,25 @@ class Engine:
             torch.cuda.empty_cache()
 
     def load_decoder(self):
-        """The VAE, loaded at the first call."""
+        """The VAE as a vae.CheckedDecoder, on the device since the first call."""
         if self.decoder is None:
-            self.decoder = self.loading.result() if self.loading else vae.load_vae(self.vae_folder, self.device)
+            plain = self.loading.result() if self.loading else vae.load_vae(self.vae_folder, self.device)
+            self.decoder = vae.CheckedDecoder(plain.to(self.device), self.decoder_precision, precision.float32_decoder(self.precision, self.device))
+            if self.decoder.refusal:
+                print(self.decoder.refusal)
         return self.decoder
 
     def _load_decoder_beside(self):
-        """Start to load the VAE in a thread: while the GPU denoises, this process has little else to do."""
+        """Start to load the VAE in a thread, and to compile for it: while the GPU denoises, this process has little else to do. The weights wait on the
+        CPU, until the network's memory is free."""
         def load():
             interval = sys.getswitchinterval()
             sys.setswitchinterval(1e-4)  # imports are long stretches of Python; the loop that feeds the GPU must get its turn at once
-            stream = torch.cuda.Stream(self.device)  # not behind the queued steps
             try:
-                with torch.cuda.stream(stream):
-                    decoder = vae.load_vae(self.vae_folder, self.device)
-                stream.synchronize()
-                return decoder
+                if self.decoder_precision == "fp16":
+                    from accel.half_decoder import compile_ahead
+                    compile_ahead(self.device)
+                return vae.load_vae(self.vae_folder, "cpu")
             finally:
                 sys.setswitchinterval(interval)
 
@@ -457,9 +469,13 @@ class Engine:
             self.loading = ThreadPoolExecutor(1).submit(load)
 
     def decode(self, latents):
-        """Latents → pixels (n, 3, H, W), about (-1, 1)."""
+        """Latents → pixels (n, 3, H, W), about (-1, 1). Raises UsageError if the GPU's memory does not hold what one picture takes."""
         with self.watch.phase("decode"):
-            return vae.decode(self.load_decoder(), latents)
+            try:
+                return vae.decode(self.load_decoder(), latents)
+            except torch.OutOfMemoryError:
+                raise UsageError(f"--image-size {self.options.image_size}: decoding a picture does not fit into what is free of the GPU's memory; use "
+                                 f"{'--output-type latent' if self.decoder and self.decoder.half else '--vae-precision fp16'}, or a smaller size") from None
 
     def save(self, latents, pixels=None):
         """Write the options' output, whole or not at all: the latents, or a picture of `pixels`, decoded here if not given."""

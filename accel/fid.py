@@ -87,7 +87,7 @@ def settings_of(engine, plan):
     kind = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
     settings = {flag_names(item)[0]: getattr(engine.options, item.name) for item in fields(engine.options) if item.name not in IRRELEVANT}
     settings |= {"--precision": engine.precision, "--ckpt (contents)": _fingerprint(engine.network),
-                 "--vae (contents)": _fingerprint(engine.load_decoder()), "device": kind, "torch": torch.__version__}
+                 "--vae (contents)": _fingerprint(engine.load_decoder().plain), "--vae-precision": engine.decoder.precision, "device": kind, "torch": torch.__version__}
     if engine.forecast is not None:
         settings["--forecast"] = engine.forecast.setting
     if not plan.independent:

@@ -53,6 +53,9 @@ class SamplingOptions:
                                 "tf32: float32 with TF32 products, as DiT ships; fp32: true float32; exact: fp32's pictures from float16 "
                                 "tensor cores; default: fp16 on a GPU with tensor cores (bf16 if the weights overflow it), else fp32",
                           choices=("fp32", "exact", "tf32", "fp16", "bf16"))
+    vae_precision: str = flag("auto", "the decoder's arithmetic. fp16: a fraction of the time and memory, used where a check of its weights shows that it holds; "
+                                      "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 beside fp16 and bf16, else as --precision",
+                              choices=("auto", "fp32", "tf32", "fp16"))
     forecast: str = flag("off", "off: the network is called at every step; plan: at the steps that scripts/calibrate.py chose for these weights, whose "
                                 "pictures it showed to pass the gate; auto: where the error measured while sampling asks for it",
                          choices=("off", "plan", "auto"))

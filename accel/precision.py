@@ -27,6 +27,20 @@ def default_tier(device):
     return "fp16" if supports("fp16", device) else "fp32"
 
 
+def float32_decoder(tier, device):
+    """The decoder's arithmetic in float32 beside `tier`: TF32 convolutions where the tier has them."""
+    return "tf32" if tier not in ("fp32", "exact") and supports("tf32", device) else "fp32"
+
+
+def decoder_precision(wanted, tier, device):
+    """What the decoder is to run in: `wanted`, or for "auto" fp16 beside the half tiers, else float32. Raises ValueError where the hardware lacks it."""
+    if wanted == "auto":
+        return "fp16" if tier in HALF and supports("fp16", device) else float32_decoder(tier, device)
+    if not supports(wanted, device):
+        raise ValueError(f"--vae-precision {wanted}: {device} has no {_NEEDS[wanted][1]}; choose fp32")
+    return wanted
+
+
 def apply_precision(tier, device):
     """Set the process-wide switches of `tier`. Raises ValueError where the hardware lacks it: nothing falls back in silence."""
     if tier not in TIERS:
@@ -34,8 +48,19 @@ def apply_precision(tier, device):
     if not supports(tier, device):
         raise ValueError(f"--precision {tier}: {device} has no {_NEEDS[tier][1]}; choose fp32")
     torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
-    # Convolutions are the decoder's. Beside half precision TF32 is no loss there; it cannot overflow, and float16 is only a third faster.
+    # Convolutions are the decoder's: this is its float32 form. Beside half precision TF32 is no loss there, and unlike float16 it cannot overflow.
     torch.backends.cudnn.allow_tf32 = tier not in ("fp32", "exact")
+
+
+@contextmanager
+def convolutions(name):
+    """The decoder's float32 form inside: `name` tf32, or fp32 without TF32 anywhere."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = name == "tf32", name == "tf32" and before[1]
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @contextmanager

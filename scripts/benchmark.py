@@ -5,12 +5,13 @@
     python scripts/benchmark.py --only reset --vs compile,diffusers --output log/versus.json
     python scripts/benchmark.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output log/sweep.json
     python scripts/benchmark.py --contest fp32 fp16 --output log/contest.json
+    python scripts/benchmark.py --decoder --output log/decoder.json
 
 Times are of denoising steps in the sampling loop that sample.py runs (guidance, update, noise draw included; no decoder): median, 10th and 90th
 percentile, after --load seconds of the same steps, since a GPU under load runs slower than in a burst. Weights are random and not zero (a fresh
 DiT outputs zeros) except the demo's. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward of the network against float64. The gate compares
 250-step pictures of the demo with those of fp32, same noise: worst of all pictures. The contest's T runs from loading the model to the picture on
-disk, sample.py in a process of its own.
+disk, sample.py in a process of its own. --decoder times decoding instead, of latents that are noise, one picture after the other as everywhere.
 """
 
 import gc
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from accel import engine, precision, vae  # noqa: E402
+from accel.decoder import SD_VAE_FT, Decoder  # noqa: E402
 from accel.fast import CompiledDiT, FastDiT, Optimisations  # noqa: E402
 from accel.options import OneLineParser, SamplingOptions, UsageError, positive, user_errors  # noqa: E402
 from diffusion import create_diffusion  # noqa: E402
@@ -310,6 +312,56 @@ def sweep(args, device, record):
                                                             row["failed"]), flush=True)
 
 
+def random_decoder(device):
+    """A decoder of sd-vae-ft-*'s size with random weights, from a seed: the same work."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Decoder(SD_VAE_FT).eval().requires_grad_(False)
+
+
+def decoding(args, device, record):
+    """What decoding costs in each arithmetic, and what it loses; `record` is given the rows so far after each."""
+    name = args.vae or SamplingOptions(model=args.model).resolve().vae
+    plain = vae.load_vae(vae.find_vae(name), device) if name not in vae.PUBLISHED or args.vae else random_decoder(device)
+    side, generator = args.image_size // 8, torch.Generator(device).manual_seed(0)
+    latents = torch.randn(args.pictures, 4, side, side, generator=generator, device=device)
+    results, want = [], None
+    for arithmetic in ("fp32", "tf32", "fp16"):
+        if not precision.supports(arithmetic, device):
+            continue
+        cuda = device.type == "cuda"
+        before = torch.cuda.memory_allocated() if cuda else 0
+        decoder = vae.CheckedDecoder(plain, arithmetic, "fp32")
+        kept = torch.cuda.memory_allocated() - before if cuda else 0
+        got = vae.decode(decoder, latents)
+        want = got if want is None else want
+        error = (got.clamp(-1, 1) - want.clamp(-1, 1)).square().mean((1, 2, 3)).sqrt()
+        row = dict(arithmetic=arithmetic, refused=decoder.refusal, worst_psnr=20 * math.log10(2 / float(error.max())) if error.any() else None,
+                   error=float((got - want).norm() / want.norm()))
+        del got
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        times, started = [], time.perf_counter()
+        while (now := time.perf_counter() - started) < args.load + args.window or not times:
+            engine.synchronize(device)
+            start = time.perf_counter()
+            vae.decode(decoder, latents)
+            engine.synchronize(device)
+            if now >= args.load:
+                times.append(1e3 * (time.perf_counter() - start))
+        times.sort()
+        row |= dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10], runs=len(times))
+        if cuda:
+            row |= dict(mib=(torch.cuda.max_memory_allocated() - before) / 2**20, reserved_mib=torch.cuda.max_memory_reserved() / 2**20, weights_mib=kept / 2**20)
+        results.append(row)
+        record(results)
+        print(f"{arithmetic:8} {row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}] for {args.pictures} pictures   error {row['error']:.1e}"
+              + (f", worst {row['worst_psnr']:.1f} dB from fp32" if row["worst_psnr"] else "") + (f"   {row['mib']:.0f} MiB beside the weights" if cuda else "")
+              + (f"   {decoder.refusal}" if decoder.refusal else ""), flush=True)
+
+
 def score(seconds):
     """The contest's points for T seconds from loading the model to the picture: 50 below 100 s, none from 300 s on."""
     return 0.0 if seconds >= 300 else 50.0 if seconds < 100 else 50 * math.log(300 / seconds) / math.log(3)
@@ -375,9 +427,10 @@ def main():
     parser.add_argument("--sweep-sizes", nargs="+", type=positive, default=[], metavar="PX", help="the same at these sizes of pictures")
     parser.add_argument("--contest", nargs="*", choices=tuple(precision.TIERS), metavar="TIER", help="instead of the ladder: seconds from loading the "
                         "model to the picture, and the contest's points, in these tiers (default: sample.py's)")
+    parser.add_argument("--decoder", action="store_true", help="instead of the ladder: time, memory and error of decoding, in fp32, tf32 and fp16")
     parser.add_argument("--num-sampling-steps", type=positive, default=250, help="the contest's steps (default: 250)")
     parser.add_argument("--repeats", type=positive, default=3, help="the contest's runs a tier, after one for the caches (default: 3)")
-    parser.add_argument("--vae", help="the contest's decoder, as in sample.py (default: random beside random weights; the demo's own)")
+    parser.add_argument("--vae", help="the contest's and --decoder's decoder, as in sample.py (default: random beside random weights; the demo's own)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with one of these words in their name")
     parser.add_argument("--load", type=float, default=5.0, help="seconds of steps before those that count")
     parser.add_argument("--window", type=float, default=3.0, help="seconds of steps that count")
@@ -402,7 +455,7 @@ def main():
 
         implied = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, labels=(0,)).resolve()
         args.image_size, args.num_classes = implied.image_size, implied.num_classes
-        what, work = (("contest", contest) if args.contest is not None else ("sweep", sweep) if args.sweep_pictures or args.sweep_sizes else
+        what, work = (("contest", contest) if args.contest is not None else ("decoder", decoding) if args.decoder else ("sweep", sweep) if args.sweep_pictures or args.sweep_sizes else
                       ("rungs", measure))
 
         def record(results):

@@ -23,12 +23,11 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 
 import models
 from accel import engine, precision, vae, work
-from accel.decoder import SD_VAE_FT, Decoder
 from accel.options import OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors
 from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
 from models import DiT_models
-from scripts.benchmark import build, copy_bandwidth, git, network_of
+from scripts.benchmark import build, copy_bandwidth, git, network_of, random_decoder
 
 TRACE_LIMIT = 200e6  # bytes of JSON that viewers still open
 WAIT, WARMUP = 1, 2  # steps before those that are recorded
@@ -423,12 +422,6 @@ def driver():
     return done.stdout.split("\n")[0]
 
 
-def random_decoder(device):
-    """A decoder of sd-vae-ft-*'s size with random weights: the same work."""
-    with torch.device(device):
-        return Decoder(SD_VAE_FT).eval().requires_grad_(False)
-
-
 def prepare(args, device):
     """→ loop(progress), decode(), tier, the network's shape and options."""
     tier = args.precision or ("tf32" if args.baseline and precision.supports("tf32", device) else "fp32" if args.baseline
@@ -458,6 +451,8 @@ def prepare(args, device):
     decode = None
     if not args.no_decoder:
         decoder = random_decoder(device) if args.vae is None and options.vae == "ema" else vae.load_vae(vae.find_vae(options.vae), device)
+        if not args.baseline:
+            decoder = vae.CheckedDecoder(decoder, precision.decoder_precision("auto", tier, device), precision.float32_decoder(tier, device))
 
         def decode():
             vae.decode(decoder, z[:1])

@@ -22,7 +22,8 @@ RULES = {
     "accel/work.py": set(),
     "accel/meta.py": set(),
     "accel/decoder.py": set(),
-    "accel/vae.py": {"accel.decoder", "accel.meta", "accel.precision", "accel.options"},
+    "accel/half_decoder.py": {"accel.decoder", "accel.kernels", "accel.meta"},
+    "accel/vae.py": {"accel.decoder", "accel.half_decoder", "accel.meta", "accel.precision", "accel.options"},
     "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision"},
     "pretrained_models/": {"accel.options", "models"},
 }

@@ -75,3 +75,9 @@ def test_diffusers_network_is_the_same_but_for_its_frequencies():
         for block in theirs.model.transformer_blocks:
             block.norm1.emb.time_proj.downscale_freq_shift = 0
         assert torch.allclose(theirs.forward_with_cfg(x, t, y, 4.0), want, atol=1e-4)
+
+
+def test_decoder(tmp_path, monkeypatch):
+    benchmark_here(monkeypatch, "--decoder", "--pictures", 2, "--image-size", 64, "--load", 0, "--window", 0.1, "--output", tmp_path / "log.json")
+    [row] = json.loads((tmp_path / "log.json").read_text())["decoder"]
+    assert row["arithmetic"] == "fp32" and row["error"] == 0 and row["refused"] is None and 0 < row["p10"] <= row["ms"] <= row["p90"]

@@ -1,0 +1,235 @@
+"""The float16 decoder against the float32 one, and what happens where float16 does not hold. On a CPU through the kernels' twins."""
+
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accel import precision, vae
+from accel.decoder import SD_VAE_FT, Decoder
+from accel.engine import Engine
+from accel.half_decoder import HalfDecoder
+from accel.options import DEMO, SamplingOptions, UsageError
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "sd-vae-ft in small": {},
+    "deeper, without attention": dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False),
+    "without the convolution before": dict(use_post_quant_conv=False),
+}
+
+
+def random_decoder(device=CPU, gain=1.0, seed=0, **config):
+    """Random weights whose pictures fill about the range (-1, 1)."""
+    config = {**SD_VAE_FT, **dict(layers_per_block=1, block_out_channels=[8, 8, 16, 16], norm_num_groups=4), **config}
+    generator = torch.Generator().manual_seed(seed)
+    decoder = Decoder(config)
+    for value in decoder.parameters():
+        draw = torch.randn(value.shape, generator=generator)
+        value.data = draw * (gain / value[0].numel() ** 0.5) if value.ndim > 1 else value.data + 0.1 * draw
+    return decoder.to(device).eval().requires_grad_(False)
+
+
+def noise(n, side, device=CPU, seed=1):
+    return torch.randn(n, 4, side, side, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def psnr(a, b):
+    return 20 * math.log10(2 / (a.clamp(-1, 1) - b.clamp(-1, 1)).double().square().mean().sqrt().item())
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+@torch.inference_mode()
+def test_the_same_mathematics(config):
+    """In float32 to float32's accuracy; in float16 to the rounding of its products, whose size the check of weights asks for."""
+    plain, z = random_decoder(**config), noise(1, 6) / vae.SCALE
+    want = plain(z)
+    assert 0.1 < want.std() < 2
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float16, 3e-3)):
+        got = HalfDecoder(plain, dtype)(z)
+        assert got.shape == want.shape and got.dtype == torch.float32 and got.is_contiguous()
+        assert (got - want).norm() <= bound * want.norm()
+
+
+def test_the_demos_decoder_holds_in_float16():
+    plain = vae.load_vae(DEMO / "vae", CPU)
+    checked = vae.CheckedDecoder(plain, "fp16", "fp32")
+    assert checked.precision == "fp16" and checked.refusal is None
+    z = noise(2, 16, seed=3)
+    got, want = vae.decode(checked, z), vae.decode(plain, z)
+    assert not torch.equal(got, want) and min(psnr(a, b) for a, b in zip(got, want)) > 70
+    assert torch.equal(got[1:], vae.decode(checked, z[1:]))  # alone as beside another
+
+
+def test_checking_leaves_the_random_stream_alone():
+    plain = random_decoder()
+    torch.manual_seed(5)
+    want = torch.randn(3)
+    torch.manual_seed(5)
+    vae.CheckedDecoder(plain, "fp16", "fp32")
+    assert torch.equal(torch.randn(3), want)
+
+
+def overflowing():
+    """Between two norms values grow beyond 65504, which changes nothing for float32."""
+    plain = random_decoder()
+    plain.decoder.up_blocks[1].resnets[0].conv1.weight.mul_(1e5)
+    return plain
+
+
+def coarse():
+    """Its last layer multiplies every rounding of float16's by a hundred."""
+    plain = random_decoder()
+    plain.decoder.conv_out.weight.mul_(100)
+    return plain
+
+
+@pytest.mark.parametrize("make, said", ((overflowing, "overflows float16"), (coarse, "dB from float32")))
+def test_where_float16_does_not_hold_float32_decodes(make, said, tiny_vae, tmp_path, capsys):
+    """Found again at every start, said in one line; the bits are those of the float32 decoder."""
+    from safetensors.torch import save_file
+    plain = make()
+    (tmp_path / vae.FILES[0]).write_text((tiny_vae / vae.FILES[0]).read_text())
+    save_file(plain.state_dict(), tmp_path / vae.FILES[1])
+    options = SamplingOptions(model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1).resolve()
+    run = Engine(options)
+    run.decoder_precision = "fp16"  # as on a GPU
+    latents = noise(3, 4)
+    capsys.readouterr()
+    got = torch.cat([run.decode(latents[:1]), run.decode(latents[1:])])
+    [line] = capsys.readouterr().out.splitlines()
+    assert said in line and "decoding in float32" in line and run.load_decoder().precision == "fp32"
+    assert torch.equal(got, vae.decode(plain, latents)) and got.isfinite().all()
+
+
+def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
+    plain = random_decoder()
+    checked = vae.CheckedDecoder(plain, "fp16", "tf32")
+    latents = noise(4, 4)
+    latents[[1, 3]] *= 1e6  # no float16; float32's norms take it back
+    assert capsys.readouterr().out == ""
+    got, want = vae.decode(checked, latents), vae.decode(plain, latents)
+    [line] = capsys.readouterr().out.splitlines()
+    assert "overflows the float16 decoder" in line and want.isfinite().all()
+    assert [torch.equal(a, b) for a, b in zip(got, want)] == [False, True, False, True]
+    assert torch.equal(got, torch.cat([vae.decode(checked, one) for one in latents.split(1)]))
+
+
+def test_which_arithmetic(monkeypatch):
+    have = {"fp16", "tf32", "bf16", "exact"}
+    monkeypatch.setattr(precision, "supports", lambda tier, device: tier == "fp32" or tier in have)
+    choose = lambda tier, wanted="auto": precision.decoder_precision(wanted, tier, CPU)  # noqa: E731
+    assert [choose(tier) for tier in precision.TIERS] == ["fp32", "fp32", "tf32", "fp16", "fp16"]
+    assert [choose("fp16", name) for name in ("fp32", "tf32", "fp16")] == ["fp32", "tf32", "fp16"]
+    assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == ["fp32", "fp32", "tf32", "tf32", "tf32"]
+    have.remove("tf32")  # a V100
+    assert choose("fp16") == "fp16" and precision.float32_decoder("fp16", CPU) == "fp32"
+    with pytest.raises(ValueError, match="--vae-precision tf32"):
+        choose("fp16", "tf32")
+
+
+def test_the_cpu_has_no_float16_decoder():
+    options = SamplingOptions(model="DiT-Demo/2", device="cpu", vae_precision="fp16").resolve()
+    with pytest.raises(UsageError, match="--vae-precision fp16: cpu has no"):
+        Engine(options)
+
+
+def test_a_folder_for_fid_records_what_decodes():
+    """By what it came to, so that "auto" and its name are the same job, and a decoder that float16 does not hold for is another."""
+    from accel.fid import settings_of
+    plan, found = SimpleNamespace(independent=True), {}
+    for wanted, arithmetic in (("auto", "fp32"), ("fp32", "fp32"), ("auto", "fp16")):
+        run = Engine(SamplingOptions(model="DiT-Demo/2", device="cpu", labels=(0,), vae_precision=wanted).resolve())
+        run.decoder_precision = arithmetic
+        found[wanted, arithmetic] = settings_of(run, plan)
+    one, same, other = found.values()
+    assert one == same and {name for name in one if one[name] != other[name]} == {"--vae-precision"} and other["--vae-precision"] == "fp16"
+
+
+@pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
+def test_float32s_switches_hold_inside_only(name, flags):
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = not flags[0], True
+    try:
+        with precision.convolutions(name):
+            assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == flags
+        assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (not flags[0], True)
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+#################################################################################
+#                                   On a GPU                                    #
+#################################################################################
+
+
+@pytest.fixture
+def switches():
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_sd_vae_ft_at_512px(switches):
+    device = torch.device("cuda")
+    config = dict(SD_VAE_FT)
+    plain = random_decoder(device, **{name: config[name] for name in ("layers_per_block", "block_out_channels", "norm_num_groups")})
+    z = noise(2, 64, device)
+    precision.apply_precision("fp32", device)
+    want = vae.decode(plain, z)
+    assert torch.equal(vae.decode(vae.CheckedDecoder(plain, "fp32", "fp32"), z), want)
+    precision.apply_precision("fp16", device)
+    checked = vae.CheckedDecoder(plain, "fp16", "tf32")
+    got = vae.decode(checked, z)
+    assert checked.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > vae.AGREE
+    assert torch.equal(got, vae.decode(checked, z)) and torch.equal(got[1:], vae.decode(checked, z[1:]))
+
+    def milliseconds(decoder):
+        times = []
+        for _ in range(8):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            vae.decode(decoder, z)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return statistics.median(times)
+
+    def mib(decoder):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        vae.decode(decoder, z)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    float32 = vae.CheckedDecoder(plain, "tf32", "tf32")
+    assert milliseconds(checked) < 0.7 * milliseconds(float32)
+    assert mib(checked) < 0.7 * mib(float32)
+
+
+@pytest.mark.gpu
+def test_the_demos_pictures_pass_the_gate(switches):
+    """64 pictures of one float16 run, decoded in float16 and in float32, every one with a hundredth of the gate's error."""
+    import evaluate
+    options = SamplingOptions(model="DiT-Demo/2", labels=tuple(range(8)) * 8, device="cuda", precision="fp16").resolve()
+    run = Engine(options)
+    latents = run.run()
+    got = vae.to_uint8(run.decode(latents)).numpy()
+    assert run.load_decoder().precision == "fp16"
+    precision.apply_precision("fp32", run.device)
+    want = vae.to_uint8(vae.decode(run.load_decoder().plain, latents)).numpy()
+    worst = [min(evaluate.psnr(a, b) for a, b in zip(want, got)), min(evaluate.ssim(a, b) for a, b in zip(want, got))]
+    assert worst[0] > 55 and worst[1] > 0.999, worst  # rounding to bytes alone, where a value lies between two, costs to 59 dB
+
+
+@pytest.mark.gpu
+def test_overflow_on_a_gpu(switches):
+    device = torch.device("cuda")
+    precision.apply_precision("fp16", device)
+    plain = overflowing().to(device)
+    z = noise(2, 8, device)
+    checked = vae.CheckedDecoder(plain, "fp16", "tf32")
+    assert "overflows float16" in checked.refusal and torch.equal(vae.decode(checked, z), vae.decode(plain, z))
