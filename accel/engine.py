@@ -413,8 +413,6 @@ class Engine:
     def sample(self, rows=slice(None), show=True):
         """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process talks."""
         runs, times = self.options.repeats, []
-        if self.options.output_type == "image" and self.device.type == "cuda":
-            self._load_decoder_beside()
         captured = self.device.type == "cuda" and getattr(self.network, "optimisations", None) is not None
         if runs > 1 or captured:  # the first step loads kernels and is recorded: not sampling, and not what the bar should learn its pace from
             with self.watch.phase("warm-up"):
@@ -422,6 +420,8 @@ class Engine:
                     self.run(rows, steps=3 if runs > 1 else 1)
                 else:
                     self.run(rows, forecast=self.forecast.each_length_once())
+        if self.options.output_type == "image" and self.device.type == "cuda":
+            self._load_decoder_beside()
         for index in range(runs):
             start = time.perf_counter()
             with self.watch.phase("sample"), progress_bar(
@@ -459,7 +459,7 @@ class Engine:
             sys.setswitchinterval(1e-4)  # imports are long stretches of Python; the loop that feeds the GPU must get its turn at once
             try:
                 if self.decoder_precision == "fp16":
-                    from accel.half_decoder import compile_ahead
+                    from accel.kernels.group_norm import compile_ahead
                     compile_ahead(self.device)
                 return vae.load_vae(self.vae_folder, "cpu")
             finally:

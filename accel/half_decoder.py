@@ -9,9 +9,7 @@ value of a group and the next convolution every group; `accel.vae` looks for tha
 import torch
 import torch.nn.functional as F
 
-from accel.decoder import Decoder
 from accel.kernels.group_norm import add, group_norm
-from accel.meta import shapes_only
 
 
 class HalfDecoder:
@@ -94,17 +92,3 @@ def _doubling(weight):
         a, b, c = weight.unbind(axis)
         weight = torch.stack([c, b + c, a + b, a], axis)
     return weight.transpose(0, 1)
-
-
-@torch.inference_mode()
-def compile_ahead(device):
-    """Compile, or fetch from Triton's disk cache, the kernels of every decoder, and load cuDNN: by decoding zeros with a small one. Seconds of work with
-    an empty cache, made for a thread beside the sampling; next to no memory."""
-    with shapes_only():
-        small = Decoder(dict(block_out_channels=[32, 64], layers_per_block=1))
-    small = small.to_empty(device=device).requires_grad_(False)
-    for value in small.parameters():
-        value.zero_()
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        HalfDecoder(small)(torch.zeros(1, 4, 8, 8, device=device))
-        torch.cuda.current_stream().synchronize()

@@ -354,7 +354,7 @@ def decoding(args, device, record):
         times.sort()
         row |= dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10], runs=len(times))
         if cuda:
-            row |= dict(mib=(torch.cuda.max_memory_allocated() - before) / 2**20, reserved_mib=torch.cuda.max_memory_reserved() / 2**20, weights_mib=kept / 2**20)
+            row |= dict(mib=(torch.cuda.max_memory_allocated() - before) / 2**20, weights_mib=kept / 2**20)
         results.append(row)
         record(results)
         print(f"{arithmetic:8} {row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}] for {args.pictures} pictures   error {row['error']:.1e}"

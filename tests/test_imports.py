@@ -22,7 +22,7 @@ RULES = {
     "accel/work.py": set(),
     "accel/meta.py": set(),
     "accel/decoder.py": set(),
-    "accel/half_decoder.py": {"accel.decoder", "accel.kernels", "accel.meta"},
+    "accel/half_decoder.py": {"accel.kernels"},
     "accel/vae.py": {"accel.decoder", "accel.half_decoder", "accel.meta", "accel.precision", "accel.options"},
     "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision"},
     "pretrained_models/": {"accel.options", "models"},

@@ -104,6 +104,20 @@ def _norm_triton(total, weight, bias, groups, silu, dtype):
     return out
 
 
+def compile_ahead(device):
+    """Compile, or fetch from Triton's disk cache, all that decoding in float16 launches: seconds of work with an empty cache, made for a thread beside the
+    sampling. Nothing is loaded to the GPU, which would wait there for the steps that are queued."""
+    half, wide, tile = torch.float16, torch.float32, dict(PLACES=PLACES, CHANNELS=CHANNELS, num_warps=WARPS, grid=(1,))
+    with torch.cuda.device(device):
+        kernels = [_add.warmup(x, branch or x, wide, out or x, wide, 1024, 128, 1, 1024, BRANCH=branch is not None, WRITE=out is not None,
+                               STATISTICS=out != half, **tile)
+                   for x, branch, out in ((half, None, None), (wide, half, wide), (half, half, wide), (wide, half, half))]
+        kernels.append(_join.warmup(wide, wide, wide, wide, 1024, 128, 1, 1024, 4, 1.0, IN_GROUP=16, ROWS=128, EPS=EPS, num_warps=4, grid=(1,)))
+        kernels += [_normalise.warmup(x, wide, wide, half, 1024, 128, 1, **tile) for x in (half, wide)]
+        for kernel in kernels:
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # the host's part, which a C compiler makes
+
+
 if triton:
 
     @triton.jit(do_not_specialize=["places", "turns", "partial_stride"])

@@ -1,6 +1,7 @@
 """Compile the decoder's kernels for one GPU architecture, on a machine that need not have a GPU, and print what came out.
 
-A fresh process for each: Triton keeps a target's state. Usage: python ahead_of_time_group_norm.py CAPABILITY
+A fresh process for each: Triton keeps a target's state. Usage: python ahead_of_time_group_norm.py CAPABILITY [decode]; with decode, how many variants
+of each kernel there are after compile_ahead, and after a decoder of the published kind and the demo's have asked for theirs.
 """
 
 import json
@@ -32,7 +33,42 @@ def variants():
     yield "normalise", kernels._normalise, ["*fp32", "*fp32", "*fp32", "*fp16", "i32", "i32", "i32"], tile, {"channels"}, kernels.WARPS
 
 
-if __name__ == "__main__":
+class NoGpu:
+    """What Triton asks of a driver in order to compile."""
+    launcher_cls = staticmethod(lambda source, metadata: None)
+
+    def __init__(self, capability):
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+        self.get_current_device = self.get_current_stream = lambda *_: 0
+
+
+def variants_of_decoding(capability):
+    import torch
+    from contextlib import nullcontext
+    from accel import vae
+    from accel.decoder import SD_VAE_FT, Decoder
+    from accel.half_decoder import HalfDecoder
+    from accel.options import DEMO
+    triton.runtime.driver.set_active(NoGpu(capability))
+    torch.cuda.device = torch.cuda.device_of = lambda _: nullcontext()
+    kernels.compile_ahead(None)
+
+    def count():
+        return {kernel.fn.__name__: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in (kernels._add, kernels._join, kernels._normalise)}
+
+    yield count()
+    type(kernels._add).__getitem__ = lambda kernel, grid: lambda *arguments, **constants: kernel.run(*arguments, grid=(1,), warmup=True, **constants)
+    kernels._choose = lambda route, x: "triton"
+    small = Decoder({**SD_VAE_FT, "block_out_channels": [32, 64, 128, 128]}).requires_grad_(False)
+    for decoder in (small, vae.load_vae(DEMO / "vae", torch.device("cpu"))):
+        with torch.inference_mode():
+            HalfDecoder(decoder)(torch.randn(1, 4, 4, 4))
+        yield count()
+
+
+if __name__ == "__main__" and sys.argv[2:] == ["decode"]:
+    print(json.dumps(list(variants_of_decoding(int(sys.argv[1])))))
+elif __name__ == "__main__":
     report = {}
     for name, *variant in variants():
         kernel = compile_one(int(sys.argv[1]), *variant)

@@ -112,6 +112,15 @@ def test_compiles_ahead_of_time(capability, tmp_path):
         assert report["wide"] >= 4 or name == "join"
 
 
+def test_all_that_decoding_launches_is_compiled_ahead(tmp_path):
+    """On any machine, by Triton's own records: a decoder of the published kind, and the demo's, add no variant to those that were compiled for an H100."""
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("ahead_of_time_group_norm.py")), "90", "decode"], capture_output=True, text=True,
+                          env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": _path()})
+    assert done.returncode == 0, done.stderr
+    ahead, published, demo = json.loads(done.stdout)
+    assert ahead == published == demo == {"_add": 4, "_join": 1, "_normalise": 2}
+
+
 def test_wrong_inputs_are_refused():
     x = torch.randn(2, 16, 4, 4)
     for wrong in (x, x[:1]):  # two pictures; channels outermost
