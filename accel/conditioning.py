@@ -89,12 +89,17 @@ class HoistedConditioning:
         self.ready = range(0)
         self.reach(0)
 
-    def reach(self, index):
-        """Fill the table from the run's `index`-th step on, if that step is not in it."""
-        if index in self.ready:
+    def reach(self, index, *more):
+        """Fill the table from the run's `index`-th timestep on, if that or one of `more` that are met before the next call is not in it."""
+        if all(one in self.ready for one in (index, *more)):
             return
-        self.ready = range(index, min(index + self.chunk, len(self.timesteps)))
-        steps, labels = self.timesteps[index:self.ready.stop], self.run_labels
+        self.ready, labels = range(index, min(index + self.chunk, len(self.timesteps))), self.run_labels
+        steps = self.timesteps[index:self.ready.stop]
+        if not all(one in self.ready for one in more):  # they lie too far apart
+            self.ready = sorted({index, *more})
+            if len(self.ready) > self.chunk:
+                raise ValueError(f"{len(self.ready)} timesteps of {len(labels)} labels at once, the table has {self.capacity} entries; sample fewer at a time")
+            steps = torch.stack([self.timesteps[one] for one in self.ready])
         self.conditioning(steps[:, None].expand(-1, len(labels)).flatten(), labels.repeat(len(steps)), out=self.table[:len(steps) * len(labels)])
         self.step_offset.fill_(self.capacity)
         self.step_offset[steps] = torch.arange(len(steps), device=self.device) * len(labels)

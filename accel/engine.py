@@ -237,8 +237,8 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
         tokens = network.last_tokens(x, diffusion.original_timesteps(t).repeat(len(y) // len(x)), y)
         return ancestral_update(tokens, x, noise, t, diffusion.ancestral_coefficients(x.device), cfg_scale if guided else None, switches.ends)
 
-    def stride(x, t, y, m, values, noise):
-        return forecast.strides.stride(model_for(y), x, t, m, values, noise)
+    def stride(x, t, y, m, values, noise, calls):
+        return forecast.strides.stride(model_for(y), x, t, m, values, noise, calls)
 
     conditions, drawn = nullcontext(), (2 * n if guided else n, *z.shape[1:])
     if switches is not None:
@@ -276,21 +276,22 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
 
 
 def _strides(stride, forecast, table, x, y, timesteps, noise_of_step, sums, progress):
-    """denoise's loop where one call of the network serves several steps."""
-    (m, values), index = forecast.strides.start(x), 0
-    for call, gap in enumerate(forecast.run()):
+    """denoise's loop where a call of the network serves several steps."""
+    (m, values), index, call = forecast.strides.start(x), 0, 0
+    for kind in forecast.run():
+        steps, calls = kind
         if index >= len(timesteps):
             break
         if table is not None:
-            table.reach(forecast.place(call, index, gap))
-        noise = torch.stack([noise_of_step() for _ in range(gap)])  # drawn ahead, in the stream's order
-        x, m, values, error = stride(x, timesteps[index].expand(len(x)), y, m, values, noise)
-        forecast.observe(error, index, gap)
-        index += gap
+            table.reach(*forecast.places(call, index, kind))
+        noise = torch.stack([noise_of_step() for _ in range(steps)])  # drawn ahead, in the stream's order
+        x, m, values, error = stride(x, timesteps[index].expand(len(x)), y, m, values, noise, calls)
+        forecast.observe(error, index, kind)
+        index, call = index + steps, call + calls
         if sums is not None:
             torch.sum(x.flatten(), 0, out=sums[index - 1])
         if progress is not None:
-            for _ in range(gap):
+            for _ in range(steps):
                 progress()
     return x
 
@@ -419,7 +420,7 @@ class Engine:
                 if self.forecast is None:
                     self.run(rows, steps=3 if runs > 1 else 1)
                 else:
-                    self.run(rows, forecast=self.forecast.each_length_once())
+                    self.run(rows, forecast=self.forecast.each_kind_once())
         if self.options.output_type == "image" and self.device.type == "cuda":
             self._load_decoder_beside()
         for index in range(runs):

@@ -11,7 +11,7 @@ from accel.options import ROOT, UsageError
 from diffusion.forecast import Strides
 from pretrained_models.download import find_model
 
-KIND = "forecast plan, version 1"
+KIND = "forecast plan, version 2"
 
 
 def weights_hash(state):
@@ -40,7 +40,7 @@ def settings_of(options, name):
 
 
 def read_plan(options, name):
-    """The gaps between the calls of the options' plan, in steps. Raises UsageError if there is none, if it is damaged, or if it was made for
+    """The strides of the options' plan, (steps, calls) each. Raises UsageError if there is none, if it is damaged, or if it was made for
     other weights, steps, guidance, size or model."""
     path = plan_path(options)
     flag = f"--forecast-plan {path}"
@@ -57,76 +57,86 @@ def read_plan(options, name):
         if plan.get(key) != value:
             what = "was made for other weights" if key == "weights" else f"was made for --{key.replace('_', '-')} {plan.get(key)}, not {value}"
             raise UsageError(f"{flag}: {what}; make one with scripts/calibrate.py, or use --forecast auto or off")
-    calls, steps = plan.get("calls"), options.num_sampling_steps
-    if not isinstance(calls, list) or calls[:2] != [0, 1][:steps] or any(type(c) is not int for c in calls) or sorted(set(calls)) != calls or calls[-1] >= steps:
-        raise UsageError(f"{flag}: calls must be increasing steps from 0, 1 to {steps - 1}; make it again with scripts/calibrate.py")
-    return [after - before for before, after in zip(calls, [*calls[1:], steps])]
+    strides, steps = plan.get("strides"), options.num_sampling_steps
+    kinds = isinstance(strides, list) and all(isinstance(s, list) and len(s) == 2 and all(type(v) is int for v in s) and
+                                              (s == [1, 1] or 1 <= s[1] <= 2 and s[1] < s[0]) for s in strides)
+    if not kinds or sum(k for k, _ in strides) != steps or strides[0] != [1, 1]:
+        raise UsageError(f"{flag}: strides must be [steps, calls], the first [1, 1], {steps} steps in all, others two by one call or more by one or two; "
+                         "make it again with scripts/calibrate.py")
+    return [tuple(stride) for stride in strides]
 
 
-def write_plan(path, settings, gaps, evidence):
-    """gaps: as read_plan gives them; evidence: JSON that says how good the plan was found to be."""
-    calls = [sum(gaps[:i]) for i in range(len(gaps))]
-    path.write_text(json.dumps({"kind": KIND, **settings, "calls": calls, "evidence": evidence}) + "\n")
+def write_plan(path, settings, strides, evidence):
+    """strides: as read_plan gives them; evidence: JSON that says how good the plan was found to be."""
+    path.write_text(json.dumps({"kind": KIND, **settings, "calls": sum(c for _, c in strides), "strides": strides, "evidence": evidence}) + "\n")
 
 
 class Plan:
-    """A fixed list of gaps, the same for every picture and rank."""
+    """A fixed list of strides (steps, calls), the same for every picture and rank."""
 
-    def __init__(self, diffusion, gaps):
-        self.gaps = list(gaps)
-        self.strides = Strides(diffusion, max(self.gaps))
+    def __init__(self, diffusion, strides):
+        self.plan = [tuple(kind) for kind in strides]
+        self.strides = Strides(diffusion, self.plan)
         self.steps = diffusion.num_timesteps
+        self.calls = sum(calls for _, calls in self.plan)
 
     def __str__(self):
-        return f"{len(self.gaps)} calls"
+        return f"{self.calls} calls"
 
     @property
     def setting(self):
         """What decides the bits of a picture, as an FID job records it."""
-        return f"plan {hashlib.sha256(bytes(self.gaps)).hexdigest()[:8]} of {self}"
+        return f"plan {hashlib.sha256(repr(self.plan).encode()).hexdigest()[:8]} of {self}"
 
     def timesteps(self):
         """The original timesteps that will be called, in order."""
-        starts = [self.steps - 1 - sum(self.gaps[:i]) for i in range(len(self.gaps))]
-        return [int(self.strides.timestep[t, k]) for t, k in zip(starts, self.gaps)]
+        found, index = [], 0
+        for kind in self.plan:
+            found += self.strides.timesteps(self.steps - 1 - index, kind)
+            index += kind[0]
+        return found
 
-    def place(self, call, index, gap):
-        """Where in `timesteps` the call stands that is the `call`-th and serves `gap` steps from step `index`."""
-        return call
+    def places(self, call, index, kind):
+        """Where in `timesteps` the calls stand, from the run's `call`-th on, of a stride of `kind` from step `index`."""
+        return range(call, call + kind[1])
 
     def run(self):
-        """The gaps of one run."""
-        return iter(self.gaps)
+        """The strides of one run."""
+        return iter(self.plan)
 
-    def observe(self, error, index, gap):
+    def observe(self, error, index, kind):
         """Of no use to a fixed plan."""
 
-    def each_length_once(self):
-        """A short run that meets every length of gap, for warm-up."""
+    def each_kind_once(self):
+        """A short run that meets every kind of stride, for warm-up."""
         short = copy(self)
-        short.gaps = [1, *sorted(set(self.gaps) - {1})]
+        short.plan = self.strides.kinds  # (1, 1) is the first
         return short
 
 
 class Auto:
     """
     Error control while sampling, for weights without a plan. The mean square of a call's x_0 minus its forecast, of the worst picture, over the steps
-    since the call before, is the rate r at which x_0 moves. What one call for k steps misses is quadratic in that move, so a gap is allowed where
+    since the call before, is the rate r at which x_0 moves. What one or two calls for k steps miss is quadratic in that move, so a stride is taken where
 
-        sqrt(S_t) W_{t,k} (k - 1) r <= tolerance,    S_t = (1 - abar_t)^2 + 0.1,
+        sqrt(S_t) W_{t,k} miss_k r <= tolerance,    S_t = (1 - abar_t)^2 + 0.1,
 
     with W of diffusion.forecast. S is how much of an error of x is left in the picture, in shape; it was read off the demo (scripts/calibrate.py measures it
-    on any weights). Near the end a gap is at most 1 + t / 8 steps: the trained timesteps, among which a call takes its place, lie too far apart there.
-    The error travels to the host beside the next call, so that the device never waits: a gap is chosen from the calls up to the last but one.
+    on any weights). miss compares the kinds, 1 being a pair of steps by one call; it was read off
+    the demo too. Near the end a stride is at most 1 + t / 8 steps: the trained
+    timesteps, among which a call takes its place, lie too far apart there.
+    The error travels to the host beside the next call, so that the device never waits: a stride is chosen from the calls up to the last but one.
     """
 
-    LONGEST = 4
+    KINDS = {(1, 1): 0.0, (3, 2): 0.33, (2, 1): 0.75, (4, 2): 0.45, (6, 2): 0.75}  # → miss; from the one that calls most to the one that calls least
 
     def __init__(self, diffusion, tolerance):
-        self.strides, self.tolerance, self.steps = Strides(diffusion, self.LONGEST), tolerance, diffusion.num_timesteps
+        self.strides, self.tolerance, self.steps = Strides(diffusion, self.KINDS), tolerance, diffusion.num_timesteps
         self.sensitivity = (1 - diffusion.alphas_cumprod) ** 2 + 0.1
         self.agree = None  # over ranks that make one grid: replaces a number on the device by its maximum over all
         self.calls = self.pending = self.rate = None
+        self.met = sorted({step for t in range(self.steps) for kind in self._open(t) for step in self.strides.timesteps(t, kind)}, reverse=True)
+        self.place_of = {step: place for place, step in enumerate(self.met)}
 
     def __str__(self):
         return f"calls by error, tolerance {self.tolerance:g}"
@@ -137,28 +147,35 @@ class Auto:
 
     def timesteps(self):
         """All that may be called: which will be is not known ahead."""
-        return range(self.strides.diffusion.original_num_steps - 1, -1, -1)
+        return self.met
 
-    def place(self, call, index, gap):
-        return self.strides.diffusion.original_num_steps - 1 - int(self.strides.timestep[self.steps - 1 - index, gap])
+    def places(self, call, index, kind):
+        return [self.place_of[step] for step in self.strides.timesteps(self.steps - 1 - index, kind)]
 
-    def each_length_once(self):
+    def each_kind_once(self):
         short = copy(self)
-        short.run = lambda: iter([1, *range(2, self.LONGEST + 1)])
-        short.agree = None
+        short.agree, short.pending = None, []
+        short.run = short._kinds_once
         return short
+
+    def _kinds_once(self):
+        index = 0
+        for kind in [(1, 1), *sorted(self.KINDS, reverse=True)[:-1]]:
+            if kind in self._open(self.steps - 1 - index):
+                yield kind
+                index += kind[0]
 
     def run(self):
         self.pending, self.rate, self.calls, index = [], None, 0, 0
         while index < self.steps:
             if len(self.pending) > 1:
                 self._take_in()
-            gap = self._allowed(self.steps - 1 - index)
-            yield gap
-            index, self.calls = index + gap, self.calls + 1
+            kind = self._allowed(self.steps - 1 - index)
+            yield kind
+            index, self.calls = index + kind[0], self.calls + kind[1]
 
-    def observe(self, error, index, gap):
-        """error (n,) of the call at step `index` that serves `gap` steps, on the device."""
+    def observe(self, error, index, kind):
+        """error (n,) of the stride of `kind` at step `index`, on the device."""
         worst = error.max()
         if self.agree is not None:
             self.agree(worst)
@@ -167,20 +184,21 @@ class Auto:
         event = torch.cuda.Event() if worst.is_cuda else None
         if event:
             event.record()
-        self.pending.append((host, event, gap, index))
+        self.pending.append((host, event, kind, index))
 
     def _take_in(self):
-        host, event, gap, index = self.pending.pop(0)
+        host, event, (steps, _), index = self.pending.pop(0)
         if event:
             event.synchronize()  # of a call that the device has left behind
         if index:  # the first call has no forecast
-            self.rate = float(host) / gap
+            self.rate = float(host) / steps
+
+    def _open(self, t):
+        """The kinds that fit before the end."""
+        return [kind for kind in self.KINDS if kind[0] <= 1 + t // 8]
 
     def _allowed(self, t):
         if self.rate is None:
-            return 1
-        gap = 1
-        for k in range(2, min(self.LONGEST, 1 + t // 8) + 1):
-            if self.sensitivity[t] ** 0.5 * self.strides.total[t, k] * (k - 1) * self.rate <= self.tolerance:
-                gap = k
-        return gap
+            return 1, 1
+        return [kind for kind in self._open(t) if self.sensitivity[t] ** 0.5 * self.strides.total(t, kind) * self.KINDS[kind] * self.rate
+                <= self.tolerance][-1]

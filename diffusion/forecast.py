@@ -1,5 +1,5 @@
 """
-Several ancestral steps by one call of the network, on the noise that they would have drawn anyway.
+Several ancestral steps by one or two calls of the network, on the noise that they would have drawn anyway.
 
 Write c_t, d_t for the two coefficients of the posterior mean (Ho et al. 2020, 2006.11239, eq. 7). k steps from x_t are
 
@@ -11,25 +11,33 @@ with D(x_s, s) the network's x_0. Where they end depends on the k values of D th
 
 The noise moves D from step to step: D(x_s, s) is a martingale under p, so no extrapolation from past calls can foresee it. But the noise is
 known: it is the run's random stream, which may be drawn ahead. D is smooth in u = x / sqrt(abar), x_0 plus noise of variance
-tau = (1 - abar) / abar. Expanded to first order about the path's weighted mean,
+tau = (1 - abar) / abar. So (2) is an integral over the path u_s with the weights w_s, and has its quadratures: with points
+p_i = sum_s a_is u_s, sum_s a_is = 1, and n of them,
 
-    u* = sum_s w_s u_s,    tau* = sum_s w_s tau_s,                                                            (3)
+    sum_s w_s D(u_s, tau_s) = (1/n) sum_i D(p_i, tau_i) + rest,    tau_i = sum_s a_is tau_s.                  (3)
 
-all first-order terms of (2) cancel: sum_s w_s D(u_s, tau_s) = D(u*, tau*) + O(2). So one call, at the timestep of the trained process nearest to
-tau* and at sqrt(abar*) u*, stands for k. What is left is the curvature of D over k steps, not its slope times the noise.
+One point, the path's weighted mean u*, cancels all terms of first order. Two points also have its spread along one direction, the one that holds most
+of it: the path's increments are independent, of variance tau_s - tau_{s-1}, so that the covariance of the path is known before its noise is, and
+
+    p_1, p_2 = u* -+ e,    e the largest principal axis of the u_s, times its standard deviation.             (4)
+
+For k = 3 what is then left of the curvature is a ninth of that of a pair of steps; three steps by two calls lie four times nearer to all three calls than a
+pair of steps by one call and a single step do, for the same two calls (measured on the demo).
+
+Averaging takes noise away: p_i holds noise of variance theta_i = sum_sr a_is a_ir min(tau_s, tau_r) < tau_i, less than its timestep says, and D at a point that
+is cleaner than it is said to be errs to one side: the Laplacian in the rest of (3) has a mean, and the same sign at every stride. So p_i is moved from the
+forecast m of x_0 until its noise is that of the timestep, the timestep of the trained process nearest to tau_i,
+
+    p_i <- m + sqrt(tau_i / theta_i) (p_i - m).                                                               (5)
 
 The path u_s needs D itself. There its place is taken by a forecast m_s, and an error of m enters (3) only through the small steps it is multiplied
 with. m_t is the last call's x_0; along the path it takes in what the noise says about x_0. The learned variance holds the network's
 own uncertainty of x_0, sigma_s^2 = b_s + c_s^2 Var(x_0 | x_s), b_s being the posterior's variance given x_0 (eq. 7); so by the rule
 for Gaussians, pixel by pixel,
 
-    m_{s-1} = m_s + (1 - b_s / sigma_s^2) (sigma_s / c_s) z_s.                                                (4)
+    m_{s-1} = m_s + (1 - b_s / sigma_s^2) (sigma_s / c_s) z_s.                                                (6)
 
-The call's x_0 then gives a better path, and a mean u' of it. What D would be there is not asked again: errors of m lie where data vary, and along those
-directions a network that sees little noise gives back what it is given, D(u') - D(u*) = u' - u*. So
-
-    x_0 <- x_0 + u' - u*.                                                                                     (5)
-
+The first of two calls gives a better path; the second point is then 2 u* - p_1 on that one, and the mean of both is right although p_1 was not.
 With k = 1, u* = u_t: the ancestral step itself, to the bit.
 """
 import numpy as np
@@ -38,107 +46,142 @@ import torch
 
 class Strides:
     """
-    Ancestral sampling of `diffusion` (a SpacedDiffusion) that calls the network once in up to `longest` steps.
+    Ancestral sampling of `diffusion` (a SpacedDiffusion) by strides. Each is of a kind (k, calls): k steps by so many calls of the network, (1, 1), or
+    k > 1 and one or two, or k > 2 and two; `kinds` are those that may be taken.
 
     x (n, C, ...) throughout; t: a timestep of `diffusion`, (n,) int64, from which k steps lead to t - k. ValueError for a process that predicts
-    anything but the noise and a variance within its range.
+    anything but the noise and a variance within its range, and for a kind that is none.
     """
 
-    def __init__(self, diffusion, longest):
+    def __init__(self, diffusion, kinds):
         if not diffusion.learns_range:
             raise ValueError("strides: need a network that predicts the noise and a learned range of variance")
-        self.diffusion, self.longest = diffusion, min(longest, diffusion.num_timesteps)
-        self.weight, self.total, self.timestep = self._plan(diffusion)
+        self.diffusion, self.kinds = diffusion, sorted({(1, 1), *map(tuple, kinds)})
+        for k, calls in self.kinds:
+            if not (k == calls == 1 or 1 <= calls <= 2 and calls < k):
+                raise ValueError(f"strides: {k} steps by {calls} calls are no kind of stride")
+        self.tables = {kind: self._plan(*kind) for kind in self.kinds}
         self._device_tables = {}
 
-    def _plan(self, diffusion):
-        """Of every (t, k), float64: w_s, s = t ... t-k+1 (T, K+1, K), zeros where there are fewer; W (T, K+1); and the original
-        timestep called (T, K+1) int64."""
-        c, d, abar = diffusion.posterior_mean_coef1, diffusion.posterior_mean_coef2, diffusion.alphas_cumprod
-        trained = diffusion.original_alphas_cumprod
-        weight = np.zeros((diffusion.num_timesteps, self.longest + 1, self.longest))
-        total, timestep = np.zeros(weight.shape[:2]), np.zeros(weight.shape[:2], dtype=np.int64)
-        for t in range(diffusion.num_timesteps):
-            for k in range(1, min(self.longest, t + 1) + 1):
-                s = np.arange(t, t - k, -1)
-                w = c[s] * np.append(np.cumprod(d[s[:0:-1]])[::-1], 1.0)  # eq. 2
-                total[t, k] = w.sum()
-                weight[t, k, :k] = w = w / w.sum()
-                tau = float(w @ ((1 - abar[s]) / abar[s]))
-                timestep[t, k] = diffusion.timestep_map[t] if k == 1 else np.abs(np.log((1 - trained) / trained / tau)).argmin()
-        return weight, total, timestep
+    def _plan(self, k, calls):
+        """For strides of one kind from every t: dict of arrays (T, ...), float64, `timestep` int64. Zeros where fewer than k steps are left."""
+        d, steps = self.diffusion, self.diffusion.num_timesteps
+        c1, c2, abar, trained = d.posterior_mean_coef1, d.posterior_mean_coef2, d.alphas_cumprod, d.original_alphas_cumprod
+        level = (1 - trained) / trained  # tau of the trained process
+        mean, first = np.zeros((steps, k)), np.zeros((steps, k))  # of x_s in u* and in p_1
+        widen, root, noise, seen = np.zeros((steps, calls)), np.ones((steps, calls)), np.zeros((steps, calls)), np.zeros((steps, calls, k))
+        timestep, total = np.zeros((steps, calls), dtype=np.int64), np.zeros(steps)
+        for t in range(k - 1, steps):
+            s = np.arange(t, t - k, -1)
+            tau = (1 - abar[s]) / abar[s]
+            w = c1[s] * np.append(np.cumprod(c2[s[:0:-1]])[::-1], 1.0)  # eq. 2
+            total[t], w = w.sum(), w / w.sum()
+            points = [w] if calls == 1 else [w - _axis(w, tau), w + _axis(w, tau)]
+            for i, a in enumerate(points):
+                theta = a @ np.minimum.outer(tau, tau) @ a
+                at = np.clip(a @ tau, tau[-1], tau[0])  # a large step may throw a point off the path's ends
+                timestep[t, i] = d.timestep_map[t] if k == 1 else np.abs(np.log(level / at)).argmin()
+                widen[t, i] = np.sqrt(level[timestep[t, i]] / theta)
+                root[t, i], noise[t, i] = np.sqrt(trained[timestep[t, i]]), np.sqrt(1 - trained[timestep[t, i]])
+                seen[t, i] = (a @ np.arange(k) - np.arange(k)).clip(0, 1)  # how much of each step's noise is in the point
+            mean[t], first[t] = w / np.sqrt(abar[s]), points[0] / np.sqrt(abar[s])
+        return dict(mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep, total=total)
+
+    def timesteps(self, t, kind):
+        """The original timesteps that a stride from t (int) calls, in order."""
+        return self.tables[kind]["timestep"][t].tolist()
+
+    def total(self, t, kind):
+        """W of eq. 2 for a stride from t (int)."""
+        return float(self.tables[kind]["total"][t])
 
     def prepare(self, device):
         """Upload the tables to `device`, as GaussianDiffusion.prepare does."""
         self.diffusion.prepare(device)
-        self._tables(torch.empty(0, device=device).device)
+        for kind in self.kinds:
+            self._tables(kind, torch.empty(0, device=device).device)
 
-    def _tables(self, device):
-        if device not in self._device_tables:
-            trained = self.diffusion.original_alphas_cumprod[self.timestep]  # (T, K+1)
-            s = np.arange(len(self.weight))[:, None] - np.arange(self.longest)  # (T, K)
-            root = np.sqrt(self.diffusion.alphas_cumprod[s.clip(0)])
-            mix = self.weight * np.sqrt(trained)[..., None] / root[:, None]  # of x_s in the point of the call: (T, K+1, K)
-            centre = (self.weight * np.arange(self.longest)).sum(2, keepdims=True)  # steps to the call's place, weighted
-            later = np.arange(self.longest) >= centre - 1e-9  # noise that the call has not seen
-            tables = dict(mix=mix, later=later, total=self.total, root=np.sqrt(trained), noise=np.sqrt(1 - trained), timestep=self.timestep)
+    def _tables(self, kind, device):
+        if (kind, device) not in self._device_tables:
             with torch.inference_mode(False):  # these outlive the mode of whoever comes first
-                self._device_tables[device] = {
+                self._device_tables[kind, device] = {
                     name: torch.from_numpy(value).to(torch.int64 if name == "timestep" else torch.float32).to(device)
-                    for name, value in tables.items()}
-        return self._device_tables[device]
+                    for name, value in self.tables[kind].items()}
+        return self._device_tables[kind, device]
 
     def start(self, x):
         """What a run carries from stride to stride, before its first: the forecast of x_0 and the values of the learned variance, each like x. The
         first stride must be one step: there is nothing yet to forecast from."""
         return torch.zeros_like(x), torch.zeros_like(x)
 
-    def point(self, x, t, m, values, noise):
-        """Eq. 3: where k = len(noise) steps from x at t call the network: sqrt(abar*) u*, like x, and the original timestep (n,). noise (k, n, C, ...)."""
-        k, tables = len(noise), self._tables(x.device)
-        if k == 1:
-            return x, tables["timestep"][t, 1]
-        mix = tables["mix"][t, k]  # (n, K)
-        at = _like(mix[:, 0], x) * x
-        for j in range(1, k):
-            x, m = self._advance(x, t - (j - 1), m, values, noise[j - 1])
-            at = at + _like(mix[:, j], x) * x
-        return at, tables["timestep"][t, k]
-
-    def stride(self, model, x, t, m, values, noise):
+    def stride(self, model, x, t, m, values, noise, calls=1):
         """
-        k = len(noise) steps from x at t by one call of `model`: (x, original t) -> (n, 2C, ...).
+        k = len(noise) steps from x at t by `calls` calls of `model`: (x, original t) -> (n, 2C, ...).
 
         m, values: of the stride before, or of `start` with k = 1. noise (k, n, C, ...): what each step draws; the one of t = 0 is masked.
-        Returns x_{t-k}, the next m and values, each like x, and the error (n,) of the forecast: the mean square of the call's x_0 minus m at its place.
+        Returns x_{t-k}, the next m and values, each like x, and the error (n,) of the forecast: the mean square of the x_0 found minus m.
         """
-        k, tables, d = len(noise), self._tables(x.device), self.diffusion
-        at, original = self.point(x, t, m, values, noise)
-        eps, fresh = d._split_output(model(at, original), x)
+        k, d, tables = len(noise), self.diffusion, self._tables((len(noise), calls), x.device)
         if k == 1:
-            x0 = d._predict_xstart_from_eps(x, t, eps)
+            eps, fresh = d._split_output(model(x, tables["timestep"][t, 0]), x)
+            x0 = last = d._predict_xstart_from_eps(x, t, eps)
         else:
-            x0 = (at - _like(tables["noise"][t, k], x) * eps) / _like(tables["root"][t, k], x)
-        error = (x0 - m).flatten(1).square().mean(1)
-        m, mix, later, moved = x0, tables["mix"][t, k], tables["later"][t, k], -at  # (n, K)
+            path = self._path(x, t, m, values, noise)
+            point = _weighted(tables["mean" if calls == 1 else "first"][t], path)
+            x0, fresh = self._call(model, point, m, tables, t, 0)
+            last = x0
+            if calls == 2:
+                path = self._path(x, t, x0, fresh, noise, tables["later"][t, 0])
+                last, second = self._call(model, 2 * _weighted(tables["mean"][t], path) - point, x0, tables, t, 1)
+                x0, fresh = (x0 + last) / 2, (fresh + second) / 2
+        error, later = (x0 - m).flatten(1).square().mean(1), tables["later"][t, -1]
+        m = last
         for j in range(k):
-            moved = moved + _like(mix[:, j], x) * x
             x, news = self._advance(x, t - j, x0, fresh, noise[j])
-            m = m + _like(later[:, j], x) * (news - x0)
-        if k > 1:  # eq. 5; x is linear in x_0
-            shift = moved / _like(tables["root"][t, k], x)
-            x, m = x + _like(tables["total"][t, k], x) * shift, m + shift
+            m = m + _like(later[:, j], x) * news
         return x, m, fresh, error
 
+    def _path(self, x, t, m, values, noise, later=None):
+        """x_s of eq. 1 with m_s of eq. 6 in place of D, a list. later (n, k): how much of each step's noise m does not hold yet; default: all."""
+        path = [x]
+        for j in range(len(noise) - 1):
+            x, news = self._advance(x, t - j, m, values, noise[j])
+            m = m + (news if later is None else _like(later[:, j], x) * news)
+            path.append(x)
+        return path
+
+    def _call(self, model, point, m, tables, t, i):
+        """x_0 and the values of the variance at the i-th point (in u) of a stride, eq. 5 applied."""
+        root, noise, widen = (_like(tables[name][t, i], point) for name in ("root", "noise", "widen"))
+        at = root * (m + widen * (point - m))
+        eps, values = self.diffusion._split_output(model(at, tables["timestep"][t, i]), at)
+        return (at - noise * eps) / root, values
+
     def _advance(self, x, t, x0, values, noise):
-        """Eq. 1 with x_0 given, and eq. 4: x_{t-1} and what its noise makes of x_0."""
+        """Eq. 1 with x_0 given, and eq. 6: x_{t-1}, and by how much its noise moves x_0."""
         d = self.diffusion
         log_variance = d._range_log_variance(values, x, t)
         not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))
         step = not_last * torch.exp(0.5 * log_variance) * noise
         share = 1 - torch.exp(d._at("posterior_log_variance_clipped", t, x) - log_variance)
         news = share.clamp(min=0) * step / d._at("posterior_mean_coef1", t, x)
-        return d._posterior_mean(x0, x, t) + step, x0 + news
+        return d._posterior_mean(x0, x, t) + step, news
+
+
+def _axis(w, tau):
+    """Eq. 4: e as weights (k,) of the path, which add up to 0; w, tau (k,) along it. Its end is the later one."""
+    k = len(w)
+    scale = np.sqrt(-np.diff(tau))  # standard deviations of the increments
+    path = np.tril(np.ones((k, k - 1)), -1) * scale  # each point in terms of increments of variance 1
+    path -= w @ path
+    variances, axes = np.linalg.eigh((path.T * w) @ path)
+    e = axes[:, -1] * np.sign(axes[:, -1].sum()) * np.sqrt(max(variances[-1], 0)) / scale  # of the increments
+    return np.append(0, e) - np.append(e, 0)
+
+
+def _weighted(weights, path):
+    """weights (n, k), path: k tensors (n, ...) -> their weighted sum."""
+    return sum(_like(weights[:, j], x) * x for j, x in enumerate(path))
 
 
 def _like(values, x):

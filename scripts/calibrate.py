@@ -3,10 +3,10 @@
     python scripts/calibrate.py --model DiT-Demo/2
     python scripts/calibrate.py --ckpt pretrained_models/DiT-XL-2-512x512.pt --image-size 512 --margin 1
 
-1. Cost of every gap: --pictures runs with all calls are recorded; from every step of theirs one call takes 2, 3, … steps, and the mean square distance to
-   where the run went is what that gap costs.
-2. Sensitivity: what an error made at a step does to the finished picture, from runs that halve the calls in one window of steps only.
-3. For every number of calls, the plan whose gaps cost least, cost times sensitivity, by dynamic programming.
+1. Cost of every stride: --pictures runs with all calls are recorded; from every step of theirs one call or two take 2, 3, … steps, and the mean square
+   distance to where the run went is what that stride costs.
+2. Sensitivity: what an error made at a step does to the finished picture, from runs with two calls for three steps in one window of steps only.
+3. For every number of calls, the plan whose strides cost least, cost times sensitivity, by dynamic programming.
 4. The fewest calls whose pictures pass the contest gate's PSNR against float32 with all calls, plus --margin, on 99 % of the grids of eight and on 93 % of the
    pictures of fresh seeds.
 5. The evidence, from seeds that none of this has seen; if it falls short of the gate, a few calls more. LPIPS is left to evaluate.py.
@@ -31,6 +31,7 @@ from evaluate import GATES, json_ready, mae, psnr, ssim  # noqa: E402
 
 GRID = 8
 WINDOW = 10  # steps over which a sensitivity is measured
+PROBE = 3, 2  # by strides of this kind
 SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 
 
@@ -118,7 +119,7 @@ def passes(figures, margin=0.0):
 def record(bench, seeds, each):
     """A float32 run with all calls, step by step: x (T+1, n, …) and, of every step, its noise, m and values as Strides.stride gives them."""
     z, labels, draw = bench.draws(seeds, each)
-    strides, model = Strides(bench.diffusion, 1), bench.model(labels)
+    strides, model = Strides(bench.diffusion, []), bench.model(labels)
     x, (m, values) = z, strides.start(z)
     xs, noises, ms, all_values = [x], [], [m], [values]
     for t in range(bench.diffusion.num_timesteps - 1, -1, -1):
@@ -128,34 +129,41 @@ def record(bench, seeds, each):
     return dict(x=torch.stack(xs), noise=torch.stack(noises), m=torch.stack(ms), values=torch.stack(all_values), labels=labels)
 
 
+def kinds_up_to(longest):
+    """The kinds of stride to choose from: (steps, calls)."""
+    return [(k, calls) for k in range(1, longest + 1) for calls in (1, 2) if (k, calls) == (1, 1) or calls < k]
+
+
 @torch.inference_mode()
 def costs(bench, run, longest):
-    """(T, K+1): mean square error of x after a gap of k steps that begins at step index i, inf where there is none."""
-    steps, strides, model = bench.diffusion.num_timesteps, Strides(bench.diffusion, longest), bench.model(run["labels"])
-    table = np.full((steps, longest + 1), np.inf)
-    table[:, 1] = 0
-    for i in range(1, steps):
-        for k in range(2, min(longest, steps - i) + 1):
+    """Kind of stride → (T,): mean square error of x after one that begins at step index i, inf where there is none; of at most --batch pictures."""
+    steps, kinds, few = bench.diffusion.num_timesteps, kinds_up_to(longest), slice(bench.batch)
+    run = {name: tensor[few] if name == "labels" else tensor[:, few] for name, tensor in run.items()}
+    strides, model = Strides(bench.diffusion, kinds), bench.model(run["labels"])
+    table = {kind: np.full(steps, np.inf) for kind in kinds}
+    table[1, 1][:] = 0
+    for k, calls in kinds[1:]:
+        for i in range(1, steps - k + 1):
             end, *_ = strides.stride(model, run["x"][i], torch.full_like(run["labels"], steps - 1 - i), run["m"][i], run["values"][i],
-                                     run["noise"][i:i + k])
-            table[i, k] = float((end - run["x"][i + k]).square().mean())
+                                     run["noise"][i:i + k], calls)
+            table[k, calls][i] = float((end - run["x"][i + k]).square().mean())
     return table
 
 
 @torch.inference_mode()
 def sensitivities(bench, run, table, window=WINDOW):
-    """(T,): mean square error of the finished pictures for one of x after a gap that ends at step i."""
-    steps, strides, model, labels = bench.diffusion.num_timesteps, Strides(bench.diffusion, 2), bench.model(run["labels"]), run["labels"]
+    """(T,): mean square error of the finished pictures for one of x after a stride that ends at step i."""
+    steps, strides, model, labels = bench.diffusion.num_timesteps, Strides(bench.diffusion, [PROBE]), bench.model(run["labels"]), run["labels"]
     want = bench.pictures(run["x"][-1])
     found = np.zeros(steps + 1)
     for low in range(0, steps, window):
-        gaps, i, made = [], max(low, 1), 0.0
+        i, made = max(low, 1), 0.0
         x, m, values = run["x"][i], run["m"][i], run["values"][i]
         while i < steps:
-            gap = 2 if i + 2 <= min(low + window, steps) else 1
-            made += table[i, gap]
-            x, m, values, _ = strides.stride(model, x, torch.full_like(labels, steps - 1 - i), m, values, run["noise"][i:i + gap])
-            i += gap
+            k, calls = PROBE if i + PROBE[0] <= min(low + window, steps) else (1, 1)
+            made += table[k, calls][i]
+            x, m, values, _ = strides.stride(model, x, torch.full_like(labels, steps - 1 - i), m, values, run["noise"][i:i + k], calls)
+            i += k
         apart = (bench.pictures(x).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
         found[low:low + window] = apart.mean() / made if made else np.nan
     seen = np.flatnonzero(np.isfinite(found) & (found > 0))
@@ -164,30 +172,30 @@ def sensitivities(bench, run, table, window=WINDOW):
 
 
 def best_plans(table, sensitivity):
-    """Calls → gaps of the plan whose summed cost times sensitivity is least; its first gap is one step."""
-    steps, longest = table.shape[0], table.shape[1] - 1
+    """Calls → strides (steps, calls) of the plan whose summed cost times sensitivity is least; its first is one step."""
+    steps = len(table[1, 1])
     least = np.full((steps + 1, steps + 1), np.inf)  # [step reached, calls]
-    gap_of = np.zeros(least.shape, dtype=int)
-    least[1, 1] = 0
-    gap_of[1, 1] = 1
+    kind_of = np.zeros((*least.shape, 2), dtype=int)
+    least[1, 1], kind_of[1, 1] = 0, (1, 1)
     for end in range(2, steps + 1):
-        for k in range(1, min(longest, end - 1) + 1):
-            found = np.append(np.inf, least[end - k, :-1] + table[end - k, k] * sensitivity[end])
-            better = found < least[end]
-            least[end][better], gap_of[end][better] = found[better], k
+        for (k, calls), cost in table.items():
+            if k < end:
+                found = np.append(np.full(calls, np.inf), least[end - k, :-calls] + cost[end - k] * sensitivity[end])
+                better = found < least[end]
+                least[end][better], kind_of[end][better] = found[better], (k, calls)
     plans = {}
     for calls in range(1, steps + 1):
         if np.isfinite(least[steps, calls]):
-            gaps, end, left = [], steps, calls
+            strides, end, left = [], steps, calls
             while end:
-                gaps.append(int(gap_of[end, left]))
-                end, left = end - gaps[-1], left - 1
-            plans[calls] = gaps[::-1]
+                strides.append(tuple(map(int, kind_of[end, left])))
+                end, left = end - strides[-1][0], left - strides[-1][1]
+            plans[calls] = strides[::-1]
     return plans
 
 
 def search(bench, seed, pictures, longest):
-    """Calls → gaps of the best plan, by steps 1 to 3 of this file's text."""
+    """Calls → strides of the best plan, by steps 1 to 3 of this file's text."""
     run = record(bench, [seed], pictures)
     table = costs(bench, run, longest)
     return best_plans(table, sensitivities(bench, run, table))
@@ -200,12 +208,14 @@ def main():
     parser.add_argument("--seeds", type=positive, default=16, help="held-out seeds that decide")
     parser.add_argument("--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8")
     parser.add_argument("--batch", type=positive, default=64, help="pictures at a time")
-    parser.add_argument("--longest", type=positive, default=8, help="most steps by one call")
+    parser.add_argument("--longest", type=positive, default=8, help="most steps of a stride")
     parser.add_argument("--margin", type=float, default=0.5, help="dB by which 99 %% of grids and 93 %% of pictures must be over the gate's 40")
     parser.add_argument("--first-seed", type=int, default=10_000, help="first of the seeds used; the recorded pictures have this one, the held-out ones follow")
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint)")
     args = parser.parse_args()
     with user_errors(parser):
+        if args.longest < PROBE[0]:
+            raise UsageError(f"--longest {args.longest}: must be {PROBE[0]} at least")
         if args.each % GRID:
             raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
         options = options_from(args)

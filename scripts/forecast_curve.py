@@ -21,14 +21,15 @@ from evaluate import json_ready  # noqa: E402
 from scripts.benchmark import git  # noqa: E402
 from scripts.calibrate import Bench, compare, search  # noqa: E402
 
-NAMES = {"plan": "one call for several steps, calibrated plan", "even": "one call for several steps, even gaps", "auto": "one call for several steps, auto",
-         "line": "x0 by a line through two calls, even gaps", "hold": "x0 of the last call, even gaps", "steps": "fewer ancestral steps", "ddim": "DDIM"}
+NAMES = {"plan": "a call or two for several steps, calibrated plan", "two": "two calls for several steps, even gaps",
+         "even": "one call for several steps, even gaps", "auto": "a call or two for several steps, auto", "line": "x0 by a line through two calls, even gaps", "hold": "x0 of the last call, even gaps", "steps": "fewer ancestral steps", "ddim": "DDIM"}
 
 
-def even_gaps(steps, calls):
-    """As even as they come; the first two are one step."""
-    ends = [2 + round((steps - 2) * i / (calls - 2)) for i in range(calls - 1)]
-    return [1, 1, *(b - a for a, b in zip(ends, ends[1:]))]
+def even_strides(steps, calls, each):
+    """As even as they come, of `each` calls; the first is one step."""
+    count = (calls - 1) // each
+    ends = [1 + round((steps - 1) * i / count) for i in range(count + 1)]
+    return [(1, 1)] + [kind for a, b in zip(ends, ends[1:]) for kind in ([(1, 1)] * (b - a) if b - a <= each else [(b - a, each)])]
 
 
 @torch.inference_mode()
@@ -78,9 +79,11 @@ def measure(bench, plans, seeds, each, calls_of, tolerances, record):
     for calls in calls_of:
         if calls in plans:
             add("plan", calls, bench.latents(seeds, each, Plan(bench.diffusion, plans[calls])))
-        add("even", calls, bench.latents(seeds, each, Plan(bench.diffusion, even_gaps(steps, calls))))
+        for method, together in (("two", 2), ("even", 1)):
+            plan = Plan(bench.diffusion, even_strides(steps, calls, together))
+            add(method, plan.calls, bench.latents(seeds, each, plan))
         for method in ("line", "hold"):
-            add(method, calls, extrapolated(bench, seeds, each, even_gaps(steps, calls), method == "line"))
+            add(method, calls, extrapolated(bench, seeds, each, [k for k, _ in even_strides(steps, calls, 1)], method == "line"))
         for method in ("steps", "ddim"):
             add(method, calls, fewer_steps(bench, seeds, each, calls, method == "ddim"))
     for tolerance in tolerances:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,16 +13,17 @@ import torch
 from safetensors.torch import save_file
 
 from accel import engine
+from accel.conditioning import HoistedConditioning
 from accel.fast import FastDiT, Optimisations
 from accel.forecast import KIND, Auto, Plan, plan_path, read_plan, settings_of, write_plan
 from accel.options import DistributedOptions, SamplingOptions, UsageError
 from conftest import ROOT, fill
 from diffusion import create_diffusion
 from models import DiT, DiT_models
-from scripts.calibrate import best_plans
+from scripts.calibrate import best_plans, kinds_up_to
 
 CPU = torch.device("cpu")
-GAPS = [1, 1, 2, 3, 2, 1]  # of ten steps
+STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six calls
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def plan(weights):
     """A plan beside the weights."""
     options = options_of(weights)
     path = plan_path(options)
-    write_plan(path, settings_of(options, str(weights)), GAPS, {})
+    write_plan(path, settings_of(options, str(weights)), STRIDES, {})
     yield path
     path.unlink()
 
@@ -60,23 +62,23 @@ def test_a_plan_that_calls_every_step_is_no_forecast_bit_for_bit(guided):
     model, diffusion = small(), create_diffusion("10")
     for network in (model, FastDiT(model.state_dict(), 2, torch.float16, CPU)):
         want, state = sample(network, diffusion, None, guided=guided), torch.get_rng_state()
-        got = sample(network, diffusion, Plan(diffusion, [1] * 10), guided=guided)
+        got = sample(network, diffusion, Plan(diffusion, [(1, 1)] * 10), guided=guided)
         assert torch.equal(want, got) and torch.equal(torch.get_rng_state(), state)
-        fewer = sample(network, diffusion, Plan(diffusion, GAPS), guided=guided)
+        fewer = sample(network, diffusion, Plan(diffusion, STRIDES), guided=guided)
         assert torch.equal(torch.get_rng_state(), state) and not torch.equal(fewer, want) and fewer.isfinite().all()
 
 
 def test_calls_are_counted_and_tiers_agree():
-    """The network is called once a gap; the accelerated one, whose table knows the plan's timesteps alone, makes the same latents."""
+    """The network is called as often as the plan says; the accelerated one, whose table knows the plan's timesteps alone, makes the same latents."""
     model, diffusion, seen = small(), create_diffusion("10"), []
     fast = FastDiT(model.state_dict(), 2, torch.float32, CPU)
     forward, model.forward = model.forward, lambda x, t, y: (seen.append(int(t[0])), forward(x, t, y))[1]
     ticks = []
-    want = sample(model, diffusion, Plan(diffusion, GAPS), progress=lambda: ticks.append(1))
-    assert seen == Plan(diffusion, GAPS).timesteps() and len(seen) == len(GAPS) and len(ticks) == 10
-    assert seen[:2] == diffusion.timestep_map[:-3:-1] and all(a > b for a, b in zip(seen, seen[1:]))
-    assert torch.allclose(want, sample(fast, diffusion, Plan(diffusion, GAPS)), atol=1e-4 * float(want.abs().max()))
-    part = sample(model, diffusion, Plan(diffusion, GAPS), rows=slice(1, 3))
+    want = sample(model, diffusion, Plan(diffusion, STRIDES), progress=lambda: ticks.append(1))
+    assert seen == Plan(diffusion, STRIDES).timesteps() and len(seen) == Plan(diffusion, STRIDES).calls == 6 and len(ticks) == 10
+    assert seen[0] == diffusion.timestep_map[-1] and all(a > b for a, b in zip(seen, seen[1:]))
+    assert torch.allclose(want, sample(fast, diffusion, Plan(diffusion, STRIDES)), atol=1e-4 * float(want.abs().max()))
+    part = sample(model, diffusion, Plan(diffusion, STRIDES), rows=slice(1, 3))
     assert torch.allclose(want[1:], part, atol=1e-4 * float(want.abs().max()))
 
 
@@ -86,18 +88,32 @@ def test_auto_calls_more_for_less_error_and_decides_ahead():
     for tolerance in (1e-9, 1, 1e9):
         auto = Auto(diffusion, tolerance)
         taken, observe = [], auto.observe
-        auto.observe = lambda error, index, gap: (taken.append((gap, float(error.max()))), observe(error, index, gap))
+        auto.observe = lambda error, index, kind: (taken.append((kind, float(error.max()))), observe(error, index, kind))
         latents = sample(fast, diffusion, auto)
-        assert sum(gap for gap, _ in taken) == 60 and latents.isfinite().all()
+        assert sum(k for (k, _), _ in taken) == 60 and latents.isfinite().all() and auto.calls == sum(calls for (_, calls), _ in taken)
         counts.append(auto.calls)
-        # The last error that a gap was chosen from is that of the last call but one.
-        rates = [error / gap for gap, error in taken]
-        index = taken[0][0]
-        for call in range(1, len(taken)):
-            auto.rate = rates[call - 2] if call > 2 else None
-            assert taken[call][0] == auto._allowed(59 - index)
-            index += taken[call][0]
-    assert counts[0] == 60 > counts[1] > counts[2] >= 60 // Auto.LONGEST
+        # The last error that a stride was chosen from is that of the last but one.
+        rates = [error / k for (k, _), error in taken]
+        index = taken[0][0][0]
+        for stride in range(1, len(taken)):
+            auto.rate = rates[stride - 2] if stride > 2 else None
+            assert taken[stride][0] == auto._allowed(59 - index)
+            index += taken[stride][0][0]
+    assert counts[0] == 60 > counts[1] > counts[2] >= 60 / 3
+
+
+def test_a_small_table_serves_strides_whose_calls_lie_far_apart():
+    """The conditioning of two calls is there at once, in a table of hardly more; latents are those of a table that holds all. One too small is refused."""
+    diffusion, plan, labels = create_diffusion("60"), [(1, 1), (8, 2), (1, 1)] * 6, 4  # three labels and the null label
+    networks = [FastDiT(small().state_dict(), 2, torch.float32, CPU) for _ in range(3)]
+    vector = networks[0].conditioning.bias.numel() * 4
+    for network, entries in zip(networks, (1000, 2 * labels, labels)):
+        network.table = HoistedConditioning(network.conditioning, vector * entries)
+    want, got = (sample(network, diffusion, Auto(diffusion, 1e9)) for network in networks[:2])
+    assert torch.equal(want, got)
+    assert torch.equal(sample(networks[0], diffusion, Plan(diffusion, plan)), sample(networks[1], diffusion, Plan(diffusion, plan)))
+    with pytest.raises(ValueError, match="sample fewer at a time"):
+        sample(networks[2], diffusion, Plan(diffusion, plan))
 
 
 #################################################################################
@@ -106,7 +122,7 @@ def test_auto_calls_more_for_less_error_and_decides_ahead():
 
 
 def test_plan_beside_the_weights_is_read(weights, plan):
-    assert plan.name == "demo.forecast.json" and read_plan(options_of(weights), str(weights)) == GAPS
+    assert plan.name == "demo.forecast.json" and read_plan(options_of(weights), str(weights)) == STRIDES
 
 
 REFUSED = {
@@ -118,9 +134,11 @@ REFUSED = {
     "guidance": ({"cfg_scale": 1.5}, "--cfg-scale 1.5, not 4.0"),
     "model": ({"model": "DiT-XL/2"}, "--model DiT-XL/2, not DiT-Demo/2"),
     "size": ({"image_size": 256}, "--image-size 256, not 128"),
-    "first calls": ({"calls": [0, 2, 4]}, "increasing steps from 0, 1 to 9"),
-    "order": ({"calls": [0, 1, 4, 3]}, "increasing steps"),
-    "beyond": ({"calls": [0, 1, 10]}, "increasing steps"),
+    "first": ({"strides": [[2, 1], [8, 2]]}, "the first [1, 1], 10 steps in all"),
+    "sum": ({"strides": [[1, 1], [8, 2]]}, "10 steps in all"),
+    "kind": ({"strides": [[1, 1], [9, 3]]}, "others two by one call"),
+    "no strides": ({"strides": [0, 1, 4]}, "strides must be"),
+    "an older plan": ({"kind": "forecast plan, version 1"}, f"is no {KIND}"),
 }
 
 
@@ -130,7 +148,7 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
     file = tmp_path / "p.json"
     if change is not None:
         file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))
-    with pytest.raises(UsageError, match="^--forecast-plan .*" + words.replace(".", r"\.")) as error:
+    with pytest.raises(UsageError, match="^--forecast-plan .*" + re.escape(words)) as error:
         read_plan(options_of(weights, forecast_plan=str(file)), str(weights))
     assert "\n" not in str(error.value)
 
@@ -147,9 +165,9 @@ def test_flags_that_contradict_each_other(weights):
 def test_the_demos_plan_is_for_the_demo():
     """The plan that ships fits the weights that ship; its evidence says that it passes, and with how many calls."""
     options = SamplingOptions(model="DiT-Demo/2", forecast="plan").resolve()
-    gaps = read_plan(options, options.ckpt)
+    strides = read_plan(options, options.ckpt)
     evidence = json.loads(plan_path(options).read_text())["evidence"]
-    assert sum(gaps) == 250 and evidence["passes"] and evidence["grids_over_40"] >= 0.99 and evidence["tiles_over_40"] >= 0.93
+    assert sum(k for k, _ in strides) == 250 and evidence["passes"] and evidence["grids_over_40"] >= 0.99 and evidence["tiles_over_40"] >= 0.93
     assert len(evidence["tile_psnr"]) == evidence["pictures"] == 512 and len(evidence["seeds"]) == 16
     assert np.mean(np.array(evidence["tile_psnr"]) > 40) == evidence["tiles_over_40"]
     assert evidence["calibration"]["seed"] not in evidence["seeds"]
@@ -197,30 +215,33 @@ def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_
 def test_the_best_plan_is_the_best_of_all():
     """Dynamic programming against trying every plan of seven steps."""
     generator = np.random.default_rng(0)
-    table, sensitivity = generator.random((7, 4)), generator.random(8)
-    table[:, 1] = 0
+    table, sensitivity = {kind: generator.random(7) for kind in kinds_up_to(4)}, generator.random(8)
+    table[1, 1][:] = 0
+    assert set(table) == {(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2)}
+    every = [plan for count in range(2, 8) for plan in itertools.product(table, repeat=count) if sum(k for k, _ in plan) == 7 and plan[0] == (1, 1)]
 
-    def loss(gaps):
-        ends = np.cumsum(gaps)
-        return sum(table[end - gap, gap] * sensitivity[end] for gap, end in zip(gaps, ends))
+    def loss(plan):
+        ends = np.cumsum([k for k, _ in plan])
+        return sum(table[kind][end - kind[0]] * sensitivity[end] for kind, end in zip(plan, ends))
 
     plans = best_plans(table, sensitivity)
     for calls in range(1, 8):
-        every = [gaps for gaps in itertools.product((1, 2, 3), repeat=calls) if sum(gaps) == 7 and gaps[0] == 1]
-        assert (calls in plans) == bool(every)
-        if every:
-            assert loss(plans[calls]) == pytest.approx(min(map(loss, every))) and sum(plans[calls]) == 7 and plans[calls][0] == 1
+        of_so_many = [plan for plan in every if sum(c for _, c in plan) == calls]
+        assert (calls in plans) == bool(of_so_many)
+        if of_so_many:
+            assert loss(plans[calls]) == pytest.approx(min(map(loss, of_so_many))) and plans[calls][0] == (1, 1)
+            assert sum(k for k, _ in plans[calls]) == 7 and sum(c for _, c in plans[calls]) == calls
 
 
 def test_calibrate_writes_a_plan_that_sample_follows(tmp_path, run):
     plan, demo = tmp_path / "p.json", ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4]
-    done = run("scripts/calibrate.py", *demo, "--pictures", 2, "--seeds", 1, "--each", 8, "--longest", 2, "--margin", -25, "--plan", plan)
+    done = run("scripts/calibrate.py", *demo, "--pictures", 2, "--seeds", 1, "--each", 8, "--longest", 3, "--margin", -25, "--plan", plan)
     assert done.returncode == 0, done.stderr
     made = json.loads(plan.read_text())
-    assert made["calls"][:2] == [0, 1] and made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
+    assert made["strides"][0] == [1, 1] and made["calls"] == sum(c for _, c in made["strides"]) and made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
     assert made["weights"] == settings_of(SamplingOptions(model="DiT-Demo/2").resolve(), ROOT / "pretrained_models/demo/dit.safetensors")["weights"]
     follow = run("sample.py", *demo, "--forecast", "plan", "--forecast-plan", plan, "--output-type", "latent", "--output", tmp_path / "l.npy")
-    assert follow.returncode == 0 and f"({len(made['calls'])} calls)" in follow.stdout, follow.stderr
+    assert follow.returncode == 0 and f"({made['calls']} calls)" in follow.stdout, follow.stderr
 
 
 #################################################################################
@@ -235,10 +256,11 @@ def test_captured_strides_are_the_direct_ones_bit_for_bit(guided):
     direct, captured = (FastDiT(state, 2, torch.float16, device, Optimisations(graph=graph)) for graph in (False, True))
     plain = FastDiT(state, 2, torch.float16, device, Optimisations(ends="torch"))  # strides end in tensor operations, as p_sample does
     off = sample(plain, diffusion, None, device, guided)
-    assert torch.equal(off, sample(plain, diffusion, Plan(diffusion, [1] * 10), device, guided))
-    plan = Plan(diffusion, GAPS)
+    assert torch.equal(off, sample(plain, diffusion, Plan(diffusion, [(1, 1)] * 10), device, guided))
+    plan = Plan(diffusion, STRIDES)
     want, got = (sample(network, diffusion, plan, device, guided) for network in (direct, captured))
     assert torch.equal(want, got) and not torch.equal(got, off)
+    diffusion = create_diffusion("60")  # auto takes long strides far from the end only
     auto = [sample(network, diffusion, Auto(diffusion, 0.2), device, guided) for network in (direct, captured)]
     assert torch.equal(*auto)
 
@@ -247,7 +269,7 @@ def test_captured_strides_are_the_direct_ones_bit_for_bit(guided):
 def test_no_wait_in_a_planned_run():
     """After the first run nothing waits for the device."""
     device, diffusion = torch.device("cuda"), create_diffusion("10")
-    network, plan = FastDiT(small().state_dict(), 2, torch.float16, device), Plan(diffusion, GAPS)
+    network, plan = FastDiT(small().state_dict(), 2, torch.float16, device), Plan(diffusion, STRIDES)
     z, labels = engine.draw_latents(3, 8, 4, device), torch.tensor([1, 5, 2], device=device)
     engine.denoise(network, diffusion, z, labels, 3.0, 8, forecast=plan)
     torch.cuda.synchronize()
@@ -258,7 +280,8 @@ def test_no_wait_in_a_planned_run():
         replayed = network.captured[(strides, True, 3.0)]
         y = torch.cat([labels, torch.full_like(labels, 8)])
         t = torch.full((3,), 9, device=device)
-        x, m, values, _ = replayed(x, t, y, m, values, torch.randn(1, *x.shape, device=device))
-        replayed(x, t - 1, y, m, values, torch.randn(2, *x.shape, device=device))
+        x, m, values, _ = replayed(x, t, y, m, values, torch.randn(1, *x.shape, device=device), 1)
+        x, m, values, _ = replayed(x, t - 1, y, m, values, torch.randn(2, *x.shape, device=device), 1)
+        replayed(x, t - 3, y, m, values, torch.randn(4, *x.shape, device=device), 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
