@@ -22,7 +22,8 @@ from scripts.benchmark import git  # noqa: E402
 from scripts.calibrate import Bench, compare, search  # noqa: E402
 
 NAMES = {"plan": "a call or two for several steps, calibrated plan", "two": "two calls for several steps, even gaps",
-         "even": "one call for several steps, even gaps", "auto": "a call or two for several steps, auto", "line": "x0 by a line through two calls, even gaps", "hold": "x0 of the last call, even gaps", "steps": "fewer ancestral steps", "ddim": "DDIM"}
+         "even": "one call for several steps, even gaps", "auto": "a call or two for several steps, auto",
+         "line": "x0 by a line through two calls, even gaps", "hold": "x0 of the last call, even gaps", "steps": "fewer ancestral steps", "ddim": "DDIM"}
 
 
 def even_strides(steps, calls, each):
@@ -73,7 +74,7 @@ def measure(bench, plans, seeds, each, calls_of, tolerances, record):
         figures = compare(want, bench.pictures(latents), thorough=True)
         rows.append(dict(method=method, calls=calls, **more, **{name: value for name, value in figures.items() if "_psnr" not in name}))
         record(rows)
-        print(f"{method:6} {calls:4} calls: whole {figures['psnr']:.1f} dB, tiles median {figures['tile_median']:.1f}, worst {figures['tile_worst']:.1f}, over 40 dB "
+        print(f"{method:6} {calls:5} calls: whole {figures['psnr']:.1f} dB, tiles median {figures['tile_median']:.1f}, worst {figures['tile_worst']:.1f}, over 40 dB "
               f"{figures['tiles_over_40']:.1%}, grids {figures['grids_over_40']:.1%}, SSIM {figures['ssim_mean']:.4f}", flush=True)
 
     for calls in calls_of:
@@ -87,9 +88,11 @@ def measure(bench, plans, seeds, each, calls_of, tolerances, record):
         for method in ("steps", "ddim"):
             add(method, calls, fewer_steps(bench, seeds, each, calls, method == "ddim"))
     for tolerance in tolerances:
-        auto = Auto(bench.diffusion, tolerance)
-        latents = bench.latents(seeds, each, auto)
-        add("auto", auto.calls, latents, tolerance=tolerance)
+        auto, parts, calls = Auto(bench.diffusion, tolerance), [], []
+        for seed in seeds:  # each a run of its own, as sample.py makes it
+            parts.append(bench.latents([seed], each, auto))
+            calls.append(auto.calls)
+        add("auto", round(sum(calls) / len(calls), 1), torch.cat(parts), tolerance=tolerance, calls_from=min(calls), calls_to=max(calls))
     return rows
 
 
@@ -116,12 +119,12 @@ def main():
     parser = OneLineParser(description=__doc__.splitlines()[0])
     add_arguments(parser, SamplingOptions, leave_out=("forecast", "forecast_plan", "forecast_tolerance", "output", "output_type", "repeats", "seed", "compile"))
     parser.add_argument("--calls", nargs="+", type=positive, default=[50, 65, 80, 100, 125, 160, 200], help="numbers of calls to compare at")
-    parser.add_argument("--tolerances", nargs="*", type=float, default=[0.0002, 0.0003, 0.0005, 0.001], help="of auto")
+    parser.add_argument("--tolerances", nargs="*", type=float, default=[0.0001, 0.0002, 0.0003, 0.0005, 0.001], help="of auto")
     parser.add_argument("--pictures", type=positive, default=64, help="recorded to make plans from")
-    parser.add_argument("--seeds", type=positive, default=4, help="held-out seeds")
-    parser.add_argument("--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8")
+    parser.add_argument("--seeds", type=positive, default=16, help="held-out seeds")
+    parser.add_argument("--each", type=positive, default=8, help="pictures a held-out seed, a multiple of 8; auto takes them as one run")
     parser.add_argument("--batch", type=positive, default=64, help="pictures at a time; extrapolation and fewer steps take all at once")
-    parser.add_argument("--longest", type=positive, default=8, help="most steps by one call")
+    parser.add_argument("--longest", type=positive, default=8, help="most steps of a stride")
     parser.add_argument("--json", required=True, help="file to write the figures to")
     parser.add_argument("--figure", help="PNG to draw")
     args = parser.parse_args()
@@ -131,7 +134,8 @@ def main():
 
 
 def run(args, bench, plans):
-    about = dict(gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None, torch=torch.__version__,
+    about = dict(precision="fp32", pictures=f"{args.seeds * args.each}, of {args.seeds} seeds from 20000 on",
+                 gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None, torch=torch.__version__,
                  commit=git("describe", "--always", "--dirty"), command=" ".join(["python", *sys.argv]), model=bench.options.model,
                  steps=bench.diffusion.num_timesteps, cfg_scale=bench.options.cfg_scale, lpips="not computed: no published VGG16 at hand")
 
