@@ -56,11 +56,11 @@ class SamplingOptions:
     vae_precision: str = flag("auto", "the decoder's arithmetic. fp16: a fraction of the time and memory, used where a check of its weights shows that it holds; "
                                       "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 beside fp16 and bf16, else as --precision",
                               choices=("auto", "fp32", "tf32", "fp16"))
-    forecast: str = flag("off", "off: the network is called at every step; plan: at the steps that scripts/calibrate.py chose for these weights, whose "
-                                "pictures it showed to pass the gate; auto: where the error measured while sampling asks for it",
+    forecast: str = flag("off", "off: the network is called at every step; plan: as scripts/calibrate.py found to be enough for these weights, whose "
+                                "pictures it showed to pass the gate; auto: as the error measured while sampling asks for",
                          choices=("off", "plan", "auto"))
     forecast_plan: str = flag(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
-    forecast_tolerance: float = flag(0.0003, "auto: error that a call for several steps may make; smaller calls more, and comes nearer to all calls", type=float)
+    forecast_tolerance: float = flag(0.0002, "auto: error that calls for several steps may make; smaller calls more, and comes nearer to all calls", type=float)
     compile: bool = flag(False, "run the plain network through torch.compile(max-autotune) instead of our kernels; takes minutes to start",
                          action="store_true")
     device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
