@@ -1,4 +1,4 @@
-"""Which steps of a run call the network: a plan made beforehand by scripts/calibrate.py, or error control while sampling."""
+"""By which strides a run goes: a plan made beforehand by scripts/calibrate.py, or error control while sampling."""
 
 import hashlib
 import json
@@ -121,10 +121,9 @@ class Auto:
 
         sqrt(S_t) W_{t,k} miss_k r <= tolerance,    S_t = (1 - abar_t)^2 + 0.1,
 
-    with W of diffusion.forecast. S is how much of an error of x is left in the picture, in shape; it was read off the demo (scripts/calibrate.py measures it
-    on any weights). miss compares the kinds, 1 being a pair of steps by one call; it was read off
-    the demo too. Near the end a stride is at most 1 + t / 8 steps: the trained
-    timesteps, among which a call takes its place, lie too far apart there.
+    with W of diffusion.forecast. S is how much of an error of x is left in the picture, miss what a kind of stride leaves out, both in shape; they were
+    read off the demo (scripts/calibrate.py measures both on any weights). Near the end a stride is at most 1 + t / 8 steps: the trained timesteps,
+    among which a call takes its place, lie too far apart there.
     The error travels to the host beside the next call, so that the device never waits: a stride is chosen from the calls up to the last but one.
     """
 
@@ -198,7 +197,8 @@ class Auto:
         return [kind for kind in self.KINDS if kind[0] <= 1 + t // 8]
 
     def _allowed(self, t):
-        if self.rate is None:
-            return 1, 1
-        return [kind for kind in self._open(t) if self.sensitivity[t] ** 0.5 * self.strides.total(t, kind) * self.KINDS[kind] * self.rate
-                <= self.tolerance][-1]
+        allowed = [(1, 1)]  # also where the rate is not a number
+        if self.rate is not None:
+            scale = self.sensitivity[t] ** 0.5 * self.rate
+            allowed += [kind for kind in self._open(t) if scale * self.strides.total(t, kind) * self.KINDS[kind] <= self.tolerance]
+        return allowed[-1]

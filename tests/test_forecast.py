@@ -99,6 +99,8 @@ def test_auto_calls_more_for_less_error_and_decides_ahead():
             auto.rate = rates[stride - 2] if stride > 2 else None
             assert taken[stride][0] == auto._allowed(59 - index)
             index += taken[stride][0][0]
+        auto.rate = float("nan")
+        assert auto._allowed(59) == (1, 1)
     assert counts[0] == 60 > counts[1] > counts[2] >= 60 / 3
 
 
