@@ -5,7 +5,7 @@
     log σ² = v·log β + (1 − v)·log β̃        v = (value + 1)/2, learned                       (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15)
     x_{t-1} = c₁·x₀ + c₂·x + [t ≠ 0]·σ·noise                                                 (Ho, eq. 7 and algorithm 2)
 
-As tensor operations these are forty kernels, each shorter than its launch: a twentieth of a step of one picture.
+As tensor operations these are forty kernels, each shorter than its launch.
 """
 
 import torch
