@@ -233,3 +233,18 @@ def test_overflow_on_a_gpu(switches):
     z = noise(2, 8, device)
     checked = vae.CheckedDecoder(plain, "fp16", "tf32")
     assert "overflows float16" in checked.refusal and torch.equal(vae.decode(checked, z), vae.decode(plain, z))
+
+
+@pytest.mark.gpu
+def test_a_picture_that_does_not_fit_is_one_line(switches):
+    run = Engine(SamplingOptions(model="DiT-Demo/2", device="cuda", labels=(0,)).resolve())
+    run.decode(noise(1, 16, run.device))
+    run.release_network()
+    free = torch.cuda.memory_reserved() + 2**26
+    torch.cuda.set_per_process_memory_fraction(free / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(UsageError, match="does not fit into what is free"):
+            run.decode(noise(1, 256, run.device))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert run.decode(noise(1, 16, run.device)).isfinite().all()
