@@ -77,6 +77,16 @@ def test_four_gpus_against_one_is_as_measured():
         assert all(f"{min(grid[n]):.2f} " in (ROOT / file).read_text() for n in "14"), file
 
 
+def test_start_and_decoder_are_as_measured():
+    start = json.loads((ROOT / "log/cold-start-h200.json").read_text())
+    runs = [start[kind] for kind in ("empty_kernel_caches", "warm_kernel_caches")]
+    decoder = {row["arithmetic"]: row["ms"] for row in json.loads((ROOT / "log/decoder-h200.json").read_text())["decoder"]}
+    figures = [f"{max(run['process'] for run in kind):.1f} s" for kind in runs] + [f"{max(run['peak_mib'] for kind in runs for run in kind) / 1024:.1f} GiB"]
+    assert all(figure in (ROOT / file).read_text() for file in ("README.md", "code.md") for figure in figures), figures
+    assert f"in {decoder['fp16']:.0f} ms, in float32 with TF32 in {decoder['tf32']:.0f} " in README
+    assert all(f"| {name} | {ms:.1f} |" in (ROOT / "code.md").read_text() for name, ms in decoder.items())
+
+
 def test_files_that_are_named_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
