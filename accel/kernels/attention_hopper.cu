@@ -8,7 +8,7 @@
 // turn; the others fill its gaps.
 //
 // Given before this text: HEAD (d), KEYS (keys a tile), WARPGROUPS (that compute), STAGES (tiles of keys and values held), BLOCKS (on a
-// multiprocessor), REGISTERS and COPY_REGISTERS (of a computing and a copying thread), and the functions multiply_qk, multiply_pv, round_pair,
+// multiprocessor), PIPELINED (1: a warpgroup computes a tile's weights while the last tile's values are multiplied), REGISTERS and COPY_REGISTERS (of a computing and a copying thread), and the functions multiply_qk, multiply_pv, round_pair,
 // which are wgmma and cvt in the dtype at hand.
 
 constexpr int QUERIES = 64 * WARPGROUPS;
@@ -25,23 +25,31 @@ __device__ __forceinline__ void pack(const float (&s)[KEYS / 2], unsigned (&p)[K
     for (int i = 0; i < KEYS / 4; i++) p[i] = round_pair(s[2 * i], s[2 * i + 1]);
 }
 
-__device__ __forceinline__ void scores(float (&s)[KEYS / 2], unsigned q, unsigned q_rest, unsigned k) {
-    begin_products();
+__device__ __forceinline__ void issue_scores(float (&s)[KEYS / 2], unsigned q, unsigned q_rest, unsigned k) {
     #pragma unroll
     for (int step = 0; step < 4; step++)
         multiply_qk(s, descriptor(q + 32 * step, 0, 1024, SWIZZLE_128), descriptor(k + 32 * step, 0, 1024, SWIZZLE_128), step > 0);
     multiply_qk(s, descriptor(q_rest, 0, 256, SWIZZLE_32), descriptor(k + K_REST, 0, 256, SWIZZLE_32), 1);
     commit_products();
+}
+
+__device__ __forceinline__ void issue_mix(float (&o)[HEAD / 2], const unsigned (&p)[KEYS / 4], unsigned v) {
+    #pragma unroll
+    for (int step = 0; step < KEYS / 16; step++)
+        multiply_pv(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], descriptor(v + 2048 * step, 128 * KEYS, 1024, SWIZZLE_128));
+    commit_products();
+}
+
+__device__ __forceinline__ void scores(float (&s)[KEYS / 2], unsigned q, unsigned q_rest, unsigned k) {
+    begin_products();
+    issue_scores(s, q, q_rest, k);
     finish_products();
     settle(s);
 }
 
 __device__ __forceinline__ void mix(float (&o)[HEAD / 2], const unsigned (&p)[KEYS / 4], unsigned v) {
     begin_products();
-    #pragma unroll
-    for (int step = 0; step < KEYS / 16; step++)
-        multiply_pv(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3], descriptor(v + 2048 * step, 128 * KEYS, 1024, SWIZZLE_128));
-    commit_products();
+    issue_mix(o, p, v);
     finish_products();
     settle(o);
 }
@@ -60,7 +68,7 @@ attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ Tens
     const unsigned q_full = base, q_empty = q_full + 8 * Q_BUFFERS, k_full = q_empty + 8 * Q_BUFFERS, k_empty = k_full + 8 * STAGES,
                    v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     const unsigned q_tiles = base + HEADER, k_tiles = q_tiles + Q_BUFFERS * Q_BYTES, v_tiles = k_tiles + STAGES * K_BYTES;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < BARRIERS; i++) {
@@ -70,6 +78,7 @@ attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ Tens
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
+    start_next();
 
     const int blocks = (queries + QUERIES - 1) / QUERIES, tiles = (tokens + KEYS - 1) / KEYS;
     int turn = 0, tile = 0;  // queries and key tiles met so far: they give buffer and parity
@@ -137,6 +146,28 @@ attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ Tens
         softmax.weigh<true>(s, factor, scale, tokens, column);
         pack(s, p);
         for (int i = 1; i < tiles; i++) {
+#if PIPELINED
+            // Scores of this tile are multiplied first, weights and values of the last one meanwhile.
+            const int next = (tile + i) % STAGES;
+            wait(v_full + 8 * stage, parity);
+            wait(k_full + 8 * next, (tile + i) / STAGES % 2);
+            begin_products();
+            issue_scores(s, q, q_rest, k_tiles + next * K_BYTES);
+            issue_mix(o, p, v_tiles + stage * V_BYTES);
+            await_all_but_last();
+            settle(s);
+            if (lane == 0) arrive(k_empty + 8 * next);
+            const bool rescale = softmax.weigh<false>(s, factor, scale, tokens - i * KEYS, column);
+            finish_products();
+            settle(o);
+            if (lane == 0) arrive(v_empty + 8 * stage);
+            stage = next, parity = (tile + i) / STAGES % 2;
+            if (rescale) {
+                #pragma unroll
+                for (int j = 0; j < HEAD / 2; j++) o[j] *= factor[j / 2 % 2];
+            }
+            pack(s, p);
+#else
             wait(v_full + 8 * stage, parity);
             mix(o, p, v_tiles + stage * V_BYTES);
             if (lane == 0) arrive(v_empty + 8 * stage);
@@ -149,6 +180,7 @@ attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ Tens
                 for (int j = 0; j < HEAD / 2; j++) o[j] *= factor[j / 2 % 2];
             }
             pack(s, p);
+#endif
         }
         if (lane == 0) arrive(q_empty + 8 * buffer);
         wait(v_full + 8 * stage, parity);

@@ -40,6 +40,23 @@ __device__ __forceinline__ void arrive_and_expect(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
+// x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2 = x/(1 + exp(−2√(2/π)·(x + 0.044715·x³)))
+__device__ __forceinline__ float gelu(float x) {
+    const float square = x * x;
+    return __fdividef(x, 1 + exp2_unit(x * fmaf(-0.1029432397f, square, -2.302208198f)));  // −2√(2/π)/ln 2 times 0.044715 and 1
+}
+
+// Programmatic dependent launch: the next kernel of the stream may be set up from here on; the previous one, whole, and its memory are awaited
+// here. Every block awaits, so that kernels that lie further back are done as well.
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ unsigned in_block(unsigned address, int block) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
+}
+
 constexpr float GROWTH = 8;  // a maximum may fall behind by 2⁸ before the sums are rescaled: exact, since it cancels, and seldom
 
 // A quarter of a row's scores sit in each of four neighbouring lanes.

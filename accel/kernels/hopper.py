@@ -15,7 +15,7 @@ HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}
 SWIZZLE_32, SWIZZLE_64, SWIZZLE_128 = 1, 2, 3
 _ENCODED = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_…
 _L2_PROMOTION_128 = 2
-_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
+_MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_…
 
 
 def product(name, columns, half, a_in_registers, accumulate, b_along_columns):
@@ -36,6 +36,27 @@ def product(name, columns, half, a_in_registers, accumulate, b_along_columns):
                  : {outputs} : {operands});
 }}
 """
+
+
+def conversions(half):
+    """Device functions round_pair (two floats → two halves in a register) and widen (back)."""
+    to_float = "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;" if half == "f16" else "mov.b32 %0, {z, a}; mov.b32 %1, {z, b};"
+    return f"""__device__ __forceinline__ unsigned round_pair(float low, float high) {{
+    unsigned pair;
+    asm("cvt.rn.{half}x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}}
+__device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {{
+    asm("{{ .reg .b16 a, b, z; mov.b16 z, 0; mov.b32 {{a, b}}, %2; {to_float} }}" : "=f"(low), "=f"(high) : "r"(pair));
+}}
+"""
+
+
+def registers(warpgroups, copying=None):
+    """Of a computing and of a copying thread, one block on a multiprocessor: its 64 Ki are given out per warpgroup in eights at the start, then moved."""
+    pool = 512 // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
+    copying = copying or (24 if warpgroups == 2 else 32)
+    return dict(REGISTERS=min(240, (pool - copying) // warpgroups // 8 * 8), COPY_REGISTERS=copying)
 
 
 def text(file, constants, *functions):
@@ -124,6 +145,7 @@ def load(text, name, entry, shared_bytes, device):
         call("cuModuleLoadData", ctypes.byref(module), _cubin(text, name))
         call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
         call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+        call("cuFuncSetAttribute", function, _PREFERRED_SHARED_MEMORY_CARVEOUT, 100)  # all alike: one can be set up beside another
     return function
 
 
@@ -138,10 +160,42 @@ def tensor_map(pointer, dtype, sizes, strides, box, swizzle):
     return (ctypes.c_char * 128).from_buffer_copy(ctypes.string_at(address, 128))
 
 
-def launch(function, blocks, threads, shared_bytes, device, values):
-    """Launch on the device's current stream; values: the kernel's arguments as ctypes objects, a tensor for its pointer, None for no pointer."""
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute of cuda.h
+    _fields_ = [("kind", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Launch(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint)]
+
+
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_…
+
+
+def _configuration(blocks, threads, shared_bytes, stream, cluster, overlap):
+    attributes = (_Attribute * 2)()
+    chosen = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] * (cluster > 1) + [(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] * overlap
+    for attribute, (kind, value) in zip(attributes, chosen):
+        attribute.kind = kind
+        attribute.value[:len(value)] = value
+    return _Launch((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, len(chosen))
+
+
+def clusters(function, cluster, threads, shared_bytes, device):
+    """How many clusters of so many blocks a device works on at a time, where a multiprocessor takes one block."""
+    count = ctypes.c_int(torch.cuda.get_device_properties(device).multi_processor_count)
+    if cluster > 1:
+        with torch.cuda.device(device):
+            call("cuOccupancyMaxActiveClusters", ctypes.byref(count), function,
+                 ctypes.byref(_configuration(cluster, threads, shared_bytes, None, cluster, False)))
+    return count.value
+
+
+def launch(function, blocks, threads, shared_bytes, device, values, cluster=1, overlap=False):
+    """Launch on the device's current stream; values: the kernel's arguments as ctypes objects, a tensor for its pointer, None for no pointer.
+    `cluster`: how many blocks make one; `overlap`: programmatic dependent launch, for a kernel that awaits what it depends on itself."""
     values = [ctypes.c_void_p(None if value is None else value.data_ptr()) if value is None or torch.is_tensor(value) else value for value in values]
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     with torch.cuda.device(device):
-        call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, shared_bytes,
-             ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream), arguments, None)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        call("cuLaunchKernelEx", ctypes.byref(_configuration(blocks, threads, shared_bytes, stream, cluster, overlap)), function, arguments, None)

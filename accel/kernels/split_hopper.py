@@ -14,13 +14,6 @@ from accel.kernels.attention_hopper import HEAD_DIM, packed_map
 LINEAR, ATTENTION = (Path(__file__).with_name(f"split_{name}.cu") for name in ("linear", "attention"))
 
 
-def registers(warpgroups):
-    """Of a computing and of a copying thread, one block on a multiprocessor: its 64 Ki are given out per warpgroup in eights at the start, then moved."""
-    pool = 512 // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
-    copying = 24 if warpgroups == 2 else 32
-    return dict(REGISTERS=min(240, (pool - copying) // warpgroups // 8 * 8), COPY_REGISTERS=copying)
-
-
 class Tile(NamedTuple):
     """Compile-time shape of split_linear.cu, which says what each means."""
     rows: int
@@ -44,7 +37,7 @@ TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1)
 
 def linear_source(tile, result):
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, PROMOTE=tile.promote, RESULT=result,
-                     **registers(tile.rows // 64))
+                     **hopper.registers(tile.rows // 64))
     return hopper.text(LINEAR, constants, hopper.product("multiply", tile.columns, "f16", False, False, False))
 
 
@@ -113,7 +106,7 @@ CONFIG = Config(warpgroups=2, keys=64, stages=3, q_buffers=1)
 
 def attention_source(config):
     constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
-                     **registers(config.warpgroups))
+                     **hopper.registers(config.warpgroups))
     return hopper.text(ATTENTION, constants, hopper.product("multiply_qk", config.keys, "f16", False, False, False),
                        hopper.product("multiply_pv", HEAD_DIM, "f16", True, False, True))
 

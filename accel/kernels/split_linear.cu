@@ -32,12 +32,6 @@ __device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {
     asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(low), "=f"(high) : "r"(pair));
 }
 
-// x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2 = x/(1 + exp(−2√(2/π)·(x + 0.044715·x³)))
-__device__ __forceinline__ float gelu(float x) {
-    const float square = x * x;
-    return __fdividef(x, 1 + exp2_unit(x * fmaf(-0.1029432397f, square, -2.302208198f)));  // −2√(2/π)/ln 2 times 0.044715 and 1
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, void *__restrict__ out, const float *__restrict__ row_scale,
              const float *__restrict__ scale, const float *__restrict__ bias, const float *__restrict__ after, int *__restrict__ overflow,
@@ -45,7 +39,7 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = (unsigned)__cvta_generic_to_shared(shared);
     const unsigned full = base, empty = full + 8 * STAGES, stages = base + HEADER;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0)
         for (int i = 0; i < 2 * STAGES; i++)

@@ -249,7 +249,7 @@ def test_machine_code_of_attention(tmp_path):
     shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
     assert {shape: shapes.count(shape) for shape in set(shapes)} == {f"64x{config.keys}x16": 2 * 15, "64x72x16": 2 * 3 * config.keys // 16}
     assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= 4, "products are serialised"
-    computing, copying = split_hopper.registers(config.warpgroups).values()
+    computing, copying = hopper.registers(config.warpgroups).values()
     assert config.shared_bytes <= 227 * 1024 and 128 * (config.warpgroups * computing + copying) <= 65536
 
 
