@@ -9,11 +9,13 @@ both statistics stay in registers (variance from the centred values: E[x²] − 
 next product takes, or as two float16 terms with a power of two a row (accel.kernels.split). Shifts, scales and gates come from a table by an index on the device, so that one captured graph serves every step.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from accel.kernels import norm_hopper
 from accel.kernels.split import Terms, split
 
 try:
@@ -36,13 +38,14 @@ def norm_modulate(x, modulation, shift, scale, branches=(), update=False, dtype=
 
     x (N, T, D) is the residual stream, `branches` holds up to two pairs (branch (N, T, D), index of its gate); `shift`, `scale` and the
     gates are vector indices into `modulation.table`. With `update` the sum is written back to x. Returns (N, T, D) in `dtype`
-    (x's if not given), or Terms with a scale a row for dtype "terms" (x float32). `route`: "triton" (x and table float32, all contiguous), "torch" (the plain twin, any dtype), or "auto": triton for
-    float32 on a GPU.
+    (x's if not given), or Terms with a scale a row for dtype "terms" (x float32). `route`: "triton" (x and table float32, all contiguous), "hopper" (the same for few rows on Hopper, half branches
+    and result), "torch" (the plain twin, any dtype), or "auto": triton for float32 on a GPU, hopper where it applies and wins.
     """
     dtype = dtype or x.dtype
     if route == "auto":
-        route = "triton" if triton and x.is_cuda and x.dtype == torch.float32 else "torch"
-    return {"triton": _triton, "torch": _torch}[route](x, modulation, shift, scale, tuple(branches), update, dtype)
+        route = "torch" if not (triton and x.is_cuda and x.dtype == torch.float32) else \
+            "hopper" if x.shape[0] * x.shape[1] <= norm_hopper.ROWS and not _refused(x, modulation, branches, dtype) else "triton"
+    return {"triton": _triton, "hopper": _hopper, "torch": _torch}[route](x, modulation, shift, scale, tuple(branches), update, dtype)
 
 
 def _torch(x, modulation, shift, scale, branches, update, dtype):
@@ -57,6 +60,18 @@ def _torch(x, modulation, shift, scale, branches, update, dtype):
     normed = F.layer_norm(total, total.shape[-1:], eps=EPS)
     out = torch.addcmul(vector(shift), normed, 1 + vector(scale))
     return split(out) if dtype == "terms" else out.to(dtype)
+
+
+def _refused(x, modulation, branches, dtype):
+    return norm_hopper.refusal(x, modulation.table, [branch for branch, _ in branches], dtype)
+
+
+def _hopper(x, modulation, shift, scale, branches, update, dtype):
+    if reason := _refused(x, modulation, branches, dtype):
+        raise ValueError(f"norm: route 'hopper' {reason}; take 'triton'")
+    if not all(tensor.is_contiguous() for tensor in (x, modulation.table, *(branch for branch, _ in branches))):
+        raise ValueError("the row kernel takes contiguous tensors")
+    return norm_hopper.norm_hopper(x, modulation, shift, scale, branches, update, dtype, EPS)
 
 
 def _triton(x, modulation, shift, scale, branches, update, dtype):
@@ -77,8 +92,14 @@ def _triton(x, modulation, shift, scale, branches, update, dtype):
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _norm_modulate[(triton.cdiv(tokens, config["TURNS"]), n)](
             x, first, second, out, row_scale, table, entry, tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2,
-            WIDTH=width, BRANCHES=len(branches), UPDATE=update, TERMS=terms, EPS=EPS, **config)
+            WIDTH=width, BRANCHES=len(branches), UPDATE=update, TERMS=terms, EPS=EPS, **config, START_NEXT=_can_start_next(x.device))
     return Terms(out, row_scale) if terms else out
+
+
+@lru_cache(None)
+def _can_start_next(device):
+    """Whether a kernel there can let the next one be set up beside it (programmatic dependent launch), where Triton has the instruction."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_launch_dependents")
 
 
 def tile_config(width, rows=16384):
@@ -98,7 +119,7 @@ def compile_ahead(width, rows, dtype, device):
         branch = torch.zeros_like(x, dtype=x.dtype if dtype == "terms" else dtype)
         modulation = Modulation(torch.zeros(1, 1, width, device=device), torch.zeros(1, dtype=torch.int64, device=device))
         for branches, result in ((0, dtype), (1, dtype), (2, dtype), (2, torch.float32)):
-            norm_modulate(x, modulation, 0, 0, ((branch, 0),) * branches, branches == 2, result, route="triton")
+            norm_modulate(x, modulation, 0, 0, ((branch, 0),) * branches, branches == 2, result)
         torch.cuda.current_stream().synchronize()
 
 
@@ -137,7 +158,9 @@ if triton:
     @triton.jit(do_not_specialize=["entry_ptr", "tokens", "term", "shift", "scale", "gate1", "gate2"])
     def _norm_modulate(x_ptr, first_ptr, second_ptr, out_ptr, row_scale_ptr, table_ptr, entry_ptr, tokens, entry_stride, term, shift, scale, gate1,
                        gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, TERMS: tl.constexpr, EPS: tl.constexpr,
-                       MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr):
+                       MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, START_NEXT: tl.constexpr):
+        if START_NEXT:
+            tl.extra.cuda.gdc_launch_dependents()
         sample = tl.program_id(1)
         vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
         main = tl.arange(0, MAIN)

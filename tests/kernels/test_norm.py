@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel.graphs import capture
-from accel.kernels import norm
+from accel.kernels import hopper, norm, norm_hopper
 from accel.kernels.norm import Modulation, norm_modulate, tile_config
 
 WIDTHS = (1152, 216, 384, 768, 1024, 100)
@@ -28,12 +28,13 @@ def case(width, n, tokens, branches, dtype, device, seed=0):
     return x.to(device), Modulation(draw(4, 6, width).to(device), entry.to(device)), pairs
 
 
-def check(width, n, tokens, branches, update, dtype, device, tolerance):
+def check(width, n, tokens, branches, update, dtype, device, tolerance, route="triton", result=None):
     x, modulation, pairs = case(width, n, tokens, branches, dtype, device)
+    dtype = result or dtype
     wide = x.double()
     want = norm_modulate(wide, Modulation(modulation.table.double(), modulation.entry), 3, 4, pairs, update, route="torch")
     before = x.clone()
-    got = norm_modulate(x, modulation, 3, 4, pairs, update, dtype, route="triton")
+    got = norm_modulate(x, modulation, 3, 4, pairs, update, dtype, route=route)
     assert got.dtype == dtype and got.isfinite().all()
     assert (got.double() - want).norm() <= tolerance * want.norm()
     if update:
@@ -66,6 +67,35 @@ def test_compiled_kernel(width, branches, update):
         if width in (1152, 216):
             check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3)
             check(width, n, tokens, branches, update, torch.float32, "cuda", 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches, update", ((0, False), (1, False), (2, False), (2, True)))
+@pytest.mark.parametrize("width", (1152, 384, 768, 1024, 2048))
+def test_kernel_for_few_rows(width, branches, update):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("our kernel needs a GPU of capability 9.0")
+    for n, tokens in (*SHAPES, (1, 1024), (2, 1024), (4, 1024), (1009, 9)):
+        check(width, n, tokens, branches, update, torch.float16, "cuda", 3e-4, "hopper")
+        check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3, "hopper")
+        if branches:
+            check(width, n, tokens, branches, update, torch.float16, "cuda", 1e-6, "hopper", torch.float32)
+
+
+@pytest.mark.parametrize("branches, half, wide", ((1, torch.float16, False), (2, torch.bfloat16, True)))
+def test_machine_code_for_few_rows(branches, half, wide, tmp_path):
+    """Nothing is read before the kernel that wrote it is done, and columns go four at a time, none by way of local memory."""
+    from test_attention import disassemble
+    (tmp_path / "cubin").write_bytes(hopper.compile_cubin(norm_hopper.source(1152, branches, branches == 2, half, wide, norm.EPS), "norm_hopper.cu"))
+    code = disassemble(tmp_path / "cubin")
+    assert code.index("ACQBULK") < code.index("LDG") and code.count("LDG.E.128") == 9 * (3 + branches)
+    assert "STL" not in code and "LDL" not in code
+
+
+def test_few_rows_refuse_what_they_cannot_do():
+    x, modulation, pairs = case(216, 2, 9, 1, torch.float16, "cpu")
+    with pytest.raises(ValueError, match="capability 9.0; take 'triton'"):
+        norm_modulate(x, modulation, 3, 4, pairs, dtype=torch.float16, route="hopper")
 
 
 @pytest.mark.gpu
