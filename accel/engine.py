@@ -94,7 +94,8 @@ def load_model(options, device, tier="fp32"):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with recomputed positions")
         state = {**state, "pos_embed": model.position_table()}
     if tier in precision.FAST and not options.compile:
-        from accel.fast import FastDiT  # brings Triton, which the other tiers need not wait for
+        from accel.fast import LAYERS, FastDiT  # brings Triton, which the other tiers need not wait for
+        from accel.kernels import linear
         from accel.kernels.ancestral import ancestral_update
         from accel.kernels.attention import attention
         from accel.kernels.embed import patch_embed
@@ -118,8 +119,10 @@ def load_model(options, device, tier="fp32"):
                                  torch.zeros(1, 6, device=device), options.cfg_scale)
                 torch.cuda.current_stream().synchronize()
 
-        with ThreadPoolExecutor(3) as pool:  # the compilers' seconds go by while weights are copied
-            compiling = pool.submit(compile_ahead, width, rows, dtype, device), pool.submit(meet_attention), pool.submit(meet_ends)
+        products = [(rows, *state[f"blocks.0.{layer}.weight"].shape, layer == "mlp.fc1") for layer in LAYERS] if tier != "exact" else ()
+        with ThreadPoolExecutor(7) as pool:  # the compilers' seconds go by while weights are copied
+            compiling = [pool.submit(compile_ahead, width, rows, dtype, device), pool.submit(meet_attention), pool.submit(meet_ends),
+                         *(pool.submit(linear.compile_ahead, *product, dtype, device) for product in products)]
             try:
                 network = FastDiT(state, model.num_heads, dtype, device)
             except ValueError as error:

@@ -28,6 +28,9 @@ from accel.kernels.split_attention import split_attention
 from accel.precision import FAST, true_float32
 
 
+LAYERS = "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"  # a block's products; GELU follows the third
+
+
 @dataclass(frozen=True)
 class Optimisations:
     """The switches of the accelerated network, each measured alone by scripts/benchmark.py."""
@@ -80,7 +83,7 @@ class FastDiT:
         self.width, self.patch_size = len(kernel), kernel.shape[-1]
         self.patches = kernel.flatten(1)
         self.position = take("pos_embed")[0] + take("x_embedder.proj.bias")  # (T, D)
-        self.layers = [[f"blocks.{i}.{layer}" for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")] for i in range(self.depth)]
+        self.layers = [[f"blocks.{i}.{layer}" for layer in LAYERS] for i in range(self.depth)]
         if dtype == "terms":
             self.blocks = [self._split_block(names, take) for names in self.layers]
             self.overflow = torch.zeros(self.depth, 2, 1, dtype=torch.int32, device=device)  # of qkv and fc1: whether float16 was too small

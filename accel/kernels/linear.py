@@ -1,4 +1,4 @@
-"""y = x·Wᵀ + b, with GELU in the product's epilogue, by an algorithm of cuBLASLt that was measured on this GPU.
+"""y = x·Wᵀ + b, with GELU in the product's epilogue, by an algorithm of cuBLASLt, or a tile of our own kernel, that was measured on this GPU.
 
 cuBLASLt picks an algorithm from a model of the chip. A DiT needs few products, all known ahead: trying takes a fraction of a second,
 once for a GPU and library, and gives 4 to 18 % on them. torch cannot name an algorithm, so the very library it has loaded is called through
@@ -8,6 +8,7 @@ ctypes. GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, sectio
 import ctypes
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -16,19 +17,24 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-ROUTES = ("auto", "plain", "epilogue", "tuned")
+from accel.kernels import linear_hopper
+from accel.kernels.linear_hopper import Tile
+
+ROUTES = ("auto", "plain", "epilogue", "cublaslt", "hopper", "tuned")
+MEASURED = ROUTES[3:]
 
 
 def linear(x, weight, bias, gelu=False, route="auto"):
     """x (…, K), weight (N, K), bias (N,), one dtype → (…, N), accumulated in float32 for half inputs.
 
-    `route`: "plain" (product, then GELU as a kernel of its own), "epilogue" (torch's fused call, GPU only), "tuned" (the fastest measured
-    algorithm of cuBLASLt, float16 or bfloat16 on a GPU), or "auto": tuned where it applies, else plain.
+    `route`: "plain" (product, then GELU as a kernel of its own), "epilogue" (torch's fused call, GPU only), the fastest measured algorithm for
+    float16 or bfloat16 on a GPU, be it of cuBLASLt ("cublaslt"), of our own kernel (accel.kernels.linear_hopper: "hopper") or of both
+    ("tuned"), or "auto": tuned where it applies, else plain. Weights must not be what the kernel just before has written.
     """
     if route == "auto":
         route = "tuned" if x.is_cuda and x.dtype in _CUDA_TYPE else "plain"
-    if route == "tuned":
-        return _tuned(x, weight, bias, gelu)
+    if route in MEASURED:
+        return _measured(x, weight, bias, gelu, route)
     if route not in ROUTES:
         raise ValueError(f"linear: route {route!r}: one of {', '.join(ROUTES)}")
     if route == "plain" or not gelu:
@@ -62,12 +68,19 @@ class Algorithm(NamedTuple):
 
 
 # Winners after seconds of load, when an H200 at 700 W runs at three quarters of its clock and the least energy wins: GPU → (M, N, K, GELU) →
-# (tile, stages, custom option, cluster shape) as cuBLASLt numbers them. In XL/2 at 512 px these are 16 and 4 rows. Measured in log/.
+# a tile of our own kernel, or (tile, stages, custom option, cluster shape) as cuBLASLt numbers them. In XL/2 at 512 px these are
+# 16, 4, 2, 1 and half a row. Measured in log/products-h200.json and log/products-few-rows-h200.json.
 KNOWN = {"NVIDIA H200": {
     (16384, 3456, 1152, False): (20, 35, 1, 3), (16384, 1152, 1152, False): (28, 35, 0, 3),
     (16384, 4608, 1152, True): (20, 35, 1, 3), (16384, 1152, 4608, False): (209, 35, 4, 3),
-    (4096, 3456, 1152, False): (209, 35, 4, 3), (4096, 1152, 1152, False): (184, 35, 6, 5),
-    (4096, 4608, 1152, True): (20, 35, 1, 3), (4096, 1152, 4608, False): (209, 35, 4, 3),
+    (4096, 3456, 1152, False): (20, 35, 1, 3), (4096, 1152, 1152, False): Tile(256, 144, 4, cluster=2),
+    (4096, 4608, 1152, True): (20, 35, 1, 3), (4096, 1152, 4608, False): Tile(256, 144, 4, cluster=2),
+    (2048, 3456, 1152, False): Tile(128, 216, 3), (2048, 1152, 1152, False): Tile(128, 144, 6, cluster=2),
+    (2048, 4608, 1152, True): Tile(256, 144, 3, cluster=2), (2048, 1152, 4608, False): Tile(128, 144, 6, cluster=2),
+    (1024, 3456, 1152, False): Tile(256, 112, 4, cluster=2), (1024, 1152, 1152, False): Tile(128, 72, 8, cluster=2),
+    (1024, 4608, 1152, True): Tile(256, 144, 4, cluster=2), (1024, 1152, 4608, False): Tile(128, 72, 8, cluster=2),
+    (512, 3456, 1152, False): Tile(128, 112, 7, cluster=2), (512, 1152, 1152, False): Tile(64, 72, 8, cluster=2, warpgroups=1),
+    (512, 4608, 1152, True): Tile(128, 144, 6, cluster=2), (512, 1152, 4608, False): Tile(64, 72, 8, cluster=2, warpgroups=1),
 }}
 
 
@@ -126,8 +139,8 @@ class Product:
     where the epilogue wants it.
     """
 
-    def __init__(self, m, n, k, dtype, gelu, device):
-        self.shape, self.dtype, self.gelu, self.device = (m, n, k), dtype, gelu, device
+    def __init__(self, m, n, k, dtype, gelu, device, route="tuned"):
+        self.shape, self.dtype, self.gelu, self.device, self.route = (m, n, k), dtype, gelu, device, route
         self.operands = _matrix(dtype, k, n), _matrix(dtype, k, m), _matrix(dtype, n, m), _matrix(dtype, n, m)  # Wᵀ, xᵀ, C, yᵀ
         self.description = ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, _CUDA_R_32F)
@@ -152,7 +165,16 @@ class Product:
         return [Algorithm(tuple(one.words), one.workspace) for one in found[:count.value] if one.status == 0]
 
     def candidates(self):
-        """Own suggestions, then those for neighbouring shapes that run here too: they bring other tiles, and are often faster."""
+        """What the route may take: the library's suggestions, then those for neighbouring shapes that run here too (they bring other tiles, and
+        are often faster), then tiles of our own kernel."""
+        found = [] if self.route == "hopper" else self._of_the_library()
+        if self.route != "cublaslt":
+            found += linear_hopper.tiles(*self.shape, self.device)
+        if not found:
+            raise ValueError("linear: route 'hopper' takes sides in eights on a GPU of capability 9.0; take 'tuned'")
+        return found
+
+    def _of_the_library(self):
         m, n, k = self.shape
         found = self.suggestions()
         for shape in ((m, k, n), *((max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n)))):
@@ -164,7 +186,9 @@ class Product:
         return [algorithm for algorithm in dict.fromkeys(found) if algorithm.workspace <= _WORKSPACE_BYTES]
 
     def run(self, x, weight, bias, out, algorithm):
-        """Launch on the current stream. Operands: contiguous, of this product's shape, dtype and device."""
+        """Launch on the current stream. Operands: contiguous, of this product's shape, dtype and device; algorithm: one of `candidates`."""
+        if isinstance(algorithm, Tile):
+            return linear_hopper.linear_hopper(x, weight, bias, out, self.gelu, algorithm)
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         a, b, c, d = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out, out))
         if _counters and 0 < algorithm.workspace <= COUNTER_BYTES:
@@ -185,6 +209,9 @@ class Product:
         x, weight, bias = (torch.randn(shape, generator=generator, device=self.device).to(self.dtype) for shape in ((m, k), (n, k), (n,)))
         out = torch.empty(m, n, dtype=self.dtype, device=self.device)
         candidates = self.candidates()
+        with ThreadPoolExecutor() as pool:  # compilers' seconds side by side
+            list(pool.map(lambda tile: linear_hopper.kernel_for(tile, m, n, self.dtype, self.gelu, self.device),
+                          (one for one in candidates if isinstance(one, Tile))))
         graphs = []
         for algorithm in candidates:
             self.run(x, weight, bias, out, algorithm)  # loads the kernel
@@ -208,9 +235,11 @@ class Product:
 
     def known(self):
         """The candidate that won on this kind of GPU under long load, if that was measured."""
-        name = torch.cuda.get_device_name(self.device)
-        wanted = KNOWN.get(name, {}).get((*self.shape, self.gelu))
-        return next((algorithm for algorithm in self.candidates() if wanted and _configuration(algorithm) == wanted), None)
+        wanted = KNOWN.get(torch.cuda.get_device_name(self.device), {}).get((*self.shape, self.gelu))
+        if wanted is None or self.route == ("cublaslt" if isinstance(wanted, Tile) else "hopper"):
+            return None
+        return wanted if isinstance(wanted, Tile) else \
+            next((algorithm for algorithm in self._of_the_library() if _configuration(algorithm) == wanted), None)
 
 
 COUNTER_BYTES = 256
@@ -230,57 +259,68 @@ def separate_counters(device, count=1024):
         _counters.clear()
 
 
-_chosen = {}  # (shape, dtype, gelu, device) → (Product, Algorithm)
+_chosen = {}  # (shape, dtype, gelu, device, route) → (Product, Algorithm or Tile)
 
 
-def _tuned(x, weight, bias, gelu):
+def _measured(x, weight, bias, gelu, route):
     if not x.is_cuda or x.dtype not in _CUDA_TYPE:
-        raise ValueError(f"linear: route 'tuned' takes float16 or bfloat16 on a GPU, got {x.dtype} on {x.device}")
+        raise ValueError(f"linear: route {route!r} takes float16 or bfloat16 on a GPU, got {x.dtype} on {x.device}")
     if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in (x, weight, bias)):
-        raise ValueError("linear: route 'tuned' takes contiguous tensors that start at a multiple of 16 bytes")
+        raise ValueError(f"linear: route {route!r} takes contiguous tensors that start at a multiple of 16 bytes")
     (n, k), m = weight.shape, x.numel() // x.shape[-1]
-    key = m, n, k, x.dtype, gelu, x.device
-    if key not in _chosen:
-        _chosen[key] = _choose(Product(*key))
-    product, algorithm = _chosen[key]
+    product, algorithm = _choose(m, n, k, x.dtype, gelu, x.device, route)
     out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
         product.run(x, weight, bias, out, algorithm)
     return out
 
 
-def _choose(product):
-    """A product and its algorithm: known for this GPU, or in the file of earlier measurements, or measured now and added to it."""
+def _choose(*key):
+    """A product and its algorithm: met before, or known for this GPU, or in the file of earlier measurements, or measured now and added to it."""
+    if key in _chosen:
+        return _chosen[key]
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("linear: a product was first met inside a CUDA graph; run the step once before capturing it")
+    product = Product(*key)
     algorithm = product.known()
-    if algorithm:
-        return product, algorithm
-    m, n, k = product.shape
-    name = f"{m}x{n}x{k} {str(product.dtype).removeprefix('torch.')}{' gelu' if product.gelu else ''}"
-    file = _measurements(product.device)
-    known = _read(file)
-    if name not in known:
-        with torch.cuda.device(product.device), torch.cuda.stream(torch.cuda.Stream(product.device)):
-            algorithm = product.fastest()
-        known = {**_read(file), name: algorithm}
-        _write(file, known)
-    return product, known[name]
+    if not algorithm:
+        m, n, k, dtype, gelu, device, route = key
+        name = f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}{' gelu' * gelu}{'' if route == 'tuned' else f' {route}'}"
+        file = _measurements(device)
+        algorithm = _read(file).get(name)
+        if not algorithm:
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                algorithm = product.fastest()
+            _write(file, {**_read(file), name: algorithm})
+    _chosen[key] = product, algorithm
+    return product, algorithm
+
+
+def _plain(algorithm):
+    return list(algorithm) if isinstance(algorithm, Tile) else [list(algorithm.words), algorithm.workspace]
+
+
+def _restored(plain):
+    first, *rest = plain
+    return Tile(*plain) if isinstance(first, int) else Algorithm(tuple(first), *rest)
+
+
+def compile_ahead(m, n, k, gelu, dtype, device):
+    """Load our own kernel for a product for which it is known to win on this GPU, compiled if it is not on disk yet."""
+    tile = KNOWN.get(torch.cuda.get_device_name(device), {}).get((m, n, k, gelu))
+    if isinstance(tile, Tile):
+        linear_hopper.kernel_for(tile, m, n, dtype, gelu, torch.empty(0, device=device).device)  # with its number, as tensors name it
 
 
 def choice(m, n, k, gelu, dtype, device):
     """The algorithm of "tuned" for a product, measured now if need be, as plain numbers that another process can `adopt`."""
-    key = m, n, k, dtype, gelu, device
-    if key not in _chosen:
-        _chosen[key] = _choose(Product(*key))
-    return list(_chosen[key][1].words), _chosen[key][1].workspace
+    return _plain(_choose(m, n, k, dtype, gelu, device, "tuned")[1])
 
 
 def adopt(m, n, k, gelu, dtype, device, chosen):
     """Take another process's `choice`, on the same kind of GPU and library, for this process's product."""
-    key = m, n, k, dtype, gelu, device
-    words, workspace = chosen
-    _chosen[key] = Product(*key), Algorithm(tuple(words), workspace)
+    key = m, n, k, dtype, gelu, device, "tuned"
+    _chosen[key] = Product(*key), _restored(chosen)
 
 
 _kept_in = None
@@ -294,15 +334,16 @@ def keep_measurements(folder):
 
 
 def _measurements(device):
-    """The file that holds what was measured for a GPU and a library version: an algorithm's bytes mean nothing to another version."""
+    """The file that holds what was measured for a GPU and the versions of the library and of our kernel: an algorithm's bytes mean nothing to another
+    version, and its time nothing beside another's."""
     folder = _kept_in or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
     gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    return folder / f"products-{gpu}-cublaslt-{_library().cublasLtGetVersion()}.json"
+    return folder / f"products-{gpu}-cublaslt-{_library().cublasLtGetVersion()}-own-{linear_hopper.version()}.json"
 
 
 def _read(file):
     try:
-        return {name: Algorithm(tuple(words), workspace) for name, (words, workspace) in json.loads(file.read_text()).items()}
+        return {name: _restored(plain) for name, plain in json.loads(file.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):  # absent or damaged: measured again
         return {}
 
@@ -311,7 +352,7 @@ def _write(file, known):
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(known))
+        partial.write_text(json.dumps({name: _plain(algorithm) for name, algorithm in known.items()}))
         os.replace(partial, file)
     except OSError:  # a read-only home: every process measures for itself
         pass
