@@ -103,10 +103,10 @@ def draw_figure(path, rows, steps):
     figure, axes = plt.subplots(1, 4, figsize=(17, 4.6), layout="constrained")
     for axis, (name, title) in zip(axes, (("psnr", "PSNR of the whole set, dB"), ("tile_median", "PSNR of the median picture, dB"),
                                           ("tile_worst", "PSNR of the worst picture, dB"), ("ssim_mean", "SSIM, mean"))):
-        for method, label in NAMES.items():
-            points = sorted((row["calls"], float(row[name])) for row in rows if row["method"] == method)
+        for index, (method, label) in enumerate(NAMES.items()):
+            points = sorted((row["calls"], float(row[name])) for row in rows if row["method"] == method and name in row)
             if points:
-                axis.plot(*zip(*points), marker="o", markersize=4, label=label, linestyle="--" if method in ("steps", "ddim") else "-")
+                axis.plot(*zip(*points), marker="o", markersize=4, color=f"C{index}", label=label, linestyle="--" if method in ("steps", "ddim") else "-")
         axis.axhline(40 if name != "ssim_mean" else 0.99, color="grey", linewidth=1, linestyle=":")
         axis.set(title=title, xlabel=f"calls of the network for {steps} steps")
         axis.grid(alpha=0.25)
