@@ -108,7 +108,7 @@ def tile_config(width, rows=16384):
     4 rows of a sample in turn, with the modulation loaded once, as long as every multiprocessor still gets several programs."""
     main = 1 << (width.bit_length() - 1)
     tail = 1 << (width - main - 1).bit_length() if width > main else 0
-    return dict(MAIN=main, TAIL=tail, TURNS=4 if rows >= 4096 else 2 if rows >= 2048 else 1, num_warps=max(1, main // 1024))
+    return dict(MAIN=main, TAIL=tail, TURNS=2 if rows >= 2048 else 1, num_warps=max(1, main // 1024))
 
 
 def compile_ahead(width, rows, dtype, device):

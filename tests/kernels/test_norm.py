@@ -178,7 +178,7 @@ def test_tiles_cover_every_width_without_idle_halves():
         config = tile_config(width)
         main, tail = config["MAIN"], config["TAIL"]
         assert width <= main + tail < 2 * width or width == main and tail == 0
-    assert tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=4, num_warps=1)
+    assert tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=2, num_warps=1)
 
 
 def test_wrong_inputs_are_refused():
