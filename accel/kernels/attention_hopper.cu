@@ -8,8 +8,9 @@
 // turn; the others fill its gaps.
 //
 // Given before this text: HEAD (d), KEYS (keys a tile), WARPGROUPS (that compute), STAGES (tiles of keys and values held), BLOCKS (on a
-// multiprocessor), PIPELINED (1: a warpgroup computes a tile's weights while the last tile's values are multiplied), REGISTERS and COPY_REGISTERS (of a computing and a copying thread), and the functions multiply_qk, multiply_pv, round_pair,
-// which are wgmma and cvt in the dtype at hand.
+// multiprocessor), PIPELINED (1: a warpgroup computes a tile's weights while the last tile's values are multiplied, for which it needs registers),
+// REGISTERS and COPY_REGISTERS (of a computing and a copying thread), and the functions multiply_qk, multiply_pv, round_pair, which are wgmma and
+// cvt in the dtype at hand.
 
 constexpr int QUERIES = 64 * WARPGROUPS;
 constexpr int BOX = 32;                                     // rows that one copy takes
@@ -68,7 +69,7 @@ attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ Tens
     const unsigned q_full = base, q_empty = q_full + 8 * Q_BUFFERS, k_full = q_empty + 8 * Q_BUFFERS, k_empty = k_full + 8 * STAGES,
                    v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     const unsigned q_tiles = base + HEADER, k_tiles = q_tiles + Q_BUFFERS * Q_BYTES, v_tiles = k_tiles + STAGES * K_BYTES;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // to the compiler one number for a warp: addresses are ready in time
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < BARRIERS; i++) {

@@ -42,7 +42,7 @@ class Config(NamedTuple):
         return 1024 + 2 * 64 * self.warpgroups * 160 + self.stages * self.keys * (160 + 256)
 
 
-# Measured on an H200 (log/attention-h200.json): blocks of 256 queries read keys and values half as often as blocks of 128, but leave warpgroups
+# Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json): blocks of 256 queries read keys and values half as often as blocks of 128, but leave warpgroups
 # idle, or multiprocessors, where there are few queries: one picture's on one of several GPUs.
 LONG, SHORT, SINGLE = Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True), Config(warpgroups=2, keys=64, stages=2, blocks=2), \
     Config(warpgroups=1, keys=64, stages=3, blocks=2)
@@ -63,8 +63,8 @@ def choose(heads, queries, multiprocessors):
 def source(config, dtype):
     """The whole CUDA text for one configuration and dtype."""
     half = hopper.HALF[dtype]
-    constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, BLOCKS=config.blocks, PIPELINED=int(config.pipelined),
-                     REGISTERS=config.registers[0], COPY_REGISTERS=config.registers[1])
+    constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, BLOCKS=config.blocks,
+                     PIPELINED=int(config.pipelined), REGISTERS=config.registers[0], COPY_REGISTERS=config.registers[1])
     return hopper.text(SOURCE, constants, hopper.product("multiply_qk", config.keys, half, False, False, False),
                        hopper.product("multiply_pv", HEAD_DIM, half, True, True, True), hopper.conversions(half))
 
