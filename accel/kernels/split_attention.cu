@@ -83,7 +83,7 @@ split_attention(const __grid_constant__ TensorMap main, const __grid_constant__ 
     const unsigned q_full = base, q_empty = q_full + 8 * Q_BUFFERS, k_full = q_empty + 8 * Q_BUFFERS, k_empty = k_full + 8 * STAGES,
                    v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
     const unsigned q_tiles = base + HEADER, k_tiles = q_tiles + Q_BUFFERS * Q_BYTES, v_tiles = k_tiles + STAGES * K_BYTES;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < BARRIERS; i++) {

@@ -39,7 +39,7 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = (unsigned)__cvta_generic_to_shared(shared);
     const unsigned full = base, empty = full + 8 * STAGES, stages = base + HEADER;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0)
         for (int i = 0; i < 2 * STAGES; i++)
