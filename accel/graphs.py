@@ -103,8 +103,8 @@ def _drop_resets(graph, counters):
 
 
 class Replayed:
-    """A function of tensors, giving one or a tuple of them, that is captured at its first call for a combination of shapes, dtypes and other arguments, then replayed.
-    Each combination holds memory for its tensors as long as this object lives."""
+    """A function of tensors, giving one or a tuple of them, that is captured at its first call for a combination of shapes, dtypes and other
+    arguments, then replayed. Each combination holds memory for its tensors as long as this object lives."""
 
     def __init__(self, function, reset_once=True):
         self.function, self.reset_once, self.captured = function, reset_once, {}

@@ -6,7 +6,8 @@ adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748, section 3.2) puts between two 
 
 which as separate operations reads and writes the float32 residual stream many times over. Here an element is loaded once, the sum and
 both statistics stay in registers (variance from the centred values: E[x²] − mean² cancels), and h leaves in the dtype that the
-next product takes, or as two float16 terms with a power of two a row (accel.kernels.split). Shifts, scales and gates come from a table by an index on the device, so that one captured graph serves every step.
+next product takes, or as two float16 terms with a power of two a row (accel.kernels.split). Shifts, scales and gates come from a table by
+an index on the device, so that one captured graph serves every step.
 """
 
 from functools import lru_cache
@@ -38,8 +39,10 @@ def norm_modulate(x, modulation, shift, scale, branches=(), update=False, dtype=
 
     x (N, T, D) is the residual stream, `branches` holds up to two pairs (branch (N, T, D), index of its gate); `shift`, `scale` and the
     gates are vector indices into `modulation.table`. With `update` the sum is written back to x. Returns (N, T, D) in `dtype`
-    (x's if not given), or Terms with a scale a row for dtype "terms" (x float32). `route`: "triton" (x and table float32, all contiguous), "hopper" (the same for few rows on Hopper, half branches
-    and result), "torch" (the plain twin, any dtype), or "auto": triton for float32 on a GPU, hopper where it applies and wins.
+    (x's if not given), or Terms with a scale a row for dtype "terms" (x float32).
+
+    `route`: "triton" (x and table float32, all contiguous), "hopper" (the same for few rows on Hopper, half branches and result), "torch" (the
+    plain twin, any dtype), or "auto": triton for float32 on a GPU, hopper where it applies and wins.
     """
     dtype = dtype or x.dtype
     if route == "auto":
