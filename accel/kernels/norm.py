@@ -102,7 +102,7 @@ def _triton(x, modulation, shift, scale, branches, update, dtype):
 @lru_cache(None)
 def _can_start_next(device):
     """Whether a kernel there can let the next one be set up beside it (programmatic dependent launch), where Triton has the instruction."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(tl.extra.cuda, "gdc_launch_dependents")
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and start_next is not None
 
 
 def tile_config(width, rows=16384):
@@ -127,6 +127,10 @@ def compile_ahead(width, rows, dtype, device):
 
 
 if triton:
+    try:
+        from triton.language.extra.cuda import gdc_launch_dependents as start_next
+    except ImportError:  # Triton before 3.4, with torch 2.7
+        start_next = None
 
     @triton.jit
     def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
@@ -163,7 +167,7 @@ if triton:
                        gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, TERMS: tl.constexpr, EPS: tl.constexpr,
                        MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, START_NEXT: tl.constexpr):
         if START_NEXT:
-            tl.extra.cuda.gdc_launch_dependents()
+            start_next()
         sample = tl.program_id(1)
         vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
         main = tl.arange(0, MAIN)

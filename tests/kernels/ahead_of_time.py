@@ -17,7 +17,7 @@ def compile_norm(capability, width, dtype, branches, update):
     config, terms = norm.tile_config(width), dtype == "terms"  # which takes float32 branches and gives pairs of float16
     branch, out = ("fp32", "fp16") if terms else (dtype, dtype)
     warps = config.pop("num_warps")
-    constants = dict(WIDTH=width, BRANCHES=branches, UPDATE=update, TERMS=terms, EPS=norm.EPS, START_NEXT=capability >= 90, **config)
+    constants = dict(WIDTH=width, BRANCHES=branches, UPDATE=update, TERMS=terms, EPS=norm.EPS, START_NEXT=capability >= 90 and norm.start_next is not None, **config)
     signature = dict(x_ptr="*fp32", first_ptr=f"*{branch}", second_ptr=f"*{branch}", out_ptr=f"*{out}", row_scale_ptr="*fp32" if terms else f"*{out}",
                      table_ptr="*fp32", entry_ptr="*i64",
                      tokens="i32", entry_stride="i32", term="i32", shift="i32", scale="i32", gate1="i32", gate2="i32",
