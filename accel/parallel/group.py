@@ -58,6 +58,16 @@ def _rendezvous(rank, world):
     return dist.PrefixStore("job", store)
 
 
+def _connected_again(store):
+    """Another connection to the job's store: each serves one thread. A single process' store is its own, and its threads share it."""
+    if isinstance(store, dist.HashStore):
+        return store
+    if hasattr(store, "clone"):
+        return store.clone()
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # torch 2.7
+    return dist.PrefixStore("job", dist.TCPStore(*address, is_master=False, timeout=store.timeout))
+
+
 class Group:
     """This process among those of its job. `join` makes one; `job` is the usual way in."""
 
@@ -71,7 +81,7 @@ class Group:
         self._opening = None
         self._say_alive(self.store, 0)
         self.barrier("join")
-        self._watcher = threading.Thread(target=self._watch, args=(store.clone(),), daemon=True)
+        self._watcher = threading.Thread(target=self._watch, args=(_connected_again(store),), daemon=True)
         self._watcher.start()
 
     # Agreement
@@ -152,7 +162,7 @@ class Group:
             device = self._opening.device
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("collectives", self.store.clone()),
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("collectives", _connected_again(self.store)),
                                     rank=self.rank, world_size=self.world, timeout=timedelta(minutes=30))
             self.gather(torch.zeros(1, device=device))  # connections are made at the first use
         except Exception as error:
