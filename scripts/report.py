@@ -13,7 +13,6 @@ import hashlib
 import html
 import io
 import json
-import math
 import sys
 from bisect import bisect_left
 from pathlib import Path

@@ -30,7 +30,7 @@ from PIL import Image  # noqa: E402
 
 import evaluate  # noqa: E402
 from accel import engine, precision, vae  # noqa: E402
-from accel.options import OneLineParser, SamplingOptions, UsageError, add_arguments, check_writable, options_from, partial_file, positive, user_errors  # noqa: E402
+from accel.options import OneLineParser, UsageError, add_arguments, check_writable, options_from, partial_file, positive, user_errors  # noqa: E402
 
 AGAIN = "fp32 again"  # what a device without other tiers is held to: itself
 

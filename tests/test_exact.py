@@ -8,8 +8,6 @@ import torch
 from accel import engine, precision
 from accel.fast import FastDiT, Optimisations, accelerate
 from accel.options import SamplingOptions, UsageError
-from conftest import fill
-from models import DiT_models
 from test_fast import build, error, guided, inputs
 
 

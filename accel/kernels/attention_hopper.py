@@ -29,14 +29,6 @@ class Config(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
     @property
-    def registers(self):
-        """Of a computing and of a copying thread: a multiprocessor has 64 Ki, given out per warpgroup in eights at the start, then moved."""
-        groups = self.warpgroups + 1
-        pool = 512 // (groups * self.blocks) // 8 * 8 * groups
-        copying = 24 if self.warpgroups == 2 and self.blocks == 1 else 32
-        return min(240, (pool - copying) // self.warpgroups // 8 * 8), copying
-
-    @property
     def shared_bytes(self):
         """Barriers, two tiles of queries, and the stages of keys and values."""
         return 1024 + 2 * 64 * self.warpgroups * 160 + self.stages * self.keys * (160 + 256)
@@ -64,7 +56,7 @@ def source(config, dtype):
     """The whole CUDA text for one configuration and dtype."""
     half = hopper.HALF[dtype]
     constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, BLOCKS=config.blocks,
-                     PIPELINED=int(config.pipelined), REGISTERS=config.registers[0], COPY_REGISTERS=config.registers[1])
+                     PIPELINED=int(config.pipelined), **hopper.registers(config.warpgroups, blocks=config.blocks))
     return hopper.text(SOURCE, constants, hopper.product("multiply_qk", config.keys, half, False, False, False),
                        hopper.product("multiply_pv", HEAD_DIM, half, True, True, True), hopper.conversions(half))
 

@@ -52,10 +52,11 @@ __device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {{
 """
 
 
-def registers(warpgroups, copying=None):
-    """Of a computing and of a copying thread, one block on a multiprocessor: its 64 Ki are given out per warpgroup in eights at the start, then moved."""
-    pool = 512 // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
-    copying = copying or (24 if warpgroups == 2 else 32)
+def registers(warpgroups, copying=None, blocks=1):
+    """Of a computing and of a copying thread, where a multiprocessor holds `blocks`: its 64 Ki are given out per warpgroup in eights at the start, then
+    moved."""
+    pool = 512 // ((warpgroups + 1) * blocks) // 8 * 8 * (warpgroups + 1)
+    copying = copying or (24 if warpgroups == 2 and blocks == 1 else 32)
     return dict(REGISTERS=min(240, (pool - copying) // warpgroups // 8 * 8), COPY_REGISTERS=copying)
 
 

@@ -5,7 +5,7 @@
 // tile's p·v together and weighs the scores while the latter is multiplied.
 //
 // Given before this text: HEAD (d), KEYS (keys a tile), WARPGROUPS (that compute), STAGES (tiles of keys and values held), Q_BUFFERS (tiles of queries
-// held), REGISTERS and COPY_REGISTERS (of a computing and a copying thread), and multiply_qk, multiply_pv (wgmma).
+// held), REGISTERS and COPY_REGISTERS (of a computing and a copying thread), multiply_qk, multiply_pv (wgmma), round_pair and widen.
 
 constexpr int QUERIES = 64 * WARPGROUPS;
 constexpr int BOX = 32;                                     // rows that one copy takes
@@ -16,16 +16,6 @@ constexpr int BARRIERS = 2 * Q_BUFFERS + 4 * STAGES;
 constexpr int HEADER = 1024;
 constexpr int THREADS = WARPGROUPS * 128 + 128;  // registers are shared out by warpgroups, so one copies, by one thread
 constexpr int LIFT = 6;  // weights are 2⁶ times as large, so that float16 holds the low terms of small ones; with GROWTH up to 2¹⁴
-
-__device__ __forceinline__ unsigned round_pair(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(low), "=f"(high) : "r"(pair));
-}
 
 // Two terms of each weight. The high one is cut off at float16's last bit, not rounded: its float32 value is then at hand without a conversion.
 __device__ __forceinline__ void pack(const float (&s)[KEYS / 2], unsigned (&high)[KEYS / 4], unsigned (&low)[KEYS / 4]) {

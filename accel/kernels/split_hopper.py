@@ -38,7 +38,7 @@ TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1)
 def linear_source(tile, result):
     constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, PROMOTE=tile.promote, RESULT=result,
                      **hopper.registers(tile.rows // 64))
-    return hopper.text(LINEAR, constants, hopper.product("multiply", tile.columns, "f16", False, False, False))
+    return hopper.text(LINEAR, constants, hopper.product("multiply", tile.columns, "f16", False, False, False), hopper.conversions("f16"))
 
 
 @lru_cache(None)
@@ -108,7 +108,7 @@ def attention_source(config):
     constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
                      **hopper.registers(config.warpgroups))
     return hopper.text(ATTENTION, constants, hopper.product("multiply_qk", config.keys, "f16", False, False, False),
-                       hopper.product("multiply_pv", HEAD_DIM, "f16", True, False, True))
+                       hopper.product("multiply_pv", HEAD_DIM, "f16", True, False, True), hopper.conversions("f16"))
 
 
 @lru_cache(None)

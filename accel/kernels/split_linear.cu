@@ -7,7 +7,7 @@
 // float32's own rounding. One warpgroup copies; the others compute 64 rows each, and what one adds and stores meanwhile, the others multiply.
 //
 // Given before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, PROMOTE, RESULT (0: float32; 1: two terms; 2: GELU, two terms), REGISTERS
-// and COPY_REGISTERS (of a computing and a copying thread), and multiply (wgmma, 64 × COLUMNS × 16).
+// and COPY_REGISTERS (of a computing and a copying thread), multiply (wgmma, 64 × COLUMNS × 16), round_pair and widen.
 
 constexpr int WARPGROUPS = ROWS / 64;
 constexpr int THREADS = WARPGROUPS * 128 + 128;
@@ -20,16 +20,6 @@ constexpr float LARGEST = 65504;  // of float16
 __device__ __forceinline__ void copy(unsigned to, const TensorMap &map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(0), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ unsigned round_pair(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-__device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(low), "=f"(high) : "r"(pair));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -1,6 +1,5 @@
 """sample_ddp.py in real processes that talk over gloo: equal to one process, killed, stopped, starved of disk, misled."""
 
-import json
 import os
 import random
 import re

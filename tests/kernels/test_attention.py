@@ -156,7 +156,7 @@ def test_machine_code(config, tmp_path):
         loop = assembly[loop_begins:assembly.rindex("HGMMA.64x72x16")]
         assert loop.count("MUFU.EX2") >= config.keys // 2 and loop.count("STL") + loop.count("LDL") <= 8
     assert config.blocks * (config.shared_bytes + 1024) <= 228 * 1024
-    computing, copying = config.registers
+    computing, copying = hopper.hopper.registers(config.warpgroups, blocks=config.blocks).values()
     assert config.blocks * 128 * (config.warpgroups * computing + copying) <= 65536
 
 

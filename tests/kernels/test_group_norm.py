@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from accel.kernels import group_norm as kernels
 from accel.kernels.group_norm import add, group_norm

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from accel.kernels import hopper, split as module, split_attention as attention_module, split_hopper
 from accel.kernels.norm import Modulation, norm_modulate
-from accel.kernels.split import SplitLinear, Terms, balance, split
+from accel.kernels.split import SplitLinear, balance, split
 from accel.kernels.split_attention import split_attention
 from test_attention import disassemble
 
