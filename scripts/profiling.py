@@ -53,7 +53,7 @@ OPERATORS = (
     ("copies", r"copy|::to$|::cat$|clone|contiguous|::fill|::zero"),
 )
 WAITS = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cudaMemcpy(2D)?Async")
-STAGED = 50  # microseconds: an asynchronous copy that takes the host longer than this has waited for the GPU
+STAGED = 50  # microseconds: an asynchronous copy from or to the host that takes it longer than this has waited for the GPU
 
 
 def kind_of(name, table=KINDS):
@@ -123,9 +123,17 @@ def analyse(events, steps):
     in_steps = [one for one in host if one[0]["ts"] < end]
     result = dict(steps=steps, window_ms=(end - begin) / steps / 1e3)
 
+    # A copy within the device is queued like a kernel, however long the host takes to do it.
+    queued = {e.get("args", {}).get("correlation") for e in device if e["name"].startswith("Memcpy DtoD")} - {None}
+
+    def waiting(event, own):
+        if event["cat"] == "cpu_op" or not WAITS.search(event["name"]):
+            return False
+        return "Async" not in event["name"] or own > STAGED and event.get("args", {}).get("correlation") not in queued
+
     functions, waits = defaultdict(list), defaultdict(list)
     for event, own, outer in in_steps:
-        wait = event["cat"] != "cpu_op" and WAITS.search(event["name"]) and ("Async" not in event["name"] or own > STAGED)
+        wait = waiting(event, own)
         functions[f"{event['name']} (waiting)" if wait else event["name"]].append(own)
         if wait:
             waits[" → ".join([*outer, event["name"]])].append(own)

@@ -55,6 +55,14 @@ def test_an_asynchronous_copy_that_blocks_is_a_wait():
     assert wait["where"] == "aten::item → cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
 
 
+@pytest.mark.parametrize("copy, waits", [("Memcpy DtoD (Device -> Device)", 0), ("Memcpy DtoH (Device -> Pageable)", 1)])
+def test_a_copy_within_the_device_is_no_wait(copy, waits):
+    """It is queued like a kernel, also where the host takes long to do it."""
+    trace = [event("user_annotation", "ProfilerStep#3", 0, 1000), event("cpu_op", "aten::copy_", 10, 90),
+             dict(event("cuda_runtime", "cudaMemcpyAsync", 20, 70), args=dict(correlation=7)), dict(event("gpu_memcpy", copy, 200, 2, 7), args=dict(correlation=7))]
+    assert len(profiling.analyse(trace, 1)["waits"]) == waits
+
+
 def test_a_trace_with_too_few_steps_is_refused():
     with pytest.raises(UsageError, match="holds 3 steps, not 5"):
         profiling.analyse(TRACE, 5)
