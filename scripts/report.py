@@ -31,7 +31,7 @@ from scripts.report_zh import CHINESE  # noqa: E402
 # Kind of file → what tells it, and the command that makes one.
 KINDS = {
     "ladder": (lambda r: "rungs" in r and any(rung.get("rung") == "fp32" and "ms" in rung for rung in r["rungs"]), "python scripts/benchmark.py --gate 3 --output {log}/ladder.json"),
-    "tiers": (lambda r: "rungs" in r and len({rung["rung"].partition(" + ")[0] for rung in r["rungs"] if "gate" in rung}) > 2, "python scripts/benchmark.py --gate 3 --output {log}/ladder.json"),
+    "tiers": (lambda r: "rungs" in r and len(last_rungs(r)) > 2, "python scripts/benchmark.py --gate 3 --output {log}/ladder.json"),
     "versus": (lambda r: "rungs" in r and any(word in rung.get("rung", "") for rung in r["rungs"] for word in ("compile", "diffusers")),
                "python scripts/benchmark.py --only reset --vs compile,diffusers --output {log}/versus.json"),
     "sweep": (lambda r: "sweep" in r, "python scripts/benchmark.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output {log}/sweep.json"),
@@ -87,6 +87,11 @@ def one(found, kind, log):
     if len(found[kind]) > 1:
         raise UsageError(f"{found[kind][0]['path']} and {found[kind][1]['path']} are both {kind} measurements; move one of them elsewhere")
     return found[kind][0]
+
+
+def last_rungs(ladder):
+    """The last rung of each tier that was judged and timed, by the tier's name."""
+    return {rung["rung"].partition(" + ")[0]: rung for rung in ladder["rungs"] if "gate" in rung and "ms" in rung}
 
 
 def comparable(records):
@@ -392,9 +397,12 @@ class Report:
         for record in self.found["forecast"]:
             self.fewer_calls(record)
         d.heading(t("Are they the same pictures?"), 3)
-        for record in self.found["tiers"]:
-            self.note(record)
-            self.tiers(record)
+        # A tier judged on fewer pictures says nothing beside the same one judged on more.
+        by_evidence = sorted(self.found["tiers"], key=lambda record: -max(rung["gate"]["pictures"] for rung in last_rungs(record).values()))
+        for index, record in enumerate(by_evidence):
+            if not any(last_rungs(record).keys() <= last_rungs(other).keys() for other in by_evidence[:index]):
+                self.note(record)
+                self.tiers(record)
         for verify in self.found["verify"]:
             self.note(verify)
             self.pictures(verify)
@@ -428,7 +436,7 @@ class Report:
         from scripts import plots
         d, t = self.document, self.t
         alone = next(rung["ms"] for rung in record["rungs"] if rung["rung"] == "fp32")
-        judged = list({rung["rung"].partition(" + ")[0]: rung for rung in record["rungs"] if "gate" in rung and "ms" in rung}.values())  # each tier's last
+        judged = list(last_rungs(record).values())
         pictures = judged[0]["gate"]["pictures"]
         d.text(t(f"The tiers on the demo's pictures, {pictures} after 250 steps against fp32 from the same noise, and their speed on {record['model']} at {record['image_size']} px: the worst picture.",
                  f"各层级在演示模型的 {pictures} 张图片上（250 步，相同噪声，对照 fp32）的最差单图，以及在 {record['model']}、{record['image_size']} px 上的速度。"))
