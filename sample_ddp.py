@@ -11,14 +11,17 @@ import os
 import signal
 import time
 
-from accel.options import DistributedOptions, OneLineParser, UsageError, add_arguments, options_from, user_errors
+from accel.options import STOPPED, DistributedOptions, OneLineParser, UsageError, add_arguments, options_from, user_errors
+
+STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
+RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 
 
 class RankParser(OneLineParser):
     """Says it once: the other ranks leave in silence, and later, since a launcher ends the rest as soon as one is gone."""
 
     def exit(self, status=0, message=None):
-        if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0))):
+        if RANK:
             time.sleep(2)
             message = None
         super().exit(status, message)
@@ -30,10 +33,21 @@ def main():
     args = parser.parse_args()
     with user_errors(parser):
         options = options_from(args, DistributedOptions)
+    if options.num_fid_samples is not None:  # until the ranks have met nothing is begun, and there is nothing to record
+        for number in STOP_SIGNALS:
+            signal.signal(number, stop_at_once)
     from accel.parallel.group import job  # after the cheap checks: torch is slow to import
     with job(parser.prog) as group:
+        if options.num_fid_samples is not None:
+            group.stop_on_signals(*STOP_SIGNALS)
         options.device = group.device(options.device)
         (sample_grid if options.num_fid_samples is None else sample_for_fid)(options, group)
+
+
+def stop_at_once(*_):
+    if RANK == 0:
+        os.write(2, b"sample_ddp.py: stopped before anything was begun; start again with the same command\n")
+    os._exit(STOPPED)
 
 
 def load(options, group, place=None):
@@ -93,7 +107,6 @@ def check_labels(options, world):
 def sample_for_fid(options, group):
     """The folder of pictures and its .npz."""
     from accel import fid
-    group.stop_on_signals(signal.SIGTERM, signal.SIGUSR1)
     fid.run(load(options, group), group)
 
 

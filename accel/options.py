@@ -17,6 +17,7 @@ DEFAULTS_OF = {
 }
 EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/tokens.py
 PLANS = {"rows", "tokens", "exchange"}, {"weights"}, {"stages", "patches", "warmup"}  # what can be asked for together
+STOPPED = 75  # exit status of a job that was asked to stop and can be continued (EX_TEMPFAIL of sysexits.h)
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
 
 

@@ -20,11 +20,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from accel.options import UsageError
+from accel.options import STOPPED, UsageError
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 25  # a rank that gives none in so many of ours is lost: the job ends within 60 s also where no launcher notices
-STOPPED = 75  # exit status of a job that was asked to stop and can be continued (EX_TEMPFAIL of sysexits.h)
 
 
 class Stopped(Exception):
@@ -76,8 +75,8 @@ class Group:
         self.host = socket.gethostname()
         self.told = {}  # how often, by name
         self.meshes, self.exchanges = {}, {}  # of accel/parallel/plan.py
-        self.on_beat = None  # called once a second by the watching thread
-        self._stop, self._leaving = threading.Event(), threading.Event()
+        self.on_beat = None  # called with its store once a second by the watching thread
+        self._stop, self._leaving = False, threading.Event()
         self._opening = None
         self._say_alive(self.store, 0)
         self.barrier("join")
@@ -197,11 +196,14 @@ class Group:
     def stop_on_signals(self, *signals):
         """From now on these signals ask the whole job to stop at its next good moment (`stopping`), on whichever rank they arrive."""
         for number in signals:
-            signal.signal(number, lambda *_: self._stop.set())
+            signal.signal(number, self._asked_to_stop)
+
+    def _asked_to_stop(self, *_):
+        self._stop = True  # no Event: a second signal may come inside this very call, and its lock would wait for itself
 
     @property
     def stopping(self):
-        return self._stop.is_set() or self.store.check(["stop"])
+        return self._stop or self.store.check(["stop"])
 
     # Life and death
 
@@ -220,10 +222,10 @@ class Group:
                 self._say_alive(store, beat)
                 if store.check(["failed"]):
                     self._follow(json.loads(store.get("failed")))
-                if self._stop.is_set():
+                if self._stop:
                     store.set("stop", "")
                 elif store.check(["stop"]):
-                    self._stop.set()
+                    self._stop = True
                 for peer, sign in zip(peers, store.multi_get(keys) if keys else ()):
                     silent[peer] = 0 if sign != last.get(peer) or sign == b"left" else silent[peer] + 1
                     last[peer] = sign
@@ -234,8 +236,15 @@ class Group:
             except RuntimeError as error:  # what a store raises when its host is gone
                 if not self._leaving.is_set():
                     self._die(f"the job's store is gone, and with it rank 0 or its launcher ({str(error).splitlines()[0]})", 1)
-            if self.on_beat is not None:
-                self.on_beat(store)
+            call = self.on_beat  # once: the main thread may take it away at any moment
+            try:
+                if call is not None:
+                    call(store)
+            except Exception as error:  # left to end this thread alone, it would make a living rank look dead to the others
+                traceback.print_exc()
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._fail(text, 1, store)
+                self._die(text, 1, pause=3 * BEAT * (self.world > 1))  # this process may keep the store: the others are to read the cause first
 
     def _fail(self, text, code, store):
         """Make this the job's cause of failure unless there is one already; returns the cause."""
