@@ -33,8 +33,8 @@ def choose_device(options):
             raise UsageError(f"--device {device}: torch {torch.__version__} finds no CUDA GPU; use --device cpu")
         if (device.index or 0) >= torch.cuda.device_count():
             raise UsageError(f"--device {device}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0")
-    elif device.type not in ("cpu", "mps"):
-        raise UsageError(f"--device {device}: DiT samples on cuda or cpu")
+    elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
+        raise UsageError(f"--device {device}: torch {torch.__version__} cannot sample there; use cuda or cpu")
     return device
 
 
@@ -376,13 +376,15 @@ class Engine:
         if self.precision == "exact":
             raise UsageError("--precision exact: the network's output is not finite; check the weights with --precision fp32")
         if self.options.precision == "fp16" or not precision.supports("bf16", self.device):
-            remedy = "bf16" if precision.supports("bf16", self.device) else "fp32"
-            raise UsageError(f"--precision fp16: overflows on these weights; use --precision {remedy}")
+            raise UsageError(f"--precision fp16: overflows on these weights; use --precision {self._wider_than_fp16()}")
         print("these weights overflow float16: sampling in bfloat16")
         self.precision = "bf16"
         precision.apply_precision("bf16", self.device)
         self.network = None  # first its memory
         self.network = load_model(self.options, self.device, "bf16")
+
+    def _wider_than_fp16(self):
+        return "bf16" if precision.supports("bf16", self.device) else "fp32"
 
     def describe(self):
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -399,8 +401,7 @@ class Engine:
                           **{"forecast": self.forecast, **how})
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
-            remedies = {"fp16": "use --precision bf16", "bf16": "use --precision fp32", "tf32": "use --precision fp32", "exact": "use --precision fp32",
-                        "fp32": "check the weights"}
+            remedies = dict.fromkeys(precision.TIERS, "use --precision fp32") | {"fp16": f"use --precision {self._wider_than_fp16()}", "fp32": "check the weights"}
             if self.precision == "exact" and (layer := self.network.overflowed()):
                 remedies["exact"] = f"{layer} gives values that float16 terms do not hold; use --precision fp32"
             raise UsageError(f"--precision {self.precision}: the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on; "
@@ -473,13 +474,17 @@ class Engine:
             self.loading = ThreadPoolExecutor(1).submit(load)
 
     def decode(self, latents):
-        """Latents → pixels (n, 3, H, W), about (-1, 1). Raises UsageError if the GPU's memory does not hold what one picture takes."""
+        """Latents, finite → pixels (n, 3, H, W), about (-1, 1). Raises UsageError if the GPU's memory does not hold what one picture takes, or if the
+        decoder's weights make pixels that are not finite, which would pass for black ones."""
         with self.watch.phase("decode"):
             try:
-                return vae.decode(self.load_decoder(), latents)
+                pixels = vae.decode(self.load_decoder(), latents)
             except torch.OutOfMemoryError:
                 raise UsageError(f"--image-size {self.options.image_size}: decoding a picture does not fit into what is free of the GPU's memory; use "
                                  f"{'--output-type latent' if self.decoder and self.decoder.half else '--vae-precision fp16'}, or a smaller size") from None
+            if not pixels.isfinite().all():
+                raise UsageError(f"--vae {self.options.vae}: decodes finite latents to pixels that are not finite; check its weights, or take another")
+            return pixels
 
     def save(self, latents, pixels=None):
         """Write the options' output, whole or not at all: the latents, or a picture of `pixels`, decoded here if not given."""

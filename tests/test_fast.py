@@ -149,7 +149,7 @@ def test_in_our_loop(guided):
     assert results[1][0].isfinite().all() and len(set(sums.tolist())) == 6
 
 
-def test_latents_that_are_not_finite_name_the_step(tmp_path):
+def test_latents_that_are_not_finite_name_the_step(tmp_path, monkeypatch):
     torch.save(fill(DiT_models["DiT-Demo/2"]()).state_dict(), tmp_path / "x.pt")
     options = SamplingOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "x.pt"), num_sampling_steps=5, labels=(1,), output_type="latent",
                               output=str(tmp_path / "x.npy"), device="cpu").resolve()
@@ -158,6 +158,11 @@ def test_latents_that_are_not_finite_name_the_step(tmp_path):
     run.network.forward_with_cfg = lambda x, t, y, scale: forward(x, t, y, scale) * (float("nan") if t[0] < 600 else 1)
     with pytest.raises(UsageError, match="--precision fp32: .* not finite from step 3 of 5 on; check the weights"):
         run.run()
+    run.precision = "fp16"  # on a GPU, with bfloat16 and, like a V100, without
+    for supported, remedy in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(engine.precision, "supports", lambda tier, device: supported)
+        with pytest.raises(UsageError, match=f"--precision fp16: .* not finite from step 3 of 5 on; use --precision {remedy}"):
+            run.run()
 
 
 def test_loading_weights_imports_no_compiler():

@@ -154,6 +154,7 @@ BAD = {
     "output": (["--output", "/proc/nowhere/x.png"], "--output /proc/nowhere/x.png", "cannot write"),
     "folder": (["--output", "."], "--output .", ".png"),
     "device": (["--device", "gpu7"], "--device gpu7", "cpu"),
+    "other device": (["--device", "xpu"], "--device xpu", "cpu"),
     "tf32": (["--precision", "tf32"], "--precision tf32", "fp32"),
     "precision": (["--precision", "fp8"], "--precision", "fp32"),
     "typo": (["--lables", 3], "--lables", "unrecognized"),

@@ -120,17 +120,25 @@ class Group:
         return result
 
     def device(self, wanted):
-        """This rank's device: the CPU, or one GPU each. Raises UsageError for a rank without a GPU and for two ranks on one."""
+        """This rank's device: the CPU, or one GPU each. Raises UsageError for a rank without a GPU, for two ranks on one, and for what is no device."""
         name = str(wanted or "")
+        try:
+            kind = torch.device(name or "cuda")
+        except RuntimeError:
+            kind = torch.device("meta")
+        if kind.type not in ("cuda", "cpu"):
+            raise _Agreed(f"--device {name}: ranks sample on cuda or cpu; choose one")
+        if kind.type == "cpu":
+            return name
         index = visible = 0
-        if name != "cpu" and torch.cuda.is_available():
+        if torch.cuda.is_available():
             visible = torch.cuda.device_count()
             index = self.local_rank % visible  # srun may show each task its own GPU only, as number 0
         identity = str(torch.cuda.get_device_properties(index).uuid) if visible else None
         ranks = self.tell("device", [self.host, identity, visible])
-        if not name.startswith("cuda") and not any(gpu for _, gpu, _ in ranks):
-            return name or "cpu"
-        if name.startswith("cuda:") and self.world > 1:
+        if not name and not any(gpu for _, gpu, _ in ranks):
+            return "cpu"
+        if kind.index is not None and self.world > 1:
             raise _Agreed(f"--device {name}: every rank takes the GPU of its own number; choose GPUs with CUDA_VISIBLE_DEVICES")
         without = [(rank, host) for rank, (host, gpu, _) in enumerate(ranks) if not gpu]
         if without:
@@ -142,7 +150,10 @@ class Group:
             if len(shared) > 1:
                 raise _Agreed(f"{_names([owner[:2] for owner in shared])}: share one GPU ({shared[0][2]} visible to them); start one process "
                               "a GPU, --nproc_per_node or --ntasks-per-node at most that many")
-        name = name if name.startswith("cuda:") else f"cuda:{index}"
+        if kind.index is None:
+            name = f"cuda:{index}"
+        elif kind.index >= visible:
+            raise _Agreed(f"--device {name}: this machine has {visible} GPU(s), counted from 0")
         torch.cuda.set_device(torch.device(name))
         return name
 

@@ -117,6 +117,14 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     assert torch.equal(got, torch.cat([vae.decode(checked, one) for one in latents.split(1)]))
 
 
+def test_a_decoder_that_would_paint_it_black_stops_the_run():
+    """NaN becomes 0 in bytes."""
+    run = Engine(SamplingOptions(model="DiT-Demo/2", device="cpu", labels=(0,)).resolve())
+    run.load_decoder().plain.decoder.conv_out.bias[1] = float("nan")
+    with pytest.raises(UsageError, match="--vae .*demo/vae: decodes finite latents to pixels that are not finite"):
+        run.decode(noise(1, 4))
+
+
 def test_which_arithmetic(monkeypatch):
     have = {"fp16", "tf32", "bf16", "exact"}
     monkeypatch.setattr(precision, "supports", lambda tier, device: tier == "fp32" or tier in have)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel.parallel.group import STOPPED, Group
+from accel.options import STOPPED, UsageError
+from accel.parallel.group import Group
 from accel.parallel.rows import agree
 from conftest import ROOT
 
@@ -70,6 +71,15 @@ def test_ranks_with_different_latents_fail():
     with ThreadPoolExecutor(3) as pool:
         for heard in pool.map(rank, range(3)):
             assert heard[:2] == ["agreed"] * 2 and "different latents" in heard[2] and heard[2].count(",") == 2 and heard[3] == "agreed"
+
+
+@pytest.mark.parametrize("name", ("gpu7", "mps", "meta", "cuda:x"))
+def test_what_is_no_device_is_refused_not_replaced(name):
+    group = Group(0, 1, 0, dist.HashStore())
+    with pytest.raises(UsageError, match=f"--device {name}: .* cuda or cpu"):
+        group.device(name)
+    assert group.device("cpu") == "cpu"
+    group.leave()
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1))

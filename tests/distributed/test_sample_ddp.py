@@ -19,8 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from accel import fid
-from accel.options import DistributedOptions, UsageError
-from accel.parallel.group import SILENCE, STOPPED
+from accel.options import STOPPED, DistributedOptions, UsageError
+from accel.parallel.group import SILENCE
 from accel.parallel.rows import share
 from conftest import ROOT, fill
 from diffusion import create_diffusion
