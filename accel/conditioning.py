@@ -63,10 +63,12 @@ class HoistedConditioning:
     pass for a picture.
     """
 
-    def __init__(self, conditioning, table_bytes=TABLE_BYTES, original_steps=1000):
+    def __init__(self, conditioning, table_bytes=TABLE_BYTES, original_steps=1000, least=1):
+        """least: entries that there have to be, whatever their bytes."""
         c = conditioning
         self.conditioning, self.device = c, c.bias.device
-        self.capacity = max(1, table_bytes // (c.bias.numel() * c.bias.element_size()))
+        self.usual = max(1, table_bytes // (c.bias.numel() * c.bias.element_size()))
+        self.capacity = max(self.usual, least)
         with torch.inference_mode(False):  # these outlive the mode of whoever comes first
             self.table = torch.empty(self.capacity + 1, c.vectors, c.width, dtype=c.bias.dtype, device=self.device)
             self.table[-1] = torch.nan
@@ -74,18 +76,21 @@ class HoistedConditioning:
             self.step_offset = torch.full((original_steps + 1,), self.capacity, device=self.device)
             self.label_offset = torch.full((len(c.labels),), self.capacity, device=self.device)
 
-    def begin(self, timesteps, labels):
-        """timesteps: a run's original timesteps in order (ints); labels: those it meets, the null label included (ints)."""
+    def begin(self, timesteps, labels, together=1):
+        """timesteps: a run's original timesteps in order (ints); labels: those it meets, the null label included (ints); together: how many timesteps
+        may be met between two calls of `reach`."""
         if max(timesteps) >= len(self.step_offset) - 1:
             raise ValueError(f"timestep {max(timesteps)}: the table is for processes of {len(self.step_offset) - 1} steps")
         self.timesteps = torch.tensor(list(timesteps), device=self.device)  # copied here once: the loop itself never waits for the host
         self.run_labels = torch.tensor(sorted(set(labels)), device=self.device)
-        if len(self.run_labels) > self.capacity:
-            raise ValueError(f"{len(self.run_labels)} labels need a table of {len(self.run_labels)} entries, there are {self.capacity}; "
+        if len(self.run_labels) * together > self.capacity:
+            raise ValueError(f"{len(self.run_labels)} labels need a table of {len(self.run_labels) * together} entries, there are {self.capacity}; "
                              "sample fewer at a time")
         self.label_offset.fill_(self.capacity)
         self.label_offset[self.run_labels] = torch.arange(len(self.run_labels), device=self.device)
-        self.chunk = self.capacity // len(self.run_labels)
+        # By the usual size, not by what a larger batch before this one asked for: a chunk's products round by its size, and a job that is started
+        # again is to give the same bits.
+        self.chunk = max(self.usual // len(self.run_labels), together)
         self.ready = range(0)
         self.reach(0)
 

@@ -248,7 +248,7 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
         from accel.fast import hoist_conditioning
         if switches.hoist:
             met = diffusion.timestep_map[::-1] if forecast is None else forecast.timesteps()
-            conditions = hoist_conditioning(network, met, y.tolist())
+            conditions = hoist_conditioning(network, met, y.tolist(), together=1 if forecast is None else 2)  # a stride's calls
         if switches.graph and z.is_cuda:
             if forecast is None:
                 diffusion.prepare(z.device)

@@ -200,14 +200,18 @@ class FastDiT:
 
 
 @contextmanager
-def hoist_conditioning(network, timesteps, labels):
+def hoist_conditioning(network, timesteps, labels, together=1):
     """Compute a run's conditioning ahead of its loop. timesteps: the original timesteps in the order they come (ints); labels: all that the run
-    meets, the null label included (ints). Yields the table: call its `reach(i)` before step i. Inside, `network` (a FastDiT) knows these pairs
-    only.
+    meets, the null label included (ints); together: how many timesteps may be met between two steps. Yields the table: call its `reach(i)` before
+    step i. Inside, `network` (a FastDiT) knows these pairs only.
     """
-    if network.table is None:
-        network.table = HoistedConditioning(network.conditioning)
-    network.table.begin(timesteps, labels)
+    least = len(set(labels)) * together
+    if network.table is None or network.table.capacity < least:
+        network.table = None  # first its memory
+        for replayed in network.captured.values():  # steps that look things up in it
+            replayed.captured.clear()
+        network.table = HoistedConditioning(network.conditioning, least=least)
+    network.table.begin(timesteps, labels, together)
     network.hoisted = network.table
     try:
         yield network.table

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from accel import engine, graphs
+from accel import engine, fast as fast_module, graphs
 from accel.conditioning import HoistedConditioning
 from accel.fast import FastDiT, Optimisations, accelerate, hoist_conditioning
 from accel.kernels.linear import linear
@@ -207,6 +208,24 @@ class TestHoistedConditioning:
                 out = fast(x, torch.tensor(t), torch.tensor(labels))
                 assert out[-1].isnan().all()
         assert fast(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()  # outside, every pair is known again
+
+    def test_more_labels_than_a_table_usually_holds(self, fast, monkeypatch):
+        """A large batch of an FID job. What is captured on the old table is dropped, and what fits the usual size is computed in the same chunks
+        whether or not a larger batch came before: the bits do not depend on what came before."""
+        monkeypatch.setattr(fast_module, "HoistedConditioning", lambda c, **how: HoistedConditioning(c, 5 * c.bias.numel() * 8, **how))
+        fast.captured["a step"] = step = SimpleNamespace(captured={})
+        x, y = torch.randn(9, 4, 8, 8, dtype=torch.float64), torch.arange(9)
+        found = []
+        for n, together, chunk in ((2, 1, 2), (9, 1, 1), (9, 2, 2), (2, 1, 2)):
+            step.captured["shapes"] = "a graph"
+            grows = fast.table is None or fast.table.capacity < n * together
+            with hoist_conditioning(fast, [900, 500, 20], range(n), together) as table:
+                assert table.chunk == chunk and bool(step.captured) != grows
+                for index, t in enumerate((900, 500, 20)):
+                    table.reach(index, *range(index + 1, min(3, index + together)))
+                    found.append(fast(x[:n], torch.full((n,), t), y[:n]))
+            assert error(found[-1], fast(x[:n], torch.full((n,), 20), y[:n])) < 1e-12
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], found[-3:]))
 
     def test_memory_is_bounded(self, fast):
         table = HoistedConditioning(fast.conditioning, 10 * fast.conditioning.bias.numel() * 8)
