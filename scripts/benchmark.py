@@ -6,6 +6,7 @@
     python scripts/benchmark.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output log/sweep.json
     python scripts/benchmark.py --contest fp32 fp16 --output log/contest.json
     python scripts/benchmark.py --decoder --output log/decoder.json
+    torchrun --standalone --nproc_per_node=4 scripts/benchmark.py --parallel --gate --output log/parallel.json      # scripts/benchmark_parallel.py
 
 Times are of denoising steps in the sampling loop that sample.py runs (guidance, update, noise draw included; no decoder): median, 10th and 90th
 percentile, after --load seconds of the same steps, since a GPU under load runs slower than in a burst. Weights are random and not zero (a fresh
@@ -34,7 +35,7 @@ import torch  # noqa: E402
 from accel import engine, precision, vae  # noqa: E402
 from accel.decoder import SD_VAE_FT, Decoder  # noqa: E402
 from accel.fast import CompiledDiT, FastDiT, Optimisations  # noqa: E402
-from accel.options import OneLineParser, SamplingOptions, UsageError, positive, user_errors  # noqa: E402
+from accel.options import OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
 from diffusion import create_diffusion  # noqa: E402
 from models import DiT_models  # noqa: E402
 
@@ -411,13 +412,18 @@ def listed(text):
 
 
 def main():
+    if "--parallel" in sys.argv:
+        from scripts import benchmark_parallel
+        return benchmark_parallel.main([word for word in sys.argv[1:] if word != "--parallel"])
     parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parallel", action="store_true", help="instead of the ladder, under torchrun: few pictures on many GPUs, with the flags of "
+                        "scripts/benchmark_parallel.py")
     parser.add_argument("--model", default="DiT-XL/2", choices=DiT_models, help="network to time")
     parser.add_argument("--ckpt", help="its weights (default: random; the demo's own)")
     parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
     parser.add_argument("--num-classes", type=int, help="number of classes")
     parser.add_argument("--pictures", type=positive, default=8, help="pictures at a time; with guidance twice as many rows")
-    parser.add_argument("--cfg-scale", type=float, default=4.0, help="strength of guidance")
+    parser.add_argument("--cfg-scale", type=float, default=SamplingOptions.cfg_scale, help="strength of guidance")
     parser.add_argument("--precision", nargs="+", default=["fp16"], choices=tuple(precision.HALF), help="half tiers to climb")
     parser.add_argument("--compile", nargs="*", default=[], choices=("default", "max-autotune"), help="modes of torch.compile to compare with")
     parser.add_argument("--vs", type=listed, default=[], metavar="WHAT,WHAT", help="alternatives to time on the same weights: compile (the modes of "
@@ -428,7 +434,7 @@ def main():
     parser.add_argument("--contest", nargs="*", choices=tuple(precision.TIERS), metavar="TIER", help="instead of the ladder: seconds from loading the "
                         "model to the picture, and the contest's points, in these tiers (default: sample.py's)")
     parser.add_argument("--decoder", action="store_true", help="instead of the ladder: time, memory and error of decoding, in fp32, tf32 and fp16")
-    parser.add_argument("--num-sampling-steps", type=positive, default=250, help="the contest's steps (default: 250)")
+    parser.add_argument("--num-sampling-steps", type=positive, default=SamplingOptions.num_sampling_steps, help="the contest's steps (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=3, help="the contest's runs a tier, after one for the caches (default: 3)")
     parser.add_argument("--vae", help="the contest's and --decoder's decoder, as in sample.py (default: random beside random weights; the demo's own)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with one of these words in their name")
@@ -447,6 +453,8 @@ def main():
         for flag, given in (("--vs", args.vs), ("--compile", args.compile)):
             if given and device.type != "cuda":
                 raise UsageError(f"{flag}: compares float16 on a GPU, not on {device}; leave it out")
+        if args.output:
+            check_writable(args.output)
         place = dict(gpu=torch.cuda.get_device_name(device), copy_tb_s=copy_bandwidth(device) / 1e12) if device.type == "cuda" else dict(gpu=None)
         about = dict(place, torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]))
         print(json.dumps(about), flush=True)
@@ -460,10 +468,10 @@ def main():
 
         def record(results):
             if args.output:
-                Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-                Path(args.output).write_text(json.dumps(dict(
-                    about, model=args.model, image_size=args.image_size, pictures=args.pictures, rows=2 * args.pictures,
-                    load_seconds=args.load, **{what: results}), indent=1) + "\n")
+                with partial_file(args.output) as partial:
+                    partial.write_text(json.dumps(dict(
+                        about, model=args.model, image_size=args.image_size, pictures=args.pictures, rows=2 * args.pictures,
+                        load_seconds=args.load, **{what: results}), indent=1) + "\n")
 
         work(args, device, record)
 

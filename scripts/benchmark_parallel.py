@@ -21,8 +21,8 @@ import torch.distributed as dist  # noqa: E402
 
 from accel import engine, precision  # noqa: E402
 from accel.fast import Optimisations  # noqa: E402
-from accel.options import DistributedOptions, OneLineParser, UsageError, positive, user_errors  # noqa: E402
-from accel.parallel.group import job  # noqa: E402
+from accel.options import DistributedOptions, OneLineParser, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
+from accel.parallel.group import job, launched  # noqa: E402
 from accel.parallel.plan import OFF, Plan, Planner, check  # noqa: E402
 from accel.parallel.rows import share  # noqa: E402
 from accel.parallel.tokens import traffic  # noqa: E402
@@ -102,7 +102,8 @@ class Table:
         return row
 
 
-def main():
+def main(arguments=None):
+    """arguments: in place of the command line's."""
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="DiT-XL/2", choices=DiT_models, help="network to time")
     parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
@@ -115,10 +116,13 @@ def main():
     parser.add_argument("--device", help="default: GPUs if there are any")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with user_errors(parser):
         plans = [Plan(**DistributedOptions(parallel=text).mesh) for text in args.plans]
+        if (launched() or (0, 1, 0))[1] < 2:
+            raise UsageError("there is nothing to share with one process: torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py")
     with job("benchmark_parallel.py") as group:
+        group.together("output", lambda: args.output and check_writable(args.output), only=0)
         name = group.device(args.device)
         device = torch.device(name)
         group.open_collectives(name)
@@ -128,8 +132,8 @@ def main():
 
         def keep():
             if group.rank == 0 and args.output:
-                args.output.parent.mkdir(parents=True, exist_ok=True)
-                args.output.write_text(json.dumps(record, indent=1) + "\n")
+                with partial_file(args.output) as partial:
+                    partial.write_text(json.dumps(record, indent=1) + "\n")
 
         if args.gate:
             gates(args, group, device, plans, record, keep)

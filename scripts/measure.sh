@@ -12,11 +12,15 @@ gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 tiers=$(python -c 'import torch; from accel import precision as p; print(*(t for t in p.TIERS if p.supports(t, torch.device("cuda" if torch.cuda.is_available() else "cpu"))))')
 
 measure() { # FILE COMMAND...
-  local file=$log/$1
+  local file=$log/$1 status=0
   shift
-  [[ -e $file ]] && { echo "== $file is there"; return; }
+  [[ -e $file && ! -e $file.unfinished ]] && { echo "== $file is there"; return; }
   echo "== $*"
-  "$@"
+  mkdir -p "$(dirname "$file")"
+  touch "$file.unfinished" # the scripts write what they have as they go: a file alone does not say that it is whole
+  "$@" || status=$?
+  [[ $status == 0 || $2 == scripts/verify.py && $status == [13] ]] || return "$status" # falling short of a gate is a result
+  rm "$file.unfinished"
 }
 
 if ((gpus)); then
@@ -37,7 +41,7 @@ measure ladder.json python scripts/benchmark.py "${model[@]}" "${ladder[@]}" "$@
 measure sweep.json python scripts/benchmark.py "${model[@]}" "$@" --sweep-pictures $pictures --sweep-sizes $sizes --output "$log/sweep.json"
 # shellcheck disable=SC2086
 measure contest.json python scripts/benchmark.py "${model[@]}" "$@" --contest $tiers --output "$log/contest.json"
-measure verify/verify.json python scripts/verify.py "${verify[@]}" --output "$log/verify" || [[ $? == [13] ]] # falling short is a result
+measure verify/verify.json python scripts/verify.py "${verify[@]}" --output "$log/verify"
 if ((ranks > 1)); then
   measure link.json torchrun --standalone --nproc_per_node="$ranks" scripts/measure_link.py --output "$log/link.json"
   measure parallel.json torchrun --standalone --nproc_per_node="$ranks" scripts/benchmark_parallel.py "${shared[@]}" --gate --output "$log/parallel.json"

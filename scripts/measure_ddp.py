@@ -11,7 +11,6 @@ run it, in processes of their own:
     fid       pictures/s over two batches of every rank, after one batch that warms up: N GPUs against one
 """
 
-import argparse
 import json
 import os
 import re
@@ -24,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from accel.options import DistributedOptions, OneLineParser, SamplingOptions, check_writable, partial_file, positive, user_errors  # noqa: E402
 
 
 def make_weights(path, model, image_size):
@@ -110,19 +111,19 @@ def launch(processes, *args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--model", default="DiT-XL/2")
-    parser.add_argument("--image-size", type=int, default=512)
-    parser.add_argument("--precision", default="fp16")
-    parser.add_argument("--steps", type=int, default=250, help="steps of the grid")
-    parser.add_argument("--fid-steps", type=int, default=25, help="steps of a picture of the FID job: its rate at 250 follows")
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=positive, default=4, help="of this node, against one of them (default: 4)")
+    parser.add_argument("--model", default="DiT-XL/2", help="network")
+    parser.add_argument("--image-size", type=positive, default=512, help="side of a picture in pixels (default: 512)")
+    parser.add_argument("--precision", default="fp16", help="tier (default: fp16)")
+    parser.add_argument("--steps", type=positive, default=SamplingOptions.num_sampling_steps, help="steps of the grid (default: %(default)s)")
+    parser.add_argument("--fid-steps", type=positive, default=25, help="steps of a picture of the FID job: its rate at 250 follows (default: 25)")
     parser.add_argument("--parts", nargs="+", choices=("grid", "fid"), default=("grid", "fid"), help="what to measure (start and decode are the grid's)")
-    parser.add_argument("--batch", type=int, default=32, help="pictures a rank and batch of the FID job")
-    parser.add_argument("--ckpt")
+    parser.add_argument("--batch", type=positive, default=DistributedOptions.per_proc_batch_size, help="pictures a rank and batch of the FID job (default: %(default)s)")
+    parser.add_argument("--ckpt", help="weights, as in sample_ddp.py (default: random ones)")
     parser.add_argument("--vae", help="default: a random one of the same size")
     parser.add_argument("--commit", help="recorded with the figures; default: git's", default=None)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="JSON file to write (default: log/ddp_NxGPU.json)")
     args = parser.parse_args()
     import torch
     commit = args.commit or subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -130,6 +131,8 @@ def main():
     about = dict(gpu=name, gpus=args.gpus, torch=torch.__version__, commit=commit, command=" ".join(["python", *sys.argv]), date=str(date.today()),
                  model=args.model, image_size=args.image_size, precision=args.precision, weights=args.ckpt or "random, seed 0", steps=args.steps)
     output = args.output or ROOT / "log" / f"ddp_{args.gpus}x_{name.replace(' ', '-')}.json"
+    with user_errors(parser):
+        check_writable(output)
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         ckpt, vae = args.ckpt or work / "random.pt", args.vae or work / "vae"
@@ -142,8 +145,8 @@ def main():
         results = {}
 
         def record():
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(dict(about, **results), indent=1) + "\n")
+            with partial_file(output) as partial:
+                partial.write_text(json.dumps(dict(about, **results), indent=1) + "\n")
 
         launch(args.gpus, *common, "--num-sampling-steps", 3, "--output", work / "warm.png")  # file cache, kernel cache
         if "grid" in args.parts:

@@ -11,9 +11,9 @@ fail() { echo "pack.sh: $1" >&2; exit 2; }
 compgen -G "log/**/*.json" >/dev/null || fail "log/: holds no measurements; bash scripts/measure.sh log/mine makes them"
 archive=${team}_DiT.tar.gz
 stage=$(mktemp -d) && trap 'rm -rf "$stage" ".$archive.part"' EXIT
-# What a checkout holds, whether or not it is one: no weights (the demo's neither), no environments, no outputs.
-tar -cf - --exclude=./.git --exclude='./.venv*' --exclude=__pycache__ --exclude=.pytest_cache --exclude='./*.tar.gz' --exclude=./samples --exclude=./output \
-  --exclude='./pretrained_models/*.pt' --exclude='./pretrained_models/*.safetensors' --exclude='./pretrained_models/sd-vae-*' \
+# What a checkout holds, whether or not it is one: no weights wherever they lie (the demo's neither), no environments whatever their name, no outputs.
+tar -cf - --exclude=./.git --exclude='./.venv*' --exclude-tag-all=pyvenv.cfg --exclude=__pycache__ --exclude=.pytest_cache --exclude='./*.tar.gz' --exclude=./samples \
+  --exclude=./output --exclude='*.pt' --exclude='*.pth' --exclude='*.ckpt' --exclude='*.safetensors' --exclude='./pretrained_models/sd-vae-*' \
   --exclude='*.part' --exclude='./.*.part' --exclude=core . | { mkdir "$stage/${team}_DiT"; tar -C "$stage/${team}_DiT" -xf -; }
 cp "$picture" "$stage/${team}_DiT/log/final_result.png"
 (cd "$stage/${team}_DiT/log" && { echo "Final result: final_result.png, from $picture"; sha256sum final_result.png; } >FINAL_RESULT.txt)

@@ -27,7 +27,7 @@ from accel.options import OneLineParser, SamplingOptions, UsageError, check_writ
 from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
 from models import DiT_models
-from scripts.benchmark import build, copy_bandwidth, git, network_of, random_decoder
+from scripts.benchmark import Enough, build, copy_bandwidth, git, network_of, random_decoder
 
 TRACE_LIMIT = 200e6  # bytes of JSON that viewers still open
 WAIT, WARMUP = 1, 2  # steps before those that are recorded
@@ -197,10 +197,6 @@ def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, progress):
     finally:
         models._frequencies = frequencies
     return x
-
-
-class Enough(Exception):
-    """Ends a sampling run from its progress callback."""
 
 
 def until(loop, progress):
@@ -513,7 +509,7 @@ def main():
     parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
     parser.add_argument("--num-classes", type=int, help="number of classes")
     parser.add_argument("--pictures", type=positive, default=8, help="pictures at a time; with guidance twice as many rows")
-    parser.add_argument("--num-sampling-steps", type=positive, default=250, help="steps of the job that is extrapolated to")
+    parser.add_argument("--num-sampling-steps", type=positive, default=SamplingOptions.num_sampling_steps, help="steps of the job that is extrapolated to")
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier (default: sample.py's; with --baseline upstream's)")
     parser.add_argument("--baseline", action="store_true", help="upstream's arithmetic and its host→device copies, instead of the fast path")
     parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
@@ -533,7 +529,7 @@ def main():
                 raise UsageError(f"--output {args.output}: must end in .json")
             check_writable(args.output)
         if args.tensorboard:
-            Path(args.tensorboard).mkdir(parents=True, exist_ok=True)
+            check_writable(Path(args.tensorboard) / "trace", "--tensorboard")
         result = run(args, engine.choose_device(args))
         print(*describe(result), sep="\n")
         if args.output:

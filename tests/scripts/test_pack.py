@@ -12,7 +12,8 @@ def test_pack(tmp_path):
         return subprocess.run(["bash", str(tmp_path / "scripts" / "pack.sh"), *args], cwd=tmp_path, text=True, capture_output=True)
 
     for name in ("scripts/benchmark.py", "log/mine/ladder.json", "log/job-1.out", "models.py", ".venv/bin/python", "pretrained_models/download.py", "pretrained_models/XL.pt",
-                 "pretrained_models/sd-vae-ft-ema/config.json", "pretrained_models/demo/dit.safetensors", "samples/000000.png", ".git/HEAD", "accel/__pycache__/x.pyc"):
+                 "pretrained_models/sd-vae-ft-ema/config.json", "pretrained_models/demo/dit.safetensors", "results/000-DiT-XL-2/checkpoints/0050000.pt", "mine/vgg16.pth", "environment/pyvenv.cfg", "environment/lib/x.py",
+                 "samples/000000.png", ".git/HEAD", "accel/__pycache__/x.pyc"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     shutil.copy(ROOT / "scripts" / "pack.sh", tmp_path / "scripts")

@@ -1,0 +1,75 @@
+"""What measures many processes, and the script that runs all measurements: what they refuse, and that a stopped run goes on."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from accel.parallel.plan import Plan
+from conftest import ROOT
+from scripts import benchmark, measure_ddp
+
+PYTHON = """#!/bin/bash
+case "$*" in
+-c*device_count*) echo 0 ;;
+-c*) echo fp32 ;;
+*)
+  while [[ $1 != --output ]]; do shift; done
+  echo "${2##*/}" >>started
+  [[ $2 == *verify ]] && { mkdir -p "$2"; echo '{}' >"$2/verify.json"; exit 3; }
+  echo '{"half": ' >"$2"
+  [[ -e die && $2 == *ladder.json ]] && kill -KILL $PPID
+  echo '{}' >"$2" ;;
+esac
+"""
+
+
+def test_a_measurement_that_was_cut_short_is_made_again(tmp_path):
+    """The scripts write what they have as they go, so a file that is there need not be whole. python and torchrun are stand-ins: this is about the shell."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "measure.sh").write_text((ROOT / "scripts" / "measure.sh").read_text())
+    for name in ("python", "torchrun"):
+        (tmp_path / name).write_text(PYTHON)
+        (tmp_path / name).chmod(0o755)
+
+    def measure():
+        done = subprocess.run(["bash", "scripts/measure.sh", "out"], cwd=tmp_path, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True)
+        started = (tmp_path / "started").read_text().split() if (tmp_path / "started").exists() else []
+        (tmp_path / "started").unlink(missing_ok=True)
+        return done, started
+
+    (tmp_path / "die").touch()
+    done, started = measure()
+    assert done.returncode < 0 and started == ["profile-baseline.json", "profile-fast.json", "ladder.json"]
+    (tmp_path / "die").unlink()
+    done, started = measure()
+    assert done.returncode == 0 and started == ["ladder.json", "sweep.json", "contest.json", "verify", "link.json", "parallel.json", "ddp.json"], done.stderr
+    assert "report.py" in done.stdout and not list((tmp_path / "out").rglob("*.unfinished"))
+    assert measure()[1] == []  # all are whole
+
+
+def test_few_pictures_on_many_ranks(tmp_path):
+    """By the name that benchmark.py gives it. Over gloo, the demo: error and traffic of a plan beside one rank."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/benchmark.py", "--parallel", "--model", "DiT-Demo/2",
+                           "--image-size", "128", "--precision", "fp32", "--labels", "1", "--plans", "tokens=2,exchange=kv", "rows=4", "--load", "0", "--window", "0.01",
+                           "--device", "cpu", "--output", str(tmp_path / "out" / "x.json")], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "x.json").read_text())
+    one, two, auto = record["rows"]  # rows=4 needs more ranks than there are
+    assert (one["plan"], one["gpus"], two["plan"], two["gpus"]) == ("one GPU", 1, str(Plan(1, 2, "kv")), 2) and "--parallel" in record["command"]
+    assert two["speedup"] == one["ms"] / two["ms"] and two["error"] < 1e-5 and (two["collectives"], two["bytes"]) == (1, 2 * 2 * 32 * 216 * 4)
+    assert auto["plan"] == "auto" and auto["chosen"] and record["gpu"] is None and record["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("main, arguments, words", [
+    (benchmark.main, ["--parallel"], "torchrun"), (benchmark.main, ["--model", "DiT-Demo/2", "--device", "cpu", "--output", "/proc/x.json"], "--output /proc/x.json: cannot write"),
+    (measure_ddp.main, ["--output", "/proc/x.json"], "--output /proc/x.json: cannot write"), (measure_ddp.main, ["--gpus", "0"], "--gpus: 0: must be at least 1")])
+def test_refused_before_anything_is_measured(main, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
