@@ -512,8 +512,10 @@ def read_latents(path):
             raise ValueError("not a .npy file with floating-point values")
         array = np.asarray(array, dtype=np.float64)
     except (OSError, ValueError, EOFError, SyntaxError, OverflowError, MemoryError, zipfile.BadZipFile) as error:
-        raise BadInput(f"--latents {path}: {getattr(error, 'strerror', None) or ' '.join(str(error).split())}; give a .npy "
-                       "file of floats") from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        if "pickle" in reason:  # what numpy takes any other file for, with the advice to load it as one
+            reason = "not an array"
+        raise BadInput(f"--latents {path}: {reason}; give a .npy file of floats") from None
     bad = array.size - int(np.isfinite(array).sum())
     if bad:
         raise BadInput(f"--latents {path}: {bad} of {array.size} values are NaN or infinite; that run is broken, sample again")
@@ -605,12 +607,17 @@ def protect_inputs(args, files):
         for other in inputs:
             if path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other)):
                 raise BadInput(f"{flag} {path}: is an input; name another file")
-        if path.is_dir() or not path.resolve().parent.is_dir():
+        if path.exists() and not path.is_file() or not path.resolve().parent.is_dir():
             raise BadInput(f"{flag} {path}: no place for a file; name one in an existing folder")
     if len(outputs) == 2 and args.heatmap.resolve() == args.json.resolve():
         raise BadInput(f"--heatmap and --json both name {args.json}; name two files")
-    for path in outputs.values():
-        path.unlink(missing_ok=True)
+    for flag, path in outputs.items():
+        try:
+            path.unlink(missing_ok=True)
+            path.touch()  # to be refused now rather than after minutes of LPIPS
+            path.unlink()
+        except OSError as error:
+            raise BadInput(f"{flag} {path}: cannot be written ({error.strerror}); name another file") from None
 
 
 def judge_file(args, bars, lpips, baseline, path):

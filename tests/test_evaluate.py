@@ -455,6 +455,15 @@ def test_heatmap(command):
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "heat.png", "many"]
 
 
+def test_outputs_that_cannot_be_written_are_refused_before_any_work(command):
+    save("a.png", BASE), save("b.png", noisy(BASE, 2)), os.mkfifo("pipe")
+    for flag in ("--heatmap", "--json"):
+        for place in ("/proc/x.png", "pipe", "no/where.png", "."):
+            status, out, err = command("a.png", "b.png", flag, place)
+            assert status == 2 and f"{flag} {place}: " in err and err.count("\n") == 1 and out == ""
+    assert sorted(p.name for p in Path().iterdir()) == ["a.png", "b.png", "pipe"]
+
+
 def test_latents(command):
     a = np.random.default_rng(0).normal(size=(8, 4, 16, 16)).astype(np.float32)
     b = a.copy()
@@ -470,9 +479,10 @@ def test_latents(command):
     np.save("short.npy", a[:4]), np.save("zero.npy", a * 0), np.save("int.npy", np.arange(4))
     np.save("object.npy", np.array([{}, 1], object), allow_pickle=True)
     Path("cut.npy").write_bytes(Path("a.npy").read_bytes()[:1000]), np.savez("two.npz", a=a)
-    for bad in ("nan.npy", "inf.npy", "short.npy", "int.npy", "object.npy", "cut.npy", "two.npz", "none.npy"):
+    save("picture.png", BASE)
+    for bad in ("nan.npy", "inf.npy", "short.npy", "int.npy", "object.npy", "cut.npy", "two.npz", "none.npy", "picture.png"):
         status, _, err = command("--latents", "a.npy", bad)
-        assert status == 2 and bad in err and err.count("\n") == 1, bad
+        assert status == 2 and bad in err and err.count("\n") == 1 and "pickle" not in err, bad
     assert command("--latents", "zero.npy", "a.npy")[0] == 3
     save("a.png", BASE), save("b.png", noisy(BASE, 60))
     assert command("a.png", "a.png", "--latents", "a.npy", "b.npy")[0] == 0
