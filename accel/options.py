@@ -94,6 +94,8 @@ class SamplingOptions:
             raise UsageError(f"--cfg-scale {self.cfg_scale:g}: must be at least 1 (1 is no guidance)")
         if not 1 <= self.num_sampling_steps <= 1000:
             raise UsageError(f"--num-sampling-steps {self.num_sampling_steps}: must be from 1 to 1000")
+        if not -2**63 <= self.seed < 2**64:
+            raise UsageError(f"--{'global-' * isinstance(self, DistributedOptions)}seed {self.seed}: must fit into 64 bits")
         if self.forecast_plan is not None and self.forecast != "plan":
             raise UsageError(f"--forecast-plan {self.forecast_plan}: is read with --forecast plan only; add that or drop this")
         if not 0 < self.forecast_tolerance < float("inf"):
@@ -208,8 +210,8 @@ def options_from(args, options=SamplingOptions):
 def check_writable(path, flag="--output"):
     """Make the folder of the file `path`, which `flag` names, and prove that it can be written. Raises UsageError."""
     path = Path(path)
-    if path.is_dir():
-        raise UsageError(f"{flag} {path}: is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{flag} {path}: is a folder, a device or a pipe; name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial_file(path) as partial:
