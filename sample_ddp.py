@@ -107,6 +107,7 @@ def check_labels(options, world):
 def sample_for_fid(options, group):
     """The folder of pictures and its .npz."""
     from accel import fid
+    group.together("job", lambda: fid.check(options, group.world), only=0)
     fid.run(load(options, group), group)
 
 

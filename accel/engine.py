@@ -15,7 +15,7 @@ from accel.meta import shapes_only
 from accel.options import UsageError, partial_file
 from diffusion import create_diffusion
 from models import DiT_models
-from pretrained_models.download import find_model, pretrained_models
+from pretrained_models.download import check_there, find_model, pretrained_models
 
 #################################################################################
 #                             Before any work is done                           #
@@ -357,10 +357,12 @@ class Engine:
         self.watch = Stopwatch(self.device)
         self.decoder = self.loading = None  # the VAE, loaded when it is first needed, and the load under way
         with self.watch.phase("load"):
-            self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
-            gaps = read_plan(options, options.ckpt or published(options)) if options.forecast == "plan" else None
+            _empty_model(options)  # what the flags alone decide comes before weights that are fetched and read
+            check_there(options.ckpt or published(options))
             self.precision = choose_precision(options, self.device)
             self.decoder_precision = choose_decoder_precision(options, self.device, self.precision)
+            self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
+            gaps = read_plan(options, options.ckpt or published(options)) if options.forecast == "plan" else None
             self.network = load_model(options, place or self.device, self.precision)
             if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
                 self._leave_fp16()

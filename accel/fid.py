@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from accel.kernels.linear import keep_measurements
-from accel.options import DEFAULTS_OF, UsageError, flag_names
+from accel.options import DEFAULTS_OF, UsageError, check_writable, flag_names
 from accel.parallel.group import Stopped
 from accel.vae import to_uint8
 
@@ -51,6 +51,13 @@ def folder_of(options):
 
     return Path(options.sample_dir) / (f"{options.model.replace('/', '-')}-{name('ckpt')}-size-{options.image_size}-vae-{name('vae')}"
                                        f"-cfg-{options.cfg_scale}-seed-{options.seed}")
+
+
+def check(options, world):
+    """What can be refused before weights are fetched and read: a UsageError."""
+    if not options.world_independent_noise and not -2**63 <= options.seed * world <= 2**64 - world:
+        raise UsageError(f"--global-seed {options.seed}: times {world} ranks it must fit into 64 bits; use a smaller one")
+    check_writable(f"{folder_of(options)}.npz", "--sample-dir")
 
 
 class Plan:

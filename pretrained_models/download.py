@@ -31,19 +31,26 @@ def find_model(name_or_path):
     file, or a folder in diffusers' layout (`transformer/config.json` and its safetensors).
     Raises UsageError, in one line, if it is missing, truncated, ambiguous, not a DiT, or would execute code on load.
     """
-    path = Path(name_or_path)
-    if not path.exists() and path.name in pretrained_models and str(path) in (path.name, f"pretrained_models/{path.name}"):
-        path = FOLDER / path.name
-        if not path.exists():
-            download_model(path.name)
+    path = check_there(name_or_path)
     if not path.exists():
-        raise UsageError(f"--ckpt {name_or_path}: no such file; published names are {', '.join(sorted(pretrained_models))}")
+        download_model(path.name)
     if path.is_dir():
         return _from_diffusers(path)
     state = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UsageError(f"--ckpt {path}: holds no state dict of tensors (entries: {', '.join(map(str, list(state)[:5]))})")
     return state
+
+
+def check_there(name_or_path):
+    """The path that `name_or_path` stands for, as in `find_model`; of published weights also one where they are to be put. Raises UsageError if it names
+    nothing."""
+    path = Path(name_or_path)
+    if not path.exists() and path.name in pretrained_models and str(path) in (path.name, f"pretrained_models/{path.name}"):
+        return FOLDER / path.name
+    if not path.exists():
+        raise UsageError(f"--ckpt {name_or_path}: no such file; published names are {', '.join(sorted(pretrained_models))}")
+    return path
 
 
 def download_model(model_name, url=None, folder=None):

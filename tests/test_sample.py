@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from accel import engine
-from accel.options import SamplingOptions, UsageError
+from accel import engine, vae
+from accel.options import SamplingOptions, UsageError, check_writable
 from conftest import ROOT, fill
 from diffusion import create_diffusion
 from models import DiT, DiT_models
@@ -149,6 +149,7 @@ BAD = {
     "cfg nan": (["--cfg-scale", "nan"], "--cfg-scale nan", "at least 1"),
     "no steps": (["--num-sampling-steps", 0], "--num-sampling-steps 0", "1 to 1000"),
     "steps": (["--num-sampling-steps", 1001], "--num-sampling-steps 1001", "1 to 1000"),
+    "seed": (["--seed", 2**64], f"--seed {2**64}", "64 bits"),
     "repeats": (["--repeats", 0], "--repeats", "at least 1"),
     "suffix": (["--output", "x.jpg"], "--output x.jpg", ".png"),
     "output": (["--output", "/proc/nowhere/x.png"], "--output /proc/nowhere/x.png", "cannot write"),
@@ -183,6 +184,24 @@ def test_bad_weights_are_found_before_a_model_is_built(weights, monkeypatch):
     options = SamplingOptions(model="DiT-S/4", ckpt=str(weights), num_classes=8, labels=(1,), image_size=128).resolve()
     with pytest.raises(UsageError, match="holds the weights of DiT-Demo/2, not of DiT-S/4"):
         engine.load_model(options, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrong, words", [
+    (dict(model="DiT-XL/3"), "--model DiT-XL/3: unknown"), (dict(ckpt="no/such.pt"), "--ckpt no/such.pt"), (dict(precision="exact"), "--precision exact"),
+    (dict(vae_precision="fp16"), "--vae-precision fp16"), (dict(model="DiT-S/8", image_size=144), "--image-size 144")])
+def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
+    for fetch in ("accel.vae._fetch", "pretrained_models.download.download_model"):
+        monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr(vae, "ROOT", weights.parent)  # where no decoder lies
+    with pytest.raises(UsageError, match=words):
+        engine.Engine(SamplingOptions(**{**dict(model="DiT-Demo/2", ckpt=str(weights), vae="ema", device="cpu"), **wrong}).resolve())
+
+
+def test_what_is_no_file_is_not_written_over(tmp_path):
+    """Root that writes to /dev/null would put a file in its place."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="--json .*pipe: is a folder, a device or a pipe"):
+        check_writable(tmp_path / "pipe", "--json")
 
 
 def test_weights_that_fit_nothing(tmp_path):

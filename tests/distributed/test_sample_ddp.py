@@ -383,6 +383,16 @@ def test_npz_is_streamed(tmp_path):
     assert not list(tmp_path.glob("*y.npz*")) and not list(tmp_path.glob(".*.part"))
 
 
+def test_a_rank_s_seed_fits_into_64_bits(tmp_path):
+    options = DistributedOptions(num_fid_samples=9, seed=10**19, sample_dir=str(tmp_path)).resolve()
+    fid.check(options, 1)
+    torch.manual_seed(options.seed)  # as many bits as that
+    with pytest.raises(UsageError, match="--global-seed 10000000000000000000: times 2 ranks"):
+        fid.check(options, 2)
+    options.world_independent_noise = True
+    fid.check(options, 2)
+
+
 def test_plan_covers_every_picture_once():
     for wanted, n, world, independent in [(7, 3, 2, False), (50, 4, 3, False), (1, 8, 4, False), (7, 3, 2, True), (22, 2, 5, True), (3, 8, 4, True)]:
         options = DistributedOptions(num_fid_samples=wanted, per_proc_batch_size=n, world_independent_noise=independent).resolve()
@@ -454,7 +464,8 @@ def test_ranks_without_gpus_are_named(demo):
     (["--tf32", "--precision", "fp32"], "--tf32: conflicts with --precision fp32"),
     (["--per-proc-batch-size", "0"], "--per-proc-batch-size: 0: must be at least 1"),
     (["--world-independent-noise"], "--world-independent-noise: a grid is the same"),
-    (["--num-fid-samples", "9", "--sample-dir", "/proc/nowhere"], "--sample-dir: cannot write to /proc/nowhere")])
+    (["--num-fid-samples", "9", "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/")])
 def test_bad_input_is_one_line_and_exit_status_2(args, words, demo):
     text = finish(*ranks(1, *demo, *args), status=2)
     assert words in text and "Traceback" not in text and len([line for line in text.splitlines() if "sample_ddp.py" in line]) == 1
+    assert "128 px" not in text  # nothing has been loaded
