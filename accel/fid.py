@@ -168,10 +168,13 @@ class Journal:
                 if wrong:
                     raise UsageError(f"{wrong[0]} {settings.get(wrong[0])}: the pictures in {folder} were begun with {earlier.get(wrong[0])}; "
                                      "use that, or another --sample-dir")
-            elif not recorded and (npz.exists() or not file.exists() and next(folder.glob("*.png"), None)):
+            elif npz.exists() or not file.exists() and (recorded or next(folder.glob("*.png"), None)):
                 raise UsageError(f"--sample-dir: {folder} holds pictures, or its .npz is there, without a record of how they were made; "
                                  "move them, or use another --sample-dir")
             else:
+                for left in (*folder.glob("[0-9]*.png"), *folder.glob(".[0-9]*.part")):  # made, perhaps by other settings, but not finished: no part of this job
+                    if left.is_file():
+                        left.unlink()
                 with durable(file) as out:
                     out.write(json.dumps(settings, indent=2).encode())
                 _sync_folder(home)
@@ -194,10 +197,13 @@ class Journal:
         self.states[batch] = state and state.hex()
         line = {"batch": batch} | ({} if state is None else {"generator": state.hex()})
         _sync_folder(self.folder)  # the pictures' names first
+        begun = self.path.exists()
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        if not begun:
+            _sync_folder(self.path.parent)
 
 
 def _lines(path):

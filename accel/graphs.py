@@ -2,10 +2,10 @@
 
 import ctypes
 import inspect
-from functools import lru_cache
 
 import torch
 
+from accel.kernels.hopper import call
 from accel.kernels.linear import COUNTER_BYTES, separate_counters
 
 
@@ -58,24 +58,13 @@ class _MemsetParameters(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS of cuda.h
 _MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
 
 
-@lru_cache(None)
-def _driver():
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name, *arguments):
-    status = getattr(_driver(), name)(*arguments)
-    if status:
-        raise RuntimeError(f"{name} failed with status {status}")
-
-
 def _nodes(query, handle):
     """The nodes that a query about a graph or a node lists."""
     count = ctypes.c_size_t()
-    _call(query, ctypes.c_void_p(handle), None, ctypes.byref(count))
+    call(query, ctypes.c_void_p(handle), None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
     if count.value:
-        _call(query, ctypes.c_void_p(handle), nodes, ctypes.byref(count))
+        call(query, ctypes.c_void_p(handle), nodes, ctypes.byref(count))
     return list(nodes)
 
 
@@ -85,18 +74,18 @@ def _drop_resets(graph, counters):
     dropped = 0
     for node in _nodes("cuGraphGetNodes", graph):
         kind, memset = ctypes.c_int(), _MemsetParameters()
-        _call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+        call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
         if kind.value != _MEMSET:
             continue
-        _call("cuGraphMemsetNodeGetParams", ctypes.c_void_p(node), ctypes.byref(memset))
+        call("cuGraphMemsetNodeGetParams", ctypes.c_void_p(node), ctypes.byref(memset))
         size = memset.width * memset.element_bytes * memset.height
         if not (first <= memset.address < last and size <= COUNTER_BYTES and memset.value == 0):
             continue
         before, after = _nodes("cuGraphNodeGetDependencies", node), _nodes("cuGraphNodeGetDependentNodes", node)
-        _call("cuGraphDestroyNode", ctypes.c_void_p(node))
+        call("cuGraphDestroyNode", ctypes.c_void_p(node))
         for source in before:
             for target in after:
-                _call("cuGraphAddDependencies", ctypes.c_void_p(graph), ctypes.byref(ctypes.c_void_p(source)),
+                call("cuGraphAddDependencies", ctypes.c_void_p(graph), ctypes.byref(ctypes.c_void_p(source)),
                       ctypes.byref(ctypes.c_void_p(target)), ctypes.c_size_t(1))
         dropped += 1
     return dropped

@@ -132,18 +132,22 @@ class DistributedOptions(SamplingOptions):
                        choices=("local", "gather"))
 
     def resolve(self):
+        def given(*names):
+            """The flag of the first of these fields that is not at its default."""
+            return next((flag_names(item)[-1] for item in fields(self) if item.name in names and getattr(self, item.name) != item.default), None)
+
         if self.tf32 is not None:
             tier = "tf32" if self.tf32 else "fp32"
             if self.precision not in (None, tier):
                 raise UsageError(f"--{'' if self.tf32 else 'no-'}tf32: conflicts with --precision {self.precision}; give one")
             self.precision = tier
         if self.num_fid_samples is not None:
-            for name, unused in dict(labels=None, output=None, repeats=1, output_type="image", parallel="auto").items():
-                if getattr(self, name) != unused:
-                    raise UsageError(f"--{name.replace('_', '-')}: has no meaning with --num-fid-samples, which draws its labels and fills "
-                                     "a folder; drop one of them")
+            if wrong := given("labels", "output", "repeats", "output_type", "parallel", "decode"):
+                raise UsageError(f"{wrong}: has no meaning with --num-fid-samples, which draws its labels and fills a folder; drop one of them")
         elif self.world_independent_noise:
             raise UsageError("--world-independent-noise: a grid is the same on any number of ranks; use it with --num-fid-samples")
+        elif wrong := given("sample_dir", "per_proc_batch_size"):
+            raise UsageError(f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; add --num-fid-samples, or drop it")
         if self.mesh is not None and self.compile:
             raise UsageError(f"--compile: compiles a whole network, not a part of one; drop it or --parallel {self.parallel}")
         if self.mesh is not None and "stages" in self.mesh and self.forecast != "off":

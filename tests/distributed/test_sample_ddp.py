@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from accel import fid
 from accel.options import STOPPED, DistributedOptions, UsageError
-from accel.parallel.group import SILENCE
+from accel.parallel.group import SILENCE, Stopped
 from accel.parallel.rows import share
 from conftest import ROOT, fill
 from diffusion import create_diffusion
@@ -355,6 +355,30 @@ def test_records_that_do_not_hold(demo, undisturbed, tmp_path):
     assert files(home).keys() == {name.split("/", 1)[1] for name in mended if name.endswith(".png")}
 
 
+def test_names_are_on_disk_before_what_relies_on_them(tmp_path, monkeypatch):
+    """In the order of a power cut: the pictures' folder, then the line, then, for the first line, the record's own name. And what a job left that had finished
+    no batch is no part of the next one's folder, whose settings may be others."""
+    folder, order = tmp_path / "pictures", []
+    plan = fid.Plan(DistributedOptions(num_fid_samples=8, per_proc_batch_size=4).resolve(), 0, 1)
+    monkeypatch.setattr(fid.os, "fsync", lambda handle, fsync=os.fsync: (order.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)))
+    fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 1})
+    for number in range(9):
+        fid.write_picture(folder / fid.picture_name(number), np.zeros((8, 8, 3), np.uint8))
+    (folder / ".000009.png.part").touch()
+    fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 2})
+    journal = fid.Journal(folder, plan)
+    assert [path.name for path in folder.iterdir()] == [".job"] and journal.read() == set()
+    for batch in (0, 1):
+        order.clear()
+        journal.record(batch, b"state")
+        assert order == [str(folder), str(journal.path), *([str(folder / ".job")] if batch == 0 else [])]
+    with pytest.raises(UsageError, match="--seed 3: .* begun with 2"):
+        fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 3})
+    (folder / ".job" / "settings.json").unlink()
+    with pytest.raises(UsageError, match="without a record of how they were made"):
+        fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 3})
+
+
 def test_npz_is_streamed(tmp_path):
     """1200 pictures of 256 px are 236 MB; writing their archive takes a tenth. Read by numpy, and by the zip member as ADM's does."""
     folder = tmp_path / "pictures"
@@ -380,6 +404,8 @@ def test_npz_is_streamed(tmp_path):
     (folder / fid.picture_name(3)).write_bytes(b"\x89PNG\r\n\x1a\nnonsense")
     with pytest.raises(UsageError, match="000003.png: cannot be read .* delete it"):
         fid.write_npz(folder, tmp_path / "y.npz", 10, 256)
+    with pytest.raises(Stopped, match="start again"):
+        fid.write_npz(folder, tmp_path / "y.npz", 3, 256, stopping=lambda: True)
     assert not list(tmp_path.glob("*y.npz*")) and not list(tmp_path.glob(".*.part"))
 
 
@@ -461,6 +487,8 @@ def test_ranks_without_gpus_are_named(demo):
 
 @pytest.mark.parametrize("args, words", [
     (["--labels", "1", "--num-fid-samples", "9"], "--labels: has no meaning with --num-fid-samples"),
+    (["--decode", "gather", "--num-fid-samples", "9"], "--decode: has no meaning with --num-fid-samples"),
+    (["--sample-dir", "here"], "--sample-dir: is for the folder of an FID job"), (["--per-proc-batch-size", "4"], "--per-proc-batch-size: is for the folder"),
     (["--tf32", "--precision", "fp32"], "--tf32: conflicts with --precision fp32"),
     (["--per-proc-batch-size", "0"], "--per-proc-batch-size: 0: must be at least 1"),
     (["--world-independent-noise"], "--world-independent-noise: a grid is the same"),
