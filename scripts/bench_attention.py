@@ -64,8 +64,10 @@ def main():
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--output", help="JSON file to write")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, f"{parser.prog}: kernels of a GPU are timed, and there is none here\n")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, dtype=args.dtype, heads=HEADS, head_dim=DIM, rows=[])
+    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=commit, command=" ".join(["python", *sys.argv]), dtype=args.dtype, heads=HEADS, head_dim=DIM, rows=[])
     print(f"{report['gpu']}, torch {report['torch']}, {args.dtype}, {HEADS} heads of {DIM}")
     load(3)
     for n, tokens in SHAPES:

@@ -85,8 +85,10 @@ def main():
     parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
     parser.add_argument("--output", metavar="FILE.json", help="write the figures")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, f"{parser.prog}: kernels of a GPU are timed, and there is none here\n")
     dtype = getattr(torch, args.dtype)
-    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=args.commit, command=" ".join(sys.argv), dtype=args.dtype,
+    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]), dtype=args.dtype,
                   steps=[], products=[])
     print(f"{report['gpu']}, torch {report['torch']}, {args.dtype}")
 

@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 
 from accel import engine, precision  # noqa: E402
 from accel.fast import Optimisations  # noqa: E402
-from accel.options import DistributedOptions, OneLineParser, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
+from accel.options import DEFAULTS_OF, DistributedOptions, OneLineParser, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
 from accel.parallel.group import job, launched  # noqa: E402
 from accel.parallel.plan import OFF, Plan, Planner, check  # noqa: E402
 from accel.parallel.rows import share  # noqa: E402
@@ -107,8 +107,8 @@ def main(arguments=None):
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="DiT-XL/2", choices=DiT_models, help="network to time")
     parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
-    parser.add_argument("--image-size", type=positive, nargs="+", default=[512, 1024, 256], help="sides of a picture in pixels")
-    parser.add_argument("--precision", nargs="+", default=["fp16"], choices=precision.TIERS, help="tiers")
+    parser.add_argument("--image-size", type=positive, nargs="+", help="sides of a picture in pixels (default: 512 1024 256; the demo's own)")
+    parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16 on GPUs, else fp32)")
     parser.add_argument("--plans", nargs="*", default=FORCED, metavar="rows=N,tokens=N,exchange=NAME", help="plans to time beside auto's choice")
     parser.add_argument("--load", type=float, default=1.0, help="seconds of steps before those that count")
     parser.add_argument("--window", type=float, default=0.5, help="seconds of steps that count")
@@ -125,6 +125,10 @@ def main(arguments=None):
         group.together("output", lambda: args.output and check_writable(args.output), only=0)
         name = group.device(args.device)
         device = torch.device(name)
+        args.image_size = args.image_size or ([DEFAULTS_OF[args.model]["image_size"]] if args.model in DEFAULTS_OF else [512, 1024, 256])
+        args.precision = args.precision or [precision.default_tier(device)]
+        if device.type != "cuda":
+            print(f"On {device}: {group.world} processes over gloo share one machine's processor; times say nothing about GPUs", flush=True)
         group.open_collectives(name)
         group.opened()
         record = dict(gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, gpus=group.world, torch=torch.__version__,

@@ -68,7 +68,8 @@ def main():
     median = {name: statistics.median(values) for name, values in times.items()}
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     record = {"what": "ms a guided call of DiT-Demo/2, 16 rows", "device": args.device, "threads": torch.get_num_threads(),
-              "torch": torch.__version__, "commit": commit, "median_ms": median, "all_ms": times,
+              "gpu": torch.cuda.get_device_name() if args.device.startswith("cuda") else None, "torch": torch.__version__, "commit": commit,
+              "command": " ".join(["python", *sys.argv]), "median_ms": median, "all_ms": times,
               "plain_over_ours": median["plain"] / median["ours"], "relative_difference": difference}
     print(json.dumps(record, indent=1))
     if args.output:

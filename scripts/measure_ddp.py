@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from accel.options import DistributedOptions, OneLineParser, SamplingOptions, check_writable, partial_file, positive, user_errors  # noqa: E402
+from accel.options import DEFAULTS_OF, DistributedOptions, OneLineParser, SamplingOptions, check_writable, partial_file, positive, user_errors  # noqa: E402
 
 
 def make_weights(path, model, image_size):
@@ -114,18 +114,24 @@ def main():
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=positive, default=4, help="of this node, against one of them (default: 4)")
     parser.add_argument("--model", default="DiT-XL/2", help="network")
-    parser.add_argument("--image-size", type=positive, default=512, help="side of a picture in pixels (default: 512)")
-    parser.add_argument("--precision", default="fp16", help="tier (default: fp16)")
+    parser.add_argument("--image-size", type=positive, help="side of a picture in pixels (default: sample_ddp.py's)")
+    parser.add_argument("--precision", help="tier (default: sample_ddp.py's)")
     parser.add_argument("--steps", type=positive, default=SamplingOptions.num_sampling_steps, help="steps of the grid (default: %(default)s)")
     parser.add_argument("--fid-steps", type=positive, default=25, help="steps of a picture of the FID job: its rate at 250 follows (default: 25)")
     parser.add_argument("--parts", nargs="+", choices=("grid", "fid"), default=("grid", "fid"), help="what to measure (start and decode are the grid's)")
     parser.add_argument("--batch", type=positive, default=DistributedOptions.per_proc_batch_size, help="pictures a rank and batch of the FID job (default: %(default)s)")
-    parser.add_argument("--ckpt", help="weights, as in sample_ddp.py (default: random ones)")
-    parser.add_argument("--vae", help="default: a random one of the same size")
+    parser.add_argument("--ckpt", help="weights, as in sample_ddp.py (default: random ones; the demo's own)")
+    parser.add_argument("--vae", help="decoder, as in sample_ddp.py (default: a random one of the same size; the demo's own)")
     parser.add_argument("--commit", help="recorded with the figures; default: git's", default=None)
     parser.add_argument("--output", type=Path, help="JSON file to write (default: log/ddp_NxGPU.json)")
     args = parser.parse_args()
     import torch
+    from accel.precision import default_tier
+    implied = SamplingOptions(model=args.model).resolve()
+    args.image_size = args.image_size or implied.image_size
+    args.ckpt = args.ckpt or implied.ckpt
+    args.vae = args.vae or (implied.vae if args.model in DEFAULTS_OF else None)
+    args.precision = args.precision or default_tier(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     commit = args.commit or subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     about = dict(gpu=name, gpus=args.gpus, torch=torch.__version__, commit=commit, command=" ".join(["python", *sys.argv]), date=str(date.today()),
@@ -133,6 +139,8 @@ def main():
     output = args.output or ROOT / "log" / f"ddp_{args.gpus}x_{name.replace(' ', '-')}.json"
     with user_errors(parser):
         check_writable(output)
+    if not torch.cuda.is_available():
+        print(f"No GPU: {args.gpus} processes over gloo share this machine's processor; times say nothing about GPUs", flush=True)
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         ckpt, vae = args.ckpt or work / "random.pt", args.vae or work / "vae"

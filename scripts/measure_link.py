@@ -82,6 +82,8 @@ def main():
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
+    elif rank == 0:
+        print(f"No GPU: {world} processes on this machine's processor, over gloo; times say nothing about a link between GPUs", flush=True)
     dist.init_process_group(backend)
     rows = []
     for ranks in dict.fromkeys((2, world)):
