@@ -159,12 +159,16 @@ class DistributedOptions(SamplingOptions):
         """What `parallel` asks for as keyword arguments of accel.parallel.plan.Plan; None for auto and off. Raises UsageError."""
         if self.parallel in ("auto", "off"):
             return None
-        given = dict(item.partition("=")[::2] for item in self.parallel.split(","))
-        for name, value in given.items():
+        items = [item.partition("=")[::2] for item in self.parallel.split(",")]
+        given = dict(items)
+        for name, value in items:
             number = value.isdecimal() and (int(value) > 0 or name == "warmup")
-            if not (value in EXCHANGES if name == "exchange" else number) or not any(given.keys() <= family for family in PLANS):
+            if not (value in EXCHANGES if name == "exchange" else number) or not any(given.keys() <= family for family in PLANS) or len(given) < len(items):
                 raise UsageError(f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, rows=N,tokens=N,exchange="
                                  f"{'|'.join(EXCHANGES)}, or weights=N, or stages=N,patches=N,warmup=N")
+        for name, of in (("exchange", "tokens"), ("patches", "stages"), ("warmup", "stages")):
+            if name in given and of not in given:
+                raise UsageError(f"--parallel {self.parallel}: {name} says how {of} are shared; add {of}=N")
         return {name: value if name == "exchange" else int(value) for name, value in given.items()}
 
 

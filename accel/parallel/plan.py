@@ -113,7 +113,7 @@ class Planner:
             if plan.weights > 1 and tier not in ("fp32", "tf32"):
                 raise UsageError(f"--parallel {plan}: divides the plain network; add --precision tf32 or fp32")
             check(plan, self.group.world, plan.exchange == "push" and self.peers(), self.tokens, self.heads, self.depth)
-            return plan
+            return plan if plan.ranks > 1 else OFF
         # With a picture for every GPU nothing needs to be said between them; torch.compile's network is in one piece.
         return OFF if options.parallel == "off" or self.pictures >= self.group.world or options.compile else None
 

@@ -4,9 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
+from accel import options
 from accel.options import DistributedOptions, UsageError
-from accel.parallel.plan import OFF, Plan, candidates, check
+from accel.parallel import tokens
+from accel.parallel.group import Group
+from accel.parallel.plan import OFF, Plan, Planner, candidates, check
 from conftest import ROOT
 
 ONE_HOST = ["a"] * 4
@@ -21,12 +25,29 @@ ONE_HOST = ["a"] * 4
     ("stages=4,patches=7", "--parallel patches=7: does not divide the 1024 tokens of a row"), ("stages=3,rows=2", "stages=3: give"),
     ("stages=4", "--parallel stages=4: the network has 3 blocks"),
     ("weights=4", "--parallel weights=4: does not divide 6 heads; try 1 or 2 or 3"), ("weights=2,rows=2", "weights=2: give"),
-    ("row=2", "--parallel row=2: row=2: give"), ("tokens=2,exchange=nvlink", "exchange=nvlink: give"), ("fast", "--parallel fast: fast=: give")))
+    ("row=2", "--parallel row=2: row=2: give"), ("rows=2,rows=4", "rows=2: give"), ("exchange=ring", "--parallel exchange=ring: exchange says how tokens are shared; add tokens=N"),
+    ("rows=2,exchange=kv", "add tokens=N"), ("warmup=3", "--parallel warmup=3: warmup says how stages are shared; add stages=N"), ("tokens=2,exchange=nvlink", "exchange=nvlink: give"), ("fast", "--parallel fast: fast=: give")))
 def test_refusals(text, message):
     with pytest.raises(UsageError) as error:
         plan = Plan(**DistributedOptions(parallel=text).mesh)
         check(plan, world=4, peers=False, tokens=1024, heads=6, depth=3)
     assert message in str(error.value)
+
+
+def test_the_flag_knows_what_there_is():
+    """accel/options.py is read before torch, so it has names of its own."""
+    assert set(options.EXCHANGES) == set(tokens.EXCHANGES) and set().union(*options.PLANS) == set(Plan._fields)
+
+
+@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ring", "weights=1", "stages=1,patches=4"))
+def test_a_mesh_of_one_is_no_mesh(text):
+    """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
+    group = Group(0, 1, 0, dist.HashStore())
+    planner = Planner(group, "cpu", 1, 16, 64, 6, 3)
+    network = object()
+    plan = planner.wanted(DistributedOptions(parallel=text))
+    assert plan == OFF and planner.parallel(network, plan) == (network, OFF)
+    group.leave()
 
 
 def test_refused_by_the_command():
