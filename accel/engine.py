@@ -363,9 +363,10 @@ class Engine:
             self.decoder_precision = choose_decoder_precision(options, self.device, self.precision)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             gaps = read_plan(options, options.ckpt or published(options)) if options.forecast == "plan" else None
-            self.network = load_model(options, place or self.device, self.precision)
-            if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
-                self._leave_fp16()
+            with self._room_for_all():
+                self.network = load_model(options, place or self.device, self.precision)
+                if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
+                    self._leave_fp16()
             self.diffusion = create_diffusion(str(options.num_sampling_steps))
             if options.forecast == "plan":
                 self.forecast = Plan(self.diffusion, gaps)
@@ -415,7 +416,18 @@ class Engine:
         options = self.options
         z = draw_latents(len(options.labels), options.latent_size, options.seed, self.device)
         labels = torch.tensor(options.labels, device=self.device)
-        return self.denoise(z, labels, rows=rows, **how) if len(labels[rows]) else z[rows]
+        with self._room_for_all():
+            return self.denoise(z, labels, rows=rows, **how) if len(labels[rows]) else z[rows]
+
+    @contextmanager
+    def _room_for_all(self):
+        """UsageError where the GPU's memory does not hold what is done inside."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            options = self.options
+            raise UsageError(f"--labels: {options.model} with {len(options.labels)} pictures of {options.image_size} px at a time does not fit into what is free of "
+                             "the GPU's memory; sample fewer, or smaller ones, or free some") from None
 
     def sample(self, rows=slice(None), show=True):
         """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process talks."""

@@ -166,6 +166,21 @@ def test_latents_that_are_not_finite_name_the_step(tmp_path, monkeypatch):
             run.run()
 
 
+@pytest.mark.parametrize("where", ("sampling", "loading"))
+def test_too_little_memory_is_one_line(where, monkeypatch):
+    options = SamplingOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=2, labels=(0, 1, 2), output_type="latent").resolve()
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")
+
+    with pytest.raises(UsageError, match="^--labels: DiT-Demo/2 with 3 pictures of 128 px at a time does not fit .* sample fewer.*$"):
+        if where == "loading":
+            monkeypatch.setattr(engine, "load_model", full)
+        run = engine.Engine(options)
+        run.network.forward_with_cfg = full
+        run.run()
+
+
 def test_loading_weights_imports_no_compiler():
     """Making the network on the meta device, to check the weights against, must not cost seconds."""
     code = ("import sys, torch\nfrom accel import engine\nfrom accel.options import SamplingOptions\n"

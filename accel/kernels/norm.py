@@ -107,8 +107,8 @@ def _can_start_next(device):
 
 def tile_config(width, rows=16384):
     """Launch constants. Two power-of-two tiles cover a row, 1152 = 1024 + 128: one of 2048 would leave 44 % of the lanes idle. One warp to
-    1024 columns: the sums then need no barrier, and many rows are in flight on a multiprocessor. A program takes up to
-    4 rows of a sample in turn, with the modulation loaded once, as long as every multiprocessor still gets several programs."""
+    1024 columns: the sums then need no barrier, and many rows are in flight on a multiprocessor. A program takes
+    two rows of a sample in turn, with the modulation loaded once, as long as every multiprocessor still gets several programs."""
     main = 1 << (width.bit_length() - 1)
     tail = 1 << (width - main - 1).bit_length() if width > main else 0
     return dict(MAIN=main, TAIL=tail, TURNS=2 if rows >= 2048 else 1, num_warps=max(1, main // 1024))
