@@ -365,15 +365,26 @@ def _run(engine, group, folder):
     print(f"{folder}: {plan.total} pictures, {npz}: {options.num_fid_samples} · {engine.watch}")
 
 
+@contextmanager
+def _room_for(pictures):
+    """UsageError where the GPU's memory does not hold so many pictures at a time."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UsageError(f"--per-proc-batch-size {pictures}: does not fit in the GPU's memory; use a smaller one") from None
+
+
 def _choose_products(engine, group, plan, folder):
     """Products may run by an algorithm that is chosen by measurement, and another one rounds differently. So one rank measures, and the
     choice stays in the job's folder, for the other ranks and for the job when it is started again."""
     keep_measurements(folder / ".job")
     side = engine.options.latent_size
-    z, labels = (torch.zeros(plan.n, *shape, device=engine.device, dtype=dtype) for shape, dtype in (((4, side, side), None), ((), torch.int64)))
+    with _room_for(plan.n):
+        z, labels = torch.zeros(plan.n, 4, side, side, device=engine.device), torch.zeros(plan.n, dtype=torch.int64, device=engine.device)
     for rank_0 in (True, False):
         if (group.rank == 0) == rank_0:
-            engine.denoise(z, labels, guided=engine.options.cfg_scale > 1, steps=1)
+            with _room_for(plan.n):
+                engine.denoise(z, labels, guided=engine.options.cfg_scale > 1, steps=1)
         group.barrier("chosen" if rank_0 else "ready")
 
 
@@ -391,12 +402,10 @@ def _make_pictures(engine, group, journal, todo, already):
         while todo and not group.stopping:
             batch = todo[0]
             z, labels, draw = noise.batch(batch, journal.states.get(batch - plan.world))
-            try:
+            with _room_for(plan.n):
                 with engine.watch.phase("sample"):
                     latents = engine.denoise(z, labels, guided=options.cfg_scale > 1, draw=draw)
                 pixels = to_uint8(engine.decode(latents))
-            except torch.OutOfMemoryError:
-                raise UsageError(f"--per-proc-batch-size {plan.n}: does not fit in the GPU's memory; use a smaller one") from None
             writer.put(batch, pixels.numpy(), noise.state())
             todo = todo[1:]
             group.store.add("pictures", len(pixels))

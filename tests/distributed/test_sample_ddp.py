@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from accel import fid
+from accel.engine import Engine
 from accel.options import STOPPED, DistributedOptions, UsageError
-from accel.parallel.group import SILENCE, Stopped
+from accel.parallel.group import SILENCE, Group, Stopped
 from accel.parallel.rows import share
 from conftest import ROOT, fill
 from diffusion import create_diffusion
@@ -417,6 +419,22 @@ def test_a_rank_s_seed_fits_into_64_bits(tmp_path):
         fid.check(options, 2)
     options.world_independent_noise = True
     fid.check(options, 2)
+
+
+def test_a_batch_without_memory_is_named(tmp_path, monkeypatch):
+    """Wherever it is first met: where products are chosen, or in the job itself."""
+    monkeypatch.setattr(fid, "keep_measurements", lambda folder: None)
+    options = DistributedOptions(model="DiT-Demo/2", num_fid_samples=8, per_proc_batch_size=4, num_sampling_steps=2, device="cpu", sample_dir=str(tmp_path)).resolve()
+    group, run = Group(0, 1, 0, dist.HashStore()), Engine(options)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
+
+    monkeypatch.setattr(run, "denoise", full)
+    for work in (lambda: fid._choose_products(run, group, fid.Plan(options, 0, 1), tmp_path), lambda: fid.run(run, group)):
+        with pytest.raises(UsageError, match="^--per-proc-batch-size 4: does not fit in the GPU's memory; use a smaller one$"):
+            work()
+    group.leave()
 
 
 def test_plan_covers_every_picture_once():
