@@ -232,11 +232,12 @@ def network_of(args, device):
 
 def measure(args, device, record):
     """Climb; `record` is given the rungs so far after each."""
+    rungs = [rung for rung in ladder(device, args.precision) if not args.only or any(word in rung[0] for word in args.only)]
+    if not (rungs or args.vs or args.compile):
+        raise UsageError(f"--only {' '.join(args.only)}: no rung on {device} has that in its name; there are {', '.join(name for name, *_ in ladder(device, args.precision))}")
     options, model = network_of(args, device)
     reference = Reference(model, args, device)
     gate = Gate(args.gate, device) if args.gate else None
-    rungs = list(ladder(device, args.precision))
-    rungs = [rung for rung in rungs if not args.only or any(word in rung[0] for word in args.only)]
     results = []
 
     def report(name, network, tier, switches):
@@ -463,6 +464,8 @@ def main():
 
         implied = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, labels=(0,)).resolve()
         args.image_size, args.num_classes = implied.image_size, implied.num_classes
+        for size in args.sweep_sizes:
+            replace(implied, image_size=size).resolve()
         what, work = (("contest", contest) if args.contest is not None else ("decoder", decoding) if args.decoder else ("sweep", sweep) if args.sweep_pictures or args.sweep_sizes else
                       ("rungs", measure))
 

@@ -90,10 +90,11 @@ def main():
         try:
             write(state, target)
         except OSError as error:
-            raise UsageError(f"--output {target}: cannot write there ({error.strerror})") from None
+            raise UsageError(f"--output {target}: cannot write there ({error.strerror}); choose another path") from None
         back = find_model(target)
         wrong = [key for key in {**state, **back} if key not in state or key not in back or not torch.equal(state[key], back[key])]
         if wrong:
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
             raise UsageError(f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])} ({len(wrong)} in all)")
         total = sum(tensor.numel() for tensor in state.values())
         print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")

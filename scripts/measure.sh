@@ -24,11 +24,11 @@ measure() { # FILE COMMAND...
 }
 
 if ((gpus)); then
-  model=() ladder=(--gate 3) verify=("$@") pictures="1 2 4 8 16 32 64" sizes="256 512 1024" ranks=$gpus ddp=("$@") shared=()
+  model=() ladder=(--gate 3) verify=("$@") pictures="1 2 4 8 16 32 64" sizes="256 512 1024" ranks=$gpus ddp=("$@") shared=() link=()
   (($#)) || verify=(--model DiT-Demo/2)
 else
   echo "No GPU: the demo is measured on the CPU. Times say nothing about a GPU's; there is no comparison with the compiler and diffusers."
-  model=(--model DiT-Demo/2 --load 0.5) ladder=(--only fp32) verify=(--model DiT-Demo/2 --seeds 1) pictures="1 2 4 8" sizes="64 128 256" ranks=2
+  model=(--model DiT-Demo/2 --load 0.5) ladder=(--only fp32) verify=(--model DiT-Demo/2 --seeds 1) pictures="1 2 4 8" sizes="64 128 256" ranks=2 link=(--repeats 3)
   ddp=(--model DiT-Demo/2 --image-size 128 --precision fp32 --ckpt pretrained_models/demo/dit.safetensors --vae pretrained_models/demo/vae
     --steps 25 --fid-steps 5 --batch 2)
   shared=(--model DiT-Demo/2 --image-size 128 --precision fp32 --labels 1 2)
@@ -43,7 +43,7 @@ measure sweep.json python scripts/benchmark.py "${model[@]}" "$@" --sweep-pictur
 measure contest.json python scripts/benchmark.py "${model[@]}" "$@" --contest $tiers --output "$log/contest.json"
 measure verify/verify.json python scripts/verify.py "${verify[@]}" --output "$log/verify"
 if ((ranks > 1)); then
-  measure link.json torchrun --standalone --nproc_per_node="$ranks" scripts/measure_link.py --output "$log/link.json"
+  measure link.json torchrun --standalone --nproc_per_node="$ranks" scripts/measure_link.py "${link[@]}" --output "$log/link.json"
   measure parallel.json torchrun --standalone --nproc_per_node="$ranks" scripts/benchmark_parallel.py "${shared[@]}" --gate --output "$log/parallel.json"
   measure ddp.json python scripts/measure_ddp.py --gpus "$ranks" "${ddp[@]}" --output "$log/ddp.json"
 fi

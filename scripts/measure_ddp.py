@@ -103,6 +103,9 @@ def launch(processes, *args):
             "OMP_NUM_THREADS": "4"})
         seconds = time.time() - start
         if done.returncode:
+            if said := re.search(r"^sample_ddp\.py: .*", done.stderr, re.M):
+                print(f"measure_ddp.py: {said[0]}", file=sys.stderr)
+                sys.exit(2)
             sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr[-4000:]}")
         print(f"{processes} ranks, {seconds:.1f} s: {' '.join(map(str, args))}\n{done.stdout.strip()}", flush=True)
         phases = re.findall(r"(\w[\w-]*) ([\d.]+) s", done.stdout.strip().splitlines()[-1])
@@ -127,8 +130,12 @@ def main():
     args = parser.parse_args()
     import torch
     from accel.precision import default_tier
-    implied = SamplingOptions(model=args.model).resolve()
-    args.image_size = args.image_size or implied.image_size
+    from models import DiT_models
+    if args.model not in DiT_models:
+        parser.error(f"--model {args.model}: unknown; choose from {', '.join(DiT_models)}")
+    with user_errors(parser):
+        implied = SamplingOptions(model=args.model, image_size=args.image_size).resolve()
+    args.image_size = implied.image_size
     args.ckpt = args.ckpt or implied.ckpt
     args.vae = args.vae or (implied.vae if args.model in DEFAULTS_OF else None)
     args.precision = args.precision or default_tier(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

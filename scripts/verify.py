@@ -30,6 +30,7 @@ from PIL import Image  # noqa: E402
 
 import evaluate  # noqa: E402
 from accel import engine, precision, vae  # noqa: E402
+from accel.forecast import read_plan  # noqa: E402
 from accel.options import OneLineParser, UsageError, add_arguments, check_writable, options_from, partial_file, positive, user_errors  # noqa: E402
 
 AGAIN = "fp32 again"  # what a device without other tiers is held to: itself
@@ -130,6 +131,8 @@ def main():
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
         engine.fetch_weights(options)
+        if options.forecast == "plan":
+            read_plan(options, options.ckpt or engine.published(options))
         status = verify(args, options, tiers, device, out)
     sys.exit(status)
 

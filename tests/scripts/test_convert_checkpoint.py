@@ -1,11 +1,14 @@
 import json
+import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from conftest import fill
 from models import DiT_models
 from pretrained_models.download import find_model
+from scripts import convert_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,16 @@ def test_ambiguous_and_damaged_folders(source, tmp_path, run):
     (folder / "config.json").write_text(json.dumps(config))
     done = run("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "out", "--output", tmp_path / "x.pt")
     assert done.returncode == 2 and "sample_size" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_what_a_folder_does_not_hold_is_not_left_there(tmp_path, monkeypatch, capsys):
+    """diffusers computes the position table: one that is another would be lost."""
+    state = fill(DiT_models["DiT-Demo/2"]()).state_dict()
+    save_file({**state, "pos_embed": state["pos_embed"] + 1}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "--ckpt", str(tmp_path / "a.safetensors"), "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        convert_checkpoint.main()
+    assert stop.value.code == 2 and "other tensors: pos_embed" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_bad_input(source, tmp_path, run):

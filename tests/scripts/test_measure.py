@@ -67,10 +67,27 @@ def test_few_pictures_on_many_ranks(tmp_path):
 
 @pytest.mark.parametrize("main, arguments, words", [
     (benchmark.main, ["--parallel"], "torchrun"), (benchmark.main, ["--model", "DiT-Demo/2", "--device", "cpu", "--output", "/proc/x.json"], "--output /proc/x.json: cannot write"),
-    (measure_ddp.main, ["--output", "/proc/x.json"], "--output /proc/x.json: cannot write"), (measure_ddp.main, ["--gpus", "0"], "--gpus: 0: must be at least 1")])
+    (measure_ddp.main, ["--output", "/proc/x.json"], "--output /proc/x.json: cannot write"), (measure_ddp.main, ["--gpus", "0"], "--gpus: 0: must be at least 1"),
+    (measure_ddp.main, ["--model", "DiT-Demo"], "--model DiT-Demo: unknown"), (measure_ddp.main, ["--image-size", "100"], "--image-size 100: must be a multiple"),
+    (benchmark.main, ["--model", "DiT-Demo/2", "--device", "cpu", "--only", "reset"], "--only reset: no rung on cpu"),
+    (benchmark.main, ["--model", "DiT-Demo/2", "--device", "cpu", "--sweep-sizes", "128", "100"], "--image-size 100: must be a multiple")])
 def test_refused_before_anything_is_measured(main, arguments, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
     with pytest.raises(SystemExit) as stop:
         main()
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+
+
+def test_a_rank_s_complaint_is_told_in_its_line(tmp_path, monkeypatch, capsys):
+    """By itself, the model's own size and, on the CPU, a tier that runs there."""
+    started, launch = [], measure_ddp.launch
+    monkeypatch.setattr(measure_ddp, "launch", lambda *words: [started.append(words), launch(1, *words[1:], "--precision", "fp8")])
+    monkeypatch.setattr(sys, "argv", ["x.py", "--gpus", "2", "--model", "DiT-Demo/2", "--ckpt", "x", "--vae", "x", "--output", str(tmp_path / "x.json")])
+    with pytest.raises(SystemExit) as stop:
+        measure_ddp.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "measure_ddp.py: sample_ddp.py: argument --precision: invalid choice: 'fp8'" in error
+    [words] = started
+    flags = dict(zip(words[1::2], words[2::2]))
+    assert (flags["--image-size"], flags["--precision"]) == (128, "fp16" if torch.cuda.is_available() else "fp32")

@@ -81,6 +81,15 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert {"seed0-fp32.png", "seed1-fp32.png", "seed1-fp32-again.png", "heatmap-fp32-again.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
+def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "20", "--forecast", "plan", "--output", str(tmp_path)])
+    monkeypatch.setattr(verify, "sample", lambda *_: pytest.fail("sampled"))
+    with pytest.raises(SystemExit) as done:
+        verify.main()
+    error = capsys.readouterr().err
+    assert done.value.code == 2 and "was made for --num-sampling-steps 250, not 20" in error and error.count("\n") == 1
+
+
 def test_forecasts_are_held_to_all_calls(tmp_path, monkeypatch, capsys):
     """The reference calls the network at every step, whatever is verified; fp32's forecasts are then another picture."""
     monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "auto", "--forecast-tolerance", "1000",
