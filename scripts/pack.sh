@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The contest's hand-in: bash scripts/pack.sh TEAM [PICTURE] → TEAM_DiT.tar.gz, everything but weights, caches and virtual environments, with log/ in it.
-# PICTURE, the final result (default: sample.png), goes in as log/final_result.png, its command and checksum beside it.
+# PICTURE, the final result (default: sample.png), goes in as log/final_result.png, its name and checksum beside it.
 set -euo pipefail
 shopt -s globstar
 cd "$(dirname "$0")/.."

@@ -398,13 +398,13 @@ def compare(paths):
         records.append(record)
     a, b = records
     names = [Path(path).stem for path in paths]
-    lines = [f"{'':24}{names[0][:24]:>26}{names[1][:24]:>26}{'ratio':>9}"]
+    lines = [f"{'':26}{names[0][:24]:>26}{names[1][:24]:>26}{'ratio':>9}"]
     for what in ("gpu", "torch", "model", "image_size", "rows", "tier", "commit"):
-        lines.append(f"{what:24}{str(a[what])[:24]:>26}{str(b[what])[:24]:>26}" + "   differ" * (a[what] != b[what] and what not in ("tier", "commit")))
+        lines.append(f"{what:26}{str(a[what])[:24]:>26}{str(b[what])[:24]:>26}" + "   differ" * (a[what] != b[what] and what not in ("tier", "commit")))
 
     def row(name, first, second):
         ratio = f"{first / second:8.2f}×" if first and second else ""
-        return f"{name:24}{first:>26.3f}{second:>26.3f}{ratio:>9}"
+        return f"{name:26}{first:>26.3f}{second:>26.3f}{ratio:>9}"
 
     lines += [row("ms a step", a["timed"]["ms"], b["timed"]["ms"]), row("floor, ms", a["floor_ms"], b["floor_ms"])]
     for kind in dict.fromkeys([*a["kinds"], *b["kinds"]]):
