@@ -392,7 +392,8 @@ class Engine:
     def describe(self):
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         calls = "" if self.forecast is None else f" ({self.forecast})"
-        return (f"{self.options.model} · {self.options.image_size} px · {len(self.options.labels)} labels · "
+        n, fid = len(self.options.labels), getattr(self.options, "num_fid_samples", None)  # which draws its labels
+        return (f"{self.options.model} · {self.options.image_size} px · {f'{fid} pictures' if fid else f'{n} label' + 's' * (n > 1)} · "
                 f"{self.options.num_sampling_steps} steps{calls} · cfg {self.options.cfg_scale:g} · {self.precision} · {where} · "
                 f"torch {torch.__version__}")
 

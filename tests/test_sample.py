@@ -100,7 +100,7 @@ def test_repeats_time_the_same_picture(weights, tmp_path, run):
     for repeats in (1, 3):
         done = run("sample.py", *DEMO, "--ckpt", weights, "--num-sampling-steps", 3, "--repeats", repeats, "--output-type", "latent",
                    "--output", tmp_path / "l.npy", "--labels", 4)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and "· 1 label ·" in done.stdout, done.stderr
         results.append(np.load(tmp_path / "l.npy"))
     assert "median" in done.stdout and "3 runs after warm-up" in done.stdout and "warm-up" in done.stdout.splitlines()[-1]
     assert np.array_equal(*results)

@@ -202,8 +202,9 @@ def by_hand(weights, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps)
 def test_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path):
     n, wanted, seed, steps = 3, 7, 5, 3
     rounds = -(-wanted // (n * world))
-    finish(*ranks(world, *demo, "--num-fid-samples", wanted, "--per-proc-batch-size", n, "--global-seed", seed, "--cfg-scale", cfg_scale,
+    text = finish(*ranks(world, *demo, "--num-fid-samples", wanted, "--per-proc-batch-size", n, "--global-seed", seed, "--cfg-scale", cfg_scale,
                   "--num-sampling-steps", steps, "--sample-dir", tmp_path))
+    assert f"· {wanted} pictures ·" in text and "labels" not in text  # it draws its own
     name = f"DiT-Demo-2-demo-size-128-vae-{tiny_vae.name}-cfg-{cfg_scale}-seed-5"
     assert {path.name for path in tmp_path.iterdir()} == {name, name + ".npz"}
     expected = {}
