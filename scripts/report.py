@@ -51,7 +51,7 @@ EITHER = {3: ("verify", "tiers"), 5: ("ddp", "parallel")}  # one of these, or al
 def read_log(folder, gpu=None):
     """kind → records of that kind, each with its `path`, from the JSON files in `folder` and its verify*/verify.json, of one GPU.
 
-    Raises UsageError if a file is damaged, or if there are several GPUs and `gpu` chooses none."""
+    Raises UsageError if a file is damaged or of a measurement that was cut short, or if there are several GPUs and `gpu` chooses none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UsageError(f"--log {folder}: no such folder; the README's commands fill one")
@@ -63,6 +63,8 @@ def read_log(folder, gpu=None):
             raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
         if not isinstance(record, dict):
             continue
+        if path.with_name(path.name + ".unfinished").exists():
+            raise UsageError(f"{path}: its measurement was cut short; bash scripts/measure.sh {folder} makes it again")
         record["path"] = path
         for kind, (tells, _) in KINDS.items():
             if tells(record) and gpu in (None, device_of(record)):
@@ -452,6 +454,8 @@ class Report:
         import evaluate
         from scripts import plots
         d, t = self.document, self.t
+        if "recommended" not in verify:
+            raise UsageError(f"{verify['path']}: was cut short; run scripts/verify.py again")
         tiers = [tier for tier in verify["tiers"] if "verdicts" in tier]
         if not tiers:
             raise UsageError(f"{verify['path']}: no tier was sampled ({verify['tiers'][0]['refused'] if verify['tiers'] else 'none asked'}); run scripts/verify.py again")
@@ -547,13 +551,13 @@ class Report:
             self.note(ddp)
             counts = sorted(int(n) for n in ddp["grid_sampling_s"] if n.isdigit())
             most = counts[-1]
-            grid, first, fid = ddp["grid_sampling_s"], ddp["start_to_first_step_s"], ddp["fid_pictures_per_s"]
+            grid, first, fid = ddp["grid_sampling_s"], ddp["start_to_first_step_s"], ddp.get("fid_pictures_per_s")  # which may have been left out
             d.heading(t(f"{ddp['model']}, {ddp['image_size']} px, {ddp['precision']}, {most} GPUs against one", f"{ddp['model']}，{ddp['image_size']} px，{ddp['precision']}，{most} 个 GPU 对 1 个"), 3)
             d.table([t("what"), *(f"{n} GPU" for n in counts), t("ratio"), t("of the ideal")], [
                 [t(f"8 labels: sampling, {ddp['steps']} steps, s", f"8 个标签：采样 {ddp['steps']} 步，秒"), *(f"{min(grid[str(n)]):.2f}" for n in counts), f"{1 / grid['ratio']:.2f}×",
                  f"{1 / grid['ratio'] / most:.0%}"],
-                [t(f"50k job: pictures/s at {fid['steps']} steps", f"5 万张任务：{fid['steps']} 步时每秒图片"), *(f"{fid[str(n)]:.2f}" if str(n) in fid else "–" for n in counts),
-                 *((f"{fid[str(most)] / fid['1']:.2f}×", f"{fid['efficiency']:.0%}") if "1" in fid else ("–", "–"))],
+                *([[t(f"50k job: pictures/s at {fid['steps']} steps", f"5 万张任务：{fid['steps']} 步时每秒图片"), *(f"{fid[str(n)]:.2f}" if str(n) in fid else "–" for n in counts),
+                    *((f"{fid[str(most)] / fid['1']:.2f}×", f"{fid['efficiency']:.0%}") if "1" in fid else ("–", "–"))]] if fid else []),
                 [t("process start to first step, s"), *(f"{min(first[str(n)]):.2f}" for n in counts), f"{first['ratio']:.2f}×", "–"]])
             pictures = ddp["grid_start_to_picture_s"]
             d.table([t("8 labels, process start to picture"), t("seconds of each run")],
@@ -566,11 +570,13 @@ class Report:
                          f"{most} 个 GPU 的竞赛 T（rank 0 从加载到图片）：{best:.2f} 秒（{len(totals)} 次运行），得分 {score(best):.1f} / 50。"))
             name = f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
             series[f"{name}: 8 labels"] = {1: 1.0, most: 1 / grid["ratio"]}
-            if "1" in fid:  # a measurement that was cut short has one end only
+            if fid and "1" in fid:  # a measurement that was cut short has one end only
                 series[f"{name}: 50k job"] = {1: 1.0, most: fid[str(most)] / fid["1"]}
             self.remark(ddp)
         for parallel in self.found["parallel"]:
             self.note(parallel)
+            if not parallel["rows"]:
+                raise UsageError(f"{parallel['path']}: holds no times, it was cut short; make it again: {KINDS['parallel'][1].format(log=self.log)}")
             series |= self.shared(parallel)
         d.picture("scaling.png", plots.scaling(series), t("Speed-up over one GPU on the same path, against the ideal"))
 

@@ -310,7 +310,9 @@ def test_disk_full_ends_cleanly_and_goes_on(demo, undisturbed, tmp_path):
 def test_world_independent_noise(demo, undisturbed, tmp_path):
     """Three ranks, one rank, and a job begun by two and ended by one: the same pictures."""
     how = [*demo, *FID, "--num-fid-samples", 22, "--num-sampling-steps", 8, "--world-independent-noise", "--sample-dir"]
-    finish(*ranks(3, *how, tmp_path / "3"))
+    text = finish(*ranks(3, *how, tmp_path / "3"))
+    shown = [int(number) for number in re.findall(r"(\d+)/22 \[\S+ +\S*(?:picture/s|s/picture)\]", text)]
+    assert shown == sorted(shown) and shown[-1] == 22, text  # one bar, over all ranks
     finish(*ranks(1, *how, tmp_path / "1"))
     processes = ranks(2, *how, tmp_path / "2+1", output=subprocess.DEVNULL)
     wait_for_pictures(tmp_path / "2+1", 3)

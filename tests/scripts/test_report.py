@@ -163,6 +163,31 @@ def test_mixed_and_damaged_files_are_refused_by_name(tmp_path):
         report.Report(tmp_path / "nowhere")
 
 
+def test_files_that_were_cut_short_are_refused_by_name(tmp_path):
+    """By measure.sh's mark, and by what they lack; a part that was left out on purpose is none."""
+    log(tmp_path / "log")
+
+    def without(name, change):
+        path = tmp_path / "log" / f"{name}.json"
+        text = path.read_text()
+        record = json.loads(text)
+        change(record)
+        path.write_text(json.dumps(record))
+        try:
+            return report.Report(tmp_path / "log").document.markdown()
+        finally:
+            path.write_text(text)
+
+    for name, change in (("verify/verify", lambda record: record.pop("recommended")), ("parallel", lambda record: record["rows"].clear())):
+        with pytest.raises(UsageError, match=f"{name}.json: .*was cut short; .*scripts/"):
+            without(name, change)
+    text = without("ddp", lambda record: record.pop("fid_pictures_per_s"))
+    assert "8.40 | 2.20 | 3.82" in text and "50k job" not in text
+    (tmp_path / "log" / "sweep.json.unfinished").touch()
+    with pytest.raises(UsageError, match="sweep.json: its measurement was cut short; bash scripts/measure.sh"):
+        report.Report(tmp_path / "log")
+
+
 def test_no_figure_without_measurements():
     for draw in (lambda: plots.ladder([], 1.0, "floor"), lambda: plots.scaling({}), lambda: plots.kinds({}), lambda: plots.error_against_speed([], evaluate.GATES),
                  lambda: plots.growth([dict(pictures=1, image_size=8, ms=1, ms_a_picture=1)], [])):
