@@ -286,12 +286,14 @@ def _choose(*key):
     if not algorithm:
         m, n, k, dtype, gelu, device, route = key
         name = f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}{' gelu' * gelu}{'' if route == 'tuned' else f' {route}'}"
-        file = _measurements(device)
-        algorithm = _read(file).get(name)
+        files = _measurements(device)
+        algorithm = next((known[name] for known in map(_read, files) if name in known), None)
         if not algorithm:
             with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
                 algorithm = product.fastest()
-            _write(file, {**_read(file), name: algorithm})
+        for file in files:
+            if name not in (known := _read(file)):
+                _write(file, {**known, name: algorithm})
     _chosen[key] = product, algorithm
     return product, algorithm
 
@@ -327,18 +329,20 @@ _kept_in = None
 
 
 def keep_measurements(folder):
-    """From now on keep what is measured in `folder`, not in the user's cache: a job that has to give the same bits when it is started again,
-    perhaps elsewhere, needs the same algorithms."""
+    """From now on keep what is chosen in `folder` too, and go by what is there first: a job that has to give the same bits when it is started again,
+    perhaps elsewhere, needs the same algorithms. Another job begins with those of the user's cache, so that its pictures are the same as well."""
     global _kept_in
     _kept_in = Path(folder)
+    _chosen.clear()  # such as what the check of the weights has met
 
 
 def _measurements(device):
-    """The file that holds what was measured for a GPU and the versions of the library and of our kernel: an algorithm's bytes mean nothing to another
-    version, and its time nothing beside another's."""
-    folder = _kept_in or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
+    """The files that hold what was measured for a GPU and the versions of the library and of our kernel, the first to go by first: an algorithm's bytes
+    mean nothing to another version, and its time nothing beside another's."""
+    folders = [folder for folder in (_kept_in, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit") if folder]
     gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    return folder / f"products-{gpu}-cublaslt-{_library().cublasLtGetVersion()}-own-{linear_hopper.version()}.json"
+    name = f"products-{gpu}-cublaslt-{_library().cublasLtGetVersion()}-own-{linear_hopper.version()}.json"
+    return [folder / name for folder in folders]
 
 
 def _read(file):

@@ -2,6 +2,8 @@
 
 import json
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +53,33 @@ def test_the_file_of_measurements(tmp_path):
     assert module._read(tmp_path / "absent.json") == {}
     module._write(tmp_path / "deep" / "products.json" / "below-a-file.json", known)  # cannot be written: no error, nothing there
     assert file.is_file()
+
+
+def test_two_jobs_take_one_choice(tmp_path, monkeypatch):
+    """Two jobs for FID with folders of their own, on one machine: the second does not measure, as another algorithm would round differently. A job that
+    goes on elsewhere, and has measured otherwise there, goes by its folder. The library and the GPU are stand-ins: this is about files."""
+    measured = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "_library", lambda: SimpleNamespace(cublasLtGetVersion=lambda: 1))
+    monkeypatch.setattr(module, "_kept_in", None)
+    monkeypatch.setattr(module, "Product", lambda *key: SimpleNamespace(known=lambda: None, fastest=lambda: measured.append(key) or module.Algorithm((len(measured),) * 8, 0)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU 1/2")
+    for name in ("device", "stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def choose(folder, home="home"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        monkeypatch.setattr(module, "_chosen", {})  # as in a process of its own
+        monkeypatch.setattr(module, "_kept_in", None)
+        product = 8, 8, 8, torch.float16, False, torch.device("cuda"), "tuned"
+        module._choose(*product)  # the check of the weights, which comes before the folder is known
+        module.keep_measurements(tmp_path / folder)
+        return module._choose(*product)[1].words[0]
+
+    assert [choose("one"), choose("two"), choose("one")] == [1, 1, 1] and len(measured) == 1
+    assert [choose("three", "elsewhere"), choose("one", "elsewhere"), choose("two", "elsewhere"), choose("four", "elsewhere")] == [2, 1, 1, 2]
+    assert len(list(tmp_path.rglob("products-GPU-1-2-*.json"))) == 6
 
 
 @pytest.mark.gpu
