@@ -12,6 +12,7 @@
 5. The evidence, from seeds that none of this has seen; if it falls short of the gate, a few calls more. LPIPS is left to evaluate.py.
 """
 
+import math
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ import torch  # noqa: E402
 
 from accel import engine, precision, vae  # noqa: E402
 from accel.forecast import Plan, plan_path, settings_of, write_plan  # noqa: E402
-from accel.options import OneLineParser, SamplingOptions, UsageError, add_arguments, options_from, positive, user_errors  # noqa: E402
+from accel.options import OneLineParser, SamplingOptions, UsageError, add_arguments, check_writable, options_from, positive, user_errors  # noqa: E402
 from diffusion import create_diffusion  # noqa: E402
 from diffusion.forecast import Strides  # noqa: E402
 from evaluate import GATES, json_ready, mae, psnr, ssim  # noqa: E402
@@ -205,13 +206,13 @@ def search(bench, seed, pictures, longest):
 def main():
     parser = OneLineParser(description=__doc__.splitlines()[0])
     add_arguments(parser, SamplingOptions, leave_out=("forecast", "forecast_plan", "forecast_tolerance", "output", "output_type", "repeats", "seed", "compile"))
-    parser.add_argument("--pictures", type=positive, default=64, help="recorded to measure costs and sensitivities")
-    parser.add_argument("--seeds", type=positive, default=16, help="held-out seeds that decide")
-    parser.add_argument("--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8")
-    parser.add_argument("--batch", type=positive, default=64, help="pictures at a time")
-    parser.add_argument("--longest", type=positive, default=8, help="most steps of a stride")
-    parser.add_argument("--margin", type=float, default=0.5, help="dB by which 99 %% of grids and 93 %% of pictures must be over the gate's 40")
-    parser.add_argument("--first-seed", type=int, default=10_000, help="first of the seeds used; the recorded pictures have this one, the held-out ones follow")
+    parser.add_argument("--pictures", type=positive, default=64, help="recorded to measure costs and sensitivities (default: %(default)s)")
+    parser.add_argument("--seeds", type=positive, default=16, help="held-out seeds that decide (default: %(default)s)")
+    parser.add_argument("--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8 (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=64, help="pictures at a time (default: %(default)s)")
+    parser.add_argument("--longest", type=positive, default=8, help="most steps of a stride (default: %(default)s)")
+    parser.add_argument("--margin", type=float, default=0.5, help="dB by which 99 %% of grids and 93 %% of pictures must be over the gate's 40 (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=10_000, help="first of the seeds used; the recorded pictures have this one, the held-out ones follow (default: %(default)s)")
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint)")
     args = parser.parse_args()
     with user_errors(parser):
@@ -219,9 +220,16 @@ def main():
             raise UsageError(f"--longest {args.longest}: must be {PROBE[0]} at least")
         if args.each % GRID:
             raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
+        if not math.isfinite(args.margin):
+            raise UsageError(f"--margin {args.margin:g}: must be finite")
+        if not -2**63 <= args.first_seed < 2**63:
+            raise UsageError(f"--first-seed {args.first_seed}: must fit into 64 bits")
         options = options_from(args)
+        if options.num_sampling_steps <= PROBE[0]:
+            raise UsageError(f"--num-sampling-steps {options.num_sampling_steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
         options.forecast_plan = args.plan
         path = plan_path(options)
+        check_writable(path, "--plan")
         calibrate(args, options, path)
 
 

@@ -20,6 +20,7 @@ from accel.options import DistributedOptions, SamplingOptions, UsageError
 from conftest import ROOT, fill
 from diffusion import create_diffusion
 from models import DiT, DiT_models
+from scripts import calibrate
 from scripts.calibrate import best_plans, kinds_up_to
 
 CPU = torch.device("cpu")
@@ -232,6 +233,18 @@ def test_the_best_plan_is_the_best_of_all():
         if of_so_many:
             assert loss(plans[calls]) == pytest.approx(min(map(loss, of_so_many))) and plans[calls][0] == (1, 1)
             assert sum(k for k, _ in plans[calls]) == 7 and sum(c for _, c in plans[calls]) == calls
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--plan", "/proc/x.json"], "--plan /proc/x.json: cannot write"), (["--first-seed", str(2**63)], "--first-seed"), (["--margin", "nan"], "--margin nan"),
+    (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few")])
+def test_calibrate_refuses_before_any_work(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "Bench", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", "--model", "DiT-Demo/2", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        calibrate.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
 
 
 def test_calibrate_writes_a_plan_that_sample_follows(tmp_path, run):
