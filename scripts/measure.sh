@@ -24,7 +24,7 @@ measure() { # FILE COMMAND...
 }
 
 if ((gpus)); then
-  model=() ladder=(--gate 3) verify=("$@") pictures="1 2 4 8 16 32 64" sizes="256 512 1024" ranks=$gpus ddp=("$@") shared=() link=()
+  model=() ladder=(--gate 3) verify=("$@") pictures="1 2 4 8 16 32 64" sizes="256 512 1024" ranks=$gpus ddp=("$@") shared=(--gate) link=()
   (($#)) || verify=(--model DiT-Demo/2)
 else
   echo "No GPU: the demo is measured on the CPU. Times say nothing about a GPU's; there is no comparison with the compiler and diffusers."
@@ -44,7 +44,7 @@ measure contest.json python scripts/benchmark.py "${model[@]}" "$@" --contest $t
 measure verify/verify.json python scripts/verify.py "${verify[@]}" --output "$log/verify"
 if ((ranks > 1)); then
   measure link.json torchrun --standalone --nproc_per_node="$ranks" scripts/measure_link.py "${link[@]}" --output "$log/link.json"
-  measure parallel.json torchrun --standalone --nproc_per_node="$ranks" scripts/benchmark_parallel.py "${shared[@]}" --gate --output "$log/parallel.json"
+  measure parallel.json torchrun --standalone --nproc_per_node="$ranks" scripts/benchmark_parallel.py "${shared[@]}" --output "$log/parallel.json"
   measure ddp.json python scripts/measure_ddp.py --gpus "$ranks" "${ddp[@]}" --output "$log/ddp.json"
 fi
 sections="1 2 3$( ((ranks > 1)) && echo ' 4 5')"

@@ -47,6 +47,7 @@ def test_a_measurement_that_was_cut_short_is_made_again(tmp_path):
     (tmp_path / "die").unlink()
     done, started = measure()
     assert done.returncode == 0 and started == ["ladder.json", "sweep.json", "contest.json", "verify", "link.json", "parallel.json", "ddp.json"], done.stderr
+    assert "--gate" not in done.stdout  # sixty-four pictures a plan are an hour of a CPU
     assert "report.py" in done.stdout and not list((tmp_path / "out").rglob("*.unfinished"))
     assert measure()[1] == []  # all are whole
 
