@@ -166,6 +166,23 @@ def test_latents_that_are_not_finite_name_the_step(tmp_path, monkeypatch):
             run.run()
 
 
+def large_inside(model):
+    """The same function but for rounding, with values between fc1 and fc2 that float16 does not hold."""
+    for block in model.blocks:
+        block.mlp.fc1.weight.data.mul_(3e5)
+        block.mlp.fc2.weight.data.div_(3e5)
+    return model
+
+
+def test_the_check_for_overflow_leaves_the_random_stream_alone():
+    """By the twins: float16 overflows where bfloat16 and float32 do not, and the run's noise is the same whether or not there was a check."""
+    options = SamplingOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
+    states = small().state_dict(), large_inside(small()).state_dict()
+    before = torch.get_rng_state()
+    found = [[engine.overflows(FastDiT(state, 2, dtype, CPU), options, CPU) for dtype in (torch.float16, torch.bfloat16, torch.float32)] for state in states]
+    assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("where", ("sampling", "loading"))
 def test_too_little_memory_is_one_line(where, monkeypatch):
     options = SamplingOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=2, labels=(0, 1, 2), output_type="latent").resolve()
@@ -376,11 +393,7 @@ def test_no_copy_and_no_wait_between_the_steps():
 
 @gpu
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
-    model = build("DiT-Demo/2")
-    for block in model.blocks:
-        block.mlp.fc1.weight.data.mul_(3e5)
-        block.mlp.fc2.weight.data.div_(3e5)
-    torch.save(model.state_dict(), tmp_path / "large.pt")
+    torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
     options = SamplingOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), num_sampling_steps=5, output_type="latent",
                               output=str(tmp_path / "x.npy"))
     chosen = engine.Engine(replace(options).resolve())
