@@ -45,13 +45,16 @@ def launched():
 
 
 def _rendezvous(rank, world):
-    """The store that all ranks share."""
+    """The store that all ranks share. Raises UsageError if srun does not say where to meet."""
     env = os.environ
-    if "MASTER_ADDR" not in env:  # srun: meet on the step's first host, at a port that only this step uses
-        nodes = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True, text=True,
-                               check=True).stdout
+    if "SLURM_STEP_ID" in env and "MASTER_PORT" not in env:  # srun: meet on the step's first host, at a port that only this step uses
+        env["MASTER_PORT"] = str(12000 + (int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"]) % 16) % 20000)
+    if "MASTER_ADDR" not in env:
+        try:
+            nodes = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True, text=True, check=True).stdout
+        except (OSError, KeyError, subprocess.CalledProcessError) as error:
+            raise UsageError(f"srun: the step's hosts cannot be asked for ({type(error).__name__}: {error}); export MASTER_ADDR, the first of them") from None
         env["MASTER_ADDR"] = nodes.split()[0]
-        env.setdefault("MASTER_PORT", str(12000 + (int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"]) % 16) % 20000))
     env.update(RANK=str(rank), WORLD_SIZE=str(world))
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
     return dist.PrefixStore("job", store)
@@ -313,7 +316,12 @@ def join():
 def job(program):
     """Run a block as one rank of a job. However it ends, on whichever rank, all ranks end, and the cause is told once: a user's mistake
     in one line and status 2, a stop with STOPPED, a failure with its own traceback and status 1."""
-    group = join()
+    try:
+        group = join()
+    except UsageError as error:  # before the ranks have met: each finds the same
+        if launched()[0] == 0:
+            print(f"{program}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
     if group.rank:
         sys.stdout = open(os.devnull, "w")  # what is printed is for one reader
     try:

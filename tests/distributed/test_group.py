@@ -95,6 +95,14 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error
 
 
+def test_srun_without_scontrol_is_told_what_to_export(tmp_path):
+    """As in a container without Slurm's commands."""
+    step = dict(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="n[1-2]", PATH=str(tmp_path))
+    done = subprocess.run([sys.executable, str(ROOT / "sample_ddp.py"), "--model", "DiT-Demo/2"], cwd=ROOT, text=True, capture_output=True,
+                          env={**{name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK"))}, **step})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "sample_ddp.py: srun: " in done.stderr and "export MASTER_ADDR" in done.stderr
+
+
 def caught(process):
     """The signals that a process handles, as the kernel's mask."""
     with open(f"/proc/{process}/status") as status:
