@@ -2,6 +2,7 @@
 
 import json
 import math
+import zipfile
 from pathlib import Path
 
 import torch
@@ -46,17 +47,26 @@ def find_vae(name):
         raise UsageError(f"--vae {name}: {folder} holds {kind}, not AutoencoderKL")
     try:
         with shapes_only():
-            Decoder(config)
+            decoder = Decoder(config)
     except (ValueError, KeyError) as error:
         raise UsageError(f"--vae {name}: {folder / FILES[0]} has {error}, which no sd-vae-ft-* has; give a VAE of that kind") from None
-    if weights[0].is_file():
-        from safetensors import SafetensorError, safe_open
-        try:
-            with safe_open(weights[0], "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"--vae {name}: {weights[0]} is damaged ({error}); copy it again") from None
+    try:
+        state = decoder.renamed(_mapped(folder))
+    except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
+        file = next(file for file in weights if file.is_file())
+        raise UsageError(f"--vae {name}: {file} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:120]}); copy it again") from None
+    wrong = [entry for entry, tensor in decoder.state_dict().items() if entry not in state or state[entry].shape != tensor.shape]
+    if wrong:
+        raise UsageError(f"--vae {name}: the weights in {folder} are not those of its config.json ({len(wrong)} entries differ, first {wrong[0]}); copy it again")
     return folder
+
+
+def _mapped(folder):
+    """The state dict in a VAE's folder, of which nothing is read until its values are."""
+    if (folder / FILES[1]).is_file():
+        from safetensors.torch import load_file
+        return load_file(folder / FILES[1])
+    return torch.load(folder / PICKLED, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(folder / PICKLED))
 
 
 def _fetch(name, folder):
@@ -70,19 +80,11 @@ def _fetch(name, folder):
 
 
 def load_vae(folder, device):
-    """The Decoder of a VAE's folder found by `find_vae`, float32, on `device`. Raises UsageError if its files are not of the sd-vae-ft-* kind."""
+    """The Decoder of a VAE's folder found by `find_vae`, float32, on `device`."""
     config = json.loads((folder / FILES[0]).read_text())
     with shapes_only():
         decoder = Decoder(config)
-    if (folder / FILES[1]).is_file():
-        from safetensors.torch import load_file
-        state = load_file(folder / FILES[1])
-    else:
-        state = torch.load(folder / PICKLED, map_location="cpu", weights_only=True, mmap=True)
-    try:
-        decoder.load_state_dict({name: tensor.to(device, torch.float32) for name, tensor in decoder.renamed(state).items()}, assign=True)
-    except RuntimeError as error:
-        raise UsageError(f"--vae {folder}: the weights are not those of its config.json ({str(error).splitlines()[1].strip()})") from None
+    decoder.load_state_dict({name: tensor.to(device, torch.float32) for name, tensor in decoder.renamed(_mapped(folder)).items()}, assign=True)
     return decoder.eval().requires_grad_(False)
 
 

@@ -88,10 +88,10 @@ def _read_pt(path):
         what = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
         what = next(filter(None, what.groups())) if what else "objects that are no tensors"
         raise UsageError(f"--ckpt {path}: refused, loading it would run code ({what}); save its state dict with torch.save") from None
-    except (EOFError, RuntimeError, ValueError, KeyError, AttributeError, TypeError, IndexError):
-        raise UsageError(f"--ckpt {path}: truncated or not a checkpoint; copy it again") from None
     except OSError as error:
         raise UsageError(f"--ckpt {path}: cannot be read ({error.strerror})") from None
+    except Exception:  # an unpickler ends in whatever the bytes happen to mean
+        raise UsageError(f"--ckpt {path}: truncated or not a checkpoint; copy it again") from None
     if not isinstance(state, dict):
         raise UsageError(f"--ckpt {path}: holds a {type(state).__name__}, not a state dict")
     for entry in ("ema", "model", "state_dict"):

@@ -1,9 +1,11 @@
 import json
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from accel import vae
 from accel.options import DEMO, UsageError
@@ -71,7 +73,6 @@ def test_the_demos_decoder_is_diffusers_bit_for_bit():
 
 def test_deprecated_attention_names_load(tiny_vae, tmp_path):
     """The published sd-vae-ft-* files name the attention's projections query, key, value and proj_attn."""
-    from safetensors.torch import load_file, save_file
     names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     state = load_file(tiny_vae / vae.FILES[1])
     old = {}
@@ -107,8 +108,14 @@ def test_bad_folders(tiny_vae, tmp_path):
     assert "damaged" in error(tmp_path)
     (tmp_path / vae.FILES[1]).write_bytes((tiny_vae / vae.FILES[1]).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(layers_per_block=2)))
-    with pytest.raises(UsageError, match="not those of its config.json"):
-        vae.load_vae(vae.find_vae(str(tmp_path)), torch.device("cpu"))
+    assert "not those of its config.json" in error(tmp_path)  # already here, before a picture is sampled
+    (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
+    (tmp_path / vae.FILES[1]).unlink()
+    for content in (b"junk", b"", pickle.dumps(print)):
+        (tmp_path / vae.PICKLED).write_bytes(content)
+        assert "is damaged" in error(tmp_path)
+    torch.save(dict(load_file(tiny_vae / vae.FILES[1]), **{"decoder.conv_out.bias": 3}), tmp_path / vae.PICKLED)
+    assert "is damaged" in error(tmp_path)
 
 
 def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
