@@ -160,7 +160,7 @@ class Document:
 
     def html(self):
         def numeric(cell):
-            return cell[:1].isdigit() or cell[:1] in "–−" and len(cell) < 8
+            return cell[:1].isdigit() or cell[:1] in "–−" and len(cell) < 8 or cell in ("inf", "nan")
 
         out = []
         for block in self.blocks:
@@ -286,7 +286,7 @@ class Report:
             d.text(t("The contest's T runs from loading the model to the picture on disk: 50 points below 100 s, 50·log(300/T)/log 3 up to 300 s, none beyond."))
             d.table([t("tier"), "T, s", t("runs, s"), t("of which, s"), t("points")],
                     [[row["tier"], f"{row['seconds']:.2f}", " ".join(f"{run['total']:.2f}" for run in row["runs"]),
-                      ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in row["runs"][0].items() if phase not in ("total", "process")), f"{row['points']:.1f}"] for row in rows])
+                      ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"])).items() if phase not in ("total", "process")), f"{row['points']:.1f}"] for row in rows])
 
     # ---- 2 ----
 
@@ -325,10 +325,12 @@ class Report:
         for slow in self.found["baseline"]:
             worst = max(slow["kinds"], key=lambda kind: slow["kinds"][kind]["ms"])
             idle = slow["kinds"].get("idle", {}).get("share", 0.0)
-            d.text(t(f"Upstream in {slow['tier']}: the bottleneck is {worst}, {slow['kinds'][worst]['share']:.0%} of a step; the GPU is idle for {idle:.1%} of it, "
-                     + ("so that neither copies nor the host's waits hold it up." if idle < 0.05 else "while the host is late with work."),
-                     f"上游（{slow['tier']}）：瓶颈是 {worst}，占每步的 {slow['kinds'][worst]['share']:.0%}；GPU 空闲 {idle:.1%}，"
-                     + ("因此拷贝与主机等待都不是瓶颈。" if idle < 0.05 else "此时主机供给不及时。")))
+            english = f"; the GPU is idle for {idle:.1%} of it, " + ("so that neither copies nor the host's waits hold it up." if idle < 0.05 else "while the host is late with work.")
+            chinese = f"；GPU 空闲 {idle:.1%}，" + ("因此拷贝与主机等待都不是瓶颈。" if idle < 0.05 else "此时主机供给不及时。")
+            if slow["gpu"] is None:  # a profile of the CPU knows of neither
+                english, chinese = ".", "。"
+            d.text(t(f"Upstream in {slow['tier']}: the bottleneck is {worst}, {slow['kinds'][worst]['share']:.0%} of a step{english}",
+                     f"上游（{slow['tier']}）：瓶颈是 {worst}，占每步的 {slow['kinds'][worst]['share']:.0%}{chinese}"))
         limit = max(fast["kinds"], key=lambda kind: fast["kinds"][kind]["ms"])
         d.text(t(f"Here {limit} is what is left, {fast['kinds'][limit]['share']:.0%} of a step" + (f" at {fast['kinds'][limit]['of_ceiling']:.0%} of its ceiling" if "of_ceiling" in
                  fast["kinds"][limit] else "") + f"; a step takes {fast['timed']['ms'] / fast['floor_ms']:.2f} times its floor.",
@@ -484,7 +486,8 @@ class Report:
         worst = {metric: float(value) for metric, value in next(row for row in best["parts"] if row["part"] == "grid" and row["seed"] == best["worst_seed"]).items()
                  if metric in evaluate.METRICS}
         if verify["recommended"]:
-            d.text(t(f"Recommended there: `--precision {best['tier']}`.", f"推荐：`--precision {best['tier']}`。"))
+            flags = best["tier"].removesuffix(" again").replace(", ", " --")
+            d.text(t(f"Recommended there: `--precision {flags}`.", f"推荐：`--precision {flags}`。"))
         d.text(t(f"The worst grid in {best['tier']}, as evaluate.py prints it:", f"{best['tier']} 的最差网格（evaluate.py 输出）："))
         d.verbatim(evaluate.block(worst))
         for tier in tiers:

@@ -101,6 +101,25 @@ def test_its_figures_are_those_of_the_files(written):
         "## 1. Baseline on one GPU", "## 2. Profile and bottleneck", "## 3. Result on one GPU", "## 4. Design for many GPUs", "## 5. Result on many GPUs", "## Sources"]
 
 
+def test_without_a_gpu(tmp_path):
+    """What is said of a GPU's idleness is not said of a CPU, a tier's name is not taken for a flag's value, phases are those of the run whose time is given."""
+    log(tmp_path, gpu=None)
+    slow, contest, verify = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("profile-baseline", "contest", "verify/verify"))
+    del slow["kinds"]["idle"]
+    slow["waits"] = []
+    contest["contest"][1] |= dict(seconds=11.0, runs=[dict(sample=total - 1, total=total, process=total) for total in (30.0, 11.0, 10.5)])
+    verify["tiers"][0]["tier"] = verify["recommended"] = "fp32 again"
+    verify["tiers"][0]["worst"]["grid"]["psnr"] = "inf"
+    (tmp_path / "verify/heatmap-fp16.png").rename(tmp_path / "verify/heatmap-fp32-again.png")
+    for name, record in (("profile-baseline", slow), ("contest", contest), ("verify/verify", verify)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    for chinese in (False, True):
+        document = report.Report(tmp_path, sections=[1, 2, 3], lang="zh" if chinese else "en").document
+        text = document.markdown()
+        assert ("瓶颈是 GEMM，占每步的 70%。" if chinese else "the bottleneck is GEMM, 70% of a step.") in text and "`--precision fp32`" in text
+        assert "sample 10.00" in text and "sample 29.00" not in text and "<td class=n>inf</td>" in document.html()
+
+
 def test_a_page_of_its_own(written):
     for lang in ("en", "zh"):
         page = (written / lang / "report.html").read_text()
