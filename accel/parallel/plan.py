@@ -130,7 +130,7 @@ class Planner:
             print(f"parallel: {plan}, {plan.ranks} of {self.group.world} GPUs: {reason}")
             return divide_weights(network, mesh) if self.group.rank < plan.ranks else None, plan
         if plan is None:
-            plan, reason = self.choose_once() if self.device.type == "cuda" else self.choose()
+            plan, reason = self.choose_once()
         if plan.ranks > 1:
             self.agree([plan])
         if plan.stages > 1:
@@ -161,7 +161,8 @@ class Planner:
         """What a choice depends on, in words."""
         weights = next(iter(self.network.parameters()))
         hosts = "+".join(str(self.hosts.count(host)) for host in dict.fromkeys(self.hosts))
-        return (f"{hosts} {torch.cuda.get_device_name(self.device)}, torch {torch.__version__}: {self.pictures} pictures of {self.tokens} tokens, "
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"processors of {torch.get_num_threads()} threads"
+        return (f"{hosts} {name}, torch {torch.__version__}: {self.pictures} pictures of {self.tokens} tokens, "
                 f"{self.pieces.depth} blocks of {weights.shape[0]}, {type(self.network).__name__} {getattr(self.network, 'dtype', weights.dtype)}")
 
     def exchanges(self):
@@ -257,9 +258,10 @@ def _known_plans():
     """The file of earlier choices, and what is in it."""
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit" / "plans.json"
     try:
-        return file, json.loads(file.read_text())
-    except (OSError, ValueError):  # absent or damaged: measured again
-        return file, {}
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        known = None
+    return file, known if isinstance(known, dict) else {}  # absent or damaged: measured again
 
 
 def _keep(file, known):

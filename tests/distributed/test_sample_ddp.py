@@ -123,6 +123,15 @@ def test_grid_equals_one_process(processes, labels, parallel, demo, alone, tmp_p
     assert np.abs(mine - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+def test_two_runs_give_one_picture(demo, tmp_path, monkeypatch):
+    """One label on two ranks, as measured: which way is taken is kept, since two ways that take as long round differently. The second run draws the same bits."""
+    monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path))
+    said = [finish(*ranks(2, *demo, "--num-sampling-steps", 3, "--labels", 6, "--output-type", "latent", "--output", tmp_path / f"{run}.npy")) for run in "ab"]
+    first, second = (re.search(r"^parallel: (.*, \d of 2 GPUs): (.*)$", text, re.M) for text in said)
+    assert first[1] == second[1] and "measured before" not in first[2] and f"{first[2]}; measured before on this machine ({tmp_path}/dit/plans.json)" == second[2]
+    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes()
+
+
 def test_strict_gate_after_a_whole_run(tmp_path, run):
     """250 steps of the demo with its own weights, a picture's tokens on two ranks in a ring, against one process."""
     from evaluate import GATES, mae, psnr, ssim
