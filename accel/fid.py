@@ -177,7 +177,8 @@ class Journal:
                         left.unlink()
                 with durable(file) as out:
                     out.write(json.dumps(settings, indent=2).encode())
-                _sync_folder(home)
+                for place in (home, folder, folder.parent):
+                    _sync_folder(place)
         except OSError as error:
             raise UsageError(f"--sample-dir: cannot write to {folder} ({error.strerror}); choose another") from None
 

@@ -70,7 +70,7 @@ class Table:
         self.z = torch.randn(pictures, 4, self.latent, self.latent, generator=generator, device=device)
         self.labels = torch.arange(pictures, device=device)
         self.null = args.num_classes
-        self.diffusion = create_diffusion("250")
+        self.diffusion = create_diffusion(str(DistributedOptions.num_sampling_steps))
         self.alone = None
 
     def measure(self, plan, world):
@@ -84,7 +84,7 @@ class Table:
 
         def work(steps):
             if len(self.labels[rows]):
-                engine.denoise(network, self.diffusion, self.z, self.labels, 4.0, self.null, rows=rows, steps=steps)
+                engine.denoise(network, self.diffusion, self.z, self.labels, DistributedOptions.cfg_scale, self.null, rows=rows, steps=steps)
 
         self.planner.pieces.attend = self.planner.pieces.alone if plan == OFF else self.planner.pieces.attend
         row["ms"] = step_time(network, work, self.args, self.device, busy, self.group.rank)
@@ -92,7 +92,7 @@ class Table:
             x, t = self.z.repeat(2, 1, 1, 1), torch.full((2 * self.pictures,), 500, device=self.device)
             y = torch.cat([self.labels, torch.full_like(self.labels, self.null)])
             if network is not None:
-                out = network.forward_with_cfg(x, t, y, 4.0).double()
+                out = network.forward_with_cfg(x, t, y, DistributedOptions.cfg_scale).double()
                 self.alone = out if world == 1 else self.alone
                 row["error"] = float((out - self.alone).norm() / self.alone.norm())
         if plan.tokens > 1:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from accel.options import OneLineParser, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
+from accel.options import OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
 from scripts.benchmark import git  # noqa: E402
 from scripts.measure_ddp import make_vae, make_weights  # noqa: E402
 
@@ -67,7 +67,7 @@ def main():
     parser.add_argument("--ckpt", help="weights, as in sample.py (default: random ones)")
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one)")
     parser.add_argument("--image-size", type=positive, default=512, help="side of a picture in pixels (default: 512)")
-    parser.add_argument("--num-sampling-steps", type=positive, default=250, help="steps (default: 250)")
+    parser.add_argument("--num-sampling-steps", type=positive, default=SamplingOptions.num_sampling_steps, help="steps (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=2, help="runs with empty and with warm caches, of each (default: 2)")
     parser.add_argument("--output", default="log/cold-start.json", help="JSON file to write (default: log/cold-start.json)")
     parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")

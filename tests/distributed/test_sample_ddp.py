@@ -376,6 +376,7 @@ def test_names_are_on_disk_before_what_relies_on_them(tmp_path, monkeypatch):
     plan = fid.Plan(DistributedOptions(num_fid_samples=8, per_proc_batch_size=4).resolve(), 0, 1)
     monkeypatch.setattr(fid.os, "fsync", lambda handle, fsync=os.fsync: (order.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)))
     fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 1})
+    assert order[1:] == [str(folder / ".job"), str(folder), str(tmp_path)]
     for number in range(9):
         fid.write_picture(folder / fid.picture_name(number), np.zeros((8, 8, 3), np.uint8))
     (folder / ".000009.png.part").touch()
