@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -257,7 +257,8 @@ class Group:
             except Exception as error:  # left to end this thread alone, it would make a living rank look dead to the others
                 traceback.print_exc()
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._fail(text, 1, store)
+                with suppress(RuntimeError):  # the store may be what failed
+                    self._fail(text, 1, store)
                 self._die(text, 1, pause=3 * BEAT * (self.world > 1))  # this process may keep the store: the others are to read the cause first
 
     def _fail(self, text, code, store):

@@ -46,8 +46,9 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
 
 
 def test_a_failure_of_the_watching_thread_ends_the_job_with_its_cause():
-    """Not in silence, which the other ranks would take for this rank's death half a minute later."""
-    code = ("import time\nfrom accel.parallel.group import job\ndef broken_bar(store): raise ZeroDivisionError('of the bar')\n"
+    """Not in silence, which the other ranks would take for this rank's death half a minute later; also where they cannot be told."""
+    code = ("import time\nfrom accel.parallel.group import Group, job\n"
+            "def broken_bar(store): raise ZeroDivisionError('of the bar')\ndef gone(*_): raise RuntimeError('no store')\nGroup._fail = gone\n"
             "with job('test') as group:\n    group.on_beat = broken_bar\n    time.sleep(30)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1 and "Traceback" in done.stderr and done.stderr.endswith("rank 0: ZeroDivisionError: of the bar\n"), done.stderr
