@@ -103,7 +103,7 @@ def time_steps(network, args, device):
             if len(marks) > 4:
                 marks[-4].synchronize()  # the host is at most a few steps ahead, so that the clock below counts work that was done
         started = started or time.perf_counter()
-        if time.perf_counter() - started > args.load + args.window:
+        if len(marks) > 1 and time.perf_counter() - started > args.load + args.window:
             raise Enough
 
     engine.denoise(network, diffusion, z, labels, args.cfg_scale, args.num_classes, steps=2)  # what only the first step does
@@ -222,6 +222,7 @@ def network_of(args, device):
     """The options that `args` imply, and models.DiT with its weights: those of --ckpt, the demo's own, else random ones."""
     options = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, device=str(device), ckpt=args.ckpt,
                               labels=(0,)).resolve()
+    engine.network_shape(options)  # a size that the network does not divide
     if options.ckpt is not None:
         return options, engine.load_model(options, device)
     with torch.device(device):
@@ -404,6 +405,13 @@ def contest(args, device, record):
                   f"{score(seconds):.1f} of 50 points", flush=True)
 
 
+def seconds(text):
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ArgumentTypeError(f"{text}: must be seconds, 0 or more")
+    return value
+
+
 def listed(text):
     """--vs' value: what to compare with, separated by commas."""
     names = text.split(",")
@@ -439,8 +447,8 @@ def main():
     parser.add_argument("--repeats", type=positive, default=3, help="the contest's runs a tier, after one for the caches (default: 3)")
     parser.add_argument("--vae", help="the contest's and --decoder's decoder, as in sample.py (default: random beside random weights; the demo's own)")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with one of these words in their name")
-    parser.add_argument("--load", type=float, default=5.0, help="seconds of steps before those that count")
-    parser.add_argument("--window", type=float, default=3.0, help="seconds of steps that count")
+    parser.add_argument("--load", type=seconds, default=5.0, help="seconds of steps before those that count")
+    parser.add_argument("--window", type=seconds, default=3.0, help="seconds of steps that count")
     parser.add_argument("--untimed", action="store_true", help="errors and gates only")
     parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge every rung on the demo's pictures, 64 a seed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
@@ -465,7 +473,7 @@ def main():
         implied = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, labels=(0,)).resolve()
         args.image_size, args.num_classes = implied.image_size, implied.num_classes
         for size in args.sweep_sizes:
-            replace(implied, image_size=size).resolve()
+            engine.network_shape(replace(implied, image_size=size).resolve())
         what, work = (("contest", contest) if args.contest is not None else ("decoder", decoding) if args.decoder else ("sweep", sweep) if args.sweep_pictures or args.sweep_sizes else
                       ("rungs", measure))
 

@@ -21,14 +21,14 @@ import torch.distributed as dist  # noqa: E402
 
 from accel import engine, precision  # noqa: E402
 from accel.fast import Optimisations  # noqa: E402
-from accel.options import DEFAULTS_OF, DistributedOptions, OneLineParser, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
+from accel.options import DEFAULTS_OF, DistributedOptions, OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
 from accel.parallel.group import job, launched  # noqa: E402
 from accel.parallel.plan import OFF, Plan, Planner, check  # noqa: E402
 from accel.parallel.rows import share  # noqa: E402
 from accel.parallel.tokens import traffic  # noqa: E402
 from diffusion import create_diffusion  # noqa: E402
 from models import DiT_models  # noqa: E402
-from scripts.benchmark import Gate, build, git, random_state  # noqa: E402
+from scripts.benchmark import Gate, build, git, random_state, seconds  # noqa: E402
 
 FORCED = ("rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,exchange=ulysses", "tokens=2,exchange=ring",
           "rows=4", "rows=2,tokens=2,exchange=push", "rows=2,tokens=2,exchange=kv", "rows=2,tokens=2,exchange=ulysses",
@@ -110,8 +110,8 @@ def main(arguments=None):
     parser.add_argument("--image-size", type=positive, nargs="+", help="sides of a picture in pixels (default: 512 1024 256; the demo's own)")
     parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16 on GPUs, else fp32)")
     parser.add_argument("--plans", nargs="*", default=FORCED, metavar="rows=N,tokens=N,exchange=NAME", help="plans to time beside auto's choice")
-    parser.add_argument("--load", type=float, default=1.0, help="seconds of steps before those that count")
-    parser.add_argument("--window", type=float, default=0.5, help="seconds of steps that count")
+    parser.add_argument("--load", type=seconds, default=1.0, help="seconds of steps before those that count")
+    parser.add_argument("--window", type=seconds, default=0.5, help="seconds of steps that count")
     parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")
     parser.add_argument("--device", help="default: GPUs if there are any")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -119,6 +119,8 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     with user_errors(parser):
         plans = [Plan(**DistributedOptions(parallel=text).mesh) for text in args.plans]
+        for size in args.image_size or ():
+            engine.network_shape(SamplingOptions(model=args.model, image_size=size).resolve())
         if (launched() or (0, 1, 0))[1] < 2:
             raise UsageError("there is nothing to share with one process: torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py")
     with job("benchmark_parallel.py") as group:

@@ -419,6 +419,7 @@ def main():
     args = parser.parse_args()
     pictures, _ = render_all(8, torch.Generator().manual_seed(args.seed))
     save_image(from_bytes(pictures), args.output, nrow=8, normalize=True, value_range=(-1, 1))
+    print(args.output)
 
 
 if __name__ == "__main__":

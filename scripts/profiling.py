@@ -27,7 +27,7 @@ from accel.options import OneLineParser, SamplingOptions, UsageError, check_writ
 from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
 from models import DiT_models
-from scripts.benchmark import Enough, build, copy_bandwidth, git, network_of, random_decoder
+from scripts.benchmark import Enough, build, copy_bandwidth, git, network_of, random_decoder, seconds
 
 TRACE_LIMIT = 200e6  # bytes of JSON that viewers still open
 WAIT, WARMUP = 1, 2  # steps before those that are recorded
@@ -513,7 +513,7 @@ def main():
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier (default: sample.py's; with --baseline upstream's)")
     parser.add_argument("--baseline", action="store_true", help="upstream's arithmetic and its host→device copies, instead of the fast path")
     parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
-    parser.add_argument("--load", type=float, default=4.0, help="seconds of steps before those that are timed")
+    parser.add_argument("--load", type=seconds, default=4.0, help="seconds of steps before those that are timed")
     parser.add_argument("--tensorboard", metavar="DIR", help="also leave the trace where TensorBoard's profiler looks")
     parser.add_argument("--output", metavar="FILE.json", help="write the figures; the trace goes beside it, as FILE.trace.json.gz")
     parser.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="put two profiles side by side; runs nothing")

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from accel import vae  # noqa: E402
 from accel.engine import Engine  # noqa: E402
-from accel.options import OneLineParser, SamplingOptions, positive, user_errors  # noqa: E402
+from accel.options import OneLineParser, SamplingOptions, check_writable, positive, user_errors  # noqa: E402
 from scripts.demo_pictures import CLASSES, from_bytes, render_all  # noqa: E402
 
 NONE = len(CLASSES)
@@ -91,6 +91,9 @@ def main():
     parser.add_argument("--grid", type=Path, help="PNG file for the first 64 generated pictures, eight a row")
     args = parser.parse_args()
     with user_errors(parser):
+        for flag, path in (("--output", args.output), ("--grid", args.grid)):
+            if path is not None:
+                check_writable(path, flag)
         labels = tuple(index % len(CLASSES) for index in range(args.count))
         engine = Engine(SamplingOptions(
             model="DiT-Demo/2", labels=labels, cfg_scale=args.cfg_scale, num_sampling_steps=args.num_sampling_steps, seed=args.seed,

@@ -10,7 +10,7 @@ import torch
 
 from accel.parallel.plan import Plan
 from conftest import ROOT
-from scripts import benchmark, measure_ddp
+from scripts import benchmark, measure_ddp, profiling, score_demo
 
 PYTHON = """#!/bin/bash
 case "$*" in
@@ -71,7 +71,12 @@ def test_few_pictures_on_many_ranks(tmp_path):
     (measure_ddp.main, ["--output", "/proc/x.json"], "--output /proc/x.json: cannot write"), (measure_ddp.main, ["--gpus", "0"], "--gpus: 0: must be at least 1"),
     (measure_ddp.main, ["--model", "DiT-Demo"], "--model DiT-Demo: unknown"), (measure_ddp.main, ["--image-size", "100"], "--image-size 100: must be a multiple"),
     (benchmark.main, ["--model", "DiT-Demo/2", "--device", "cpu", "--only", "reset"], "--only reset: no rung on cpu"),
-    (benchmark.main, ["--model", "DiT-Demo/2", "--device", "cpu", "--sweep-sizes", "128", "100"], "--image-size 100: must be a multiple")])
+    (benchmark.main, ["--model", "DiT-Demo/2", "--device", "cpu", "--sweep-sizes", "128", "100"], "--image-size 100: must be a multiple"),
+    (benchmark.main, ["--model", "DiT-S/8", "--device", "cpu", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
+    (benchmark.main, ["--parallel", "--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
+    (profiling.main, ["--model", "DiT-S/8", "--device", "cpu", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
+    (profiling.main, ["--load", "nan"], "--load: nan: must be seconds"), (benchmark.main, ["--window", "-1"], "--window: -1: must be seconds"),
+    (score_demo.main, ["--grid", "/proc/x.png"], "--grid /proc/x.png: cannot write")])
 def test_refused_before_anything_is_measured(main, arguments, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
     with pytest.raises(SystemExit) as stop:
