@@ -2,15 +2,17 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from accel import options
 from accel.options import DistributedOptions, UsageError
 from accel.parallel import tokens
 from accel.parallel.group import Group
-from accel.parallel.plan import OFF, Plan, Planner, candidates, check
+from accel.parallel.plan import OFF, Plan, Planner, candidates, check, code_version
 from conftest import ROOT
 
 ONE_HOST = ["a"] * 4
@@ -48,6 +50,17 @@ def test_a_mesh_of_one_is_no_mesh(text):
     plan = planner.wanted(DistributedOptions(parallel=text))
     assert plan == OFF and planner.parallel(network, plan) == (network, OFF)
     group.leave()
+
+
+def test_a_choice_is_of_this_code(tmp_path):
+    """Plans are kept between runs; faster kernels, or another exchange, are another choice."""
+    planner = Planner(SimpleNamespace(tell=lambda name, value: ["a", "a"], host="a"), "cpu", 1, 16, 64, 6, 3)
+    planner.network = planner.pieces = SimpleNamespace(parameters=lambda: iter([torch.zeros(72, 1)]), depth=3)
+    assert f"code {code_version()}, torch" in planner.situation()
+    (tmp_path / "kernel.cu").write_text("slow")
+    before = code_version([tmp_path])
+    (tmp_path / "kernel.cu").write_text("fast")
+    assert code_version([tmp_path]) != before
 
 
 def test_refused_by_the_command():
