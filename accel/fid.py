@@ -166,7 +166,8 @@ class Journal:
                 earlier = json.loads(file.read_text())
                 wrong = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
                 if wrong:
-                    raise UsageError(f"{wrong[0]} {settings.get(wrong[0])}: the pictures in {folder} were begun with {earlier.get(wrong[0])}; "
+                    now, then = settings.get(wrong[0], "off"), earlier.get(wrong[0], "off")  # the forecast stands there if there is one
+                    raise UsageError(f"{wrong[0]} {now}: the pictures in {folder} were begun with {then}; "
                                      "use that, or another --sample-dir")
             elif npz.exists() or not file.exists() and (recorded or next(folder.glob("*.png"), None)):
                 raise UsageError(f"--sample-dir: {folder} holds pictures, or its .npz is there, without a record of how they were made; "

@@ -389,6 +389,8 @@ def test_names_are_on_disk_before_what_relies_on_them(tmp_path, monkeypatch):
         assert order == [str(folder), str(journal.path), *([str(folder / ".job")] if batch == 0 else [])]
     with pytest.raises(UsageError, match="--seed 3: .* begun with 2"):
         fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 3})
+    with pytest.raises(UsageError, match="--forecast plan of 4: .* begun with off;"):
+        fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 2, "--forecast": "plan of 4"})
     (folder / ".job" / "settings.json").unlink()
     with pytest.raises(UsageError, match="without a record of how they were made"):
         fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 3})
