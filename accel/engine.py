@@ -502,14 +502,17 @@ class Engine:
             return pixels
 
     def save(self, latents, pixels=None):
-        """Write the options' output, whole or not at all: the latents, or a picture of `pixels`, decoded here if not given."""
-        options = self.options
-        if options.output_type == "latent":
-            import numpy as np
-            with self.watch.phase("save"), partial_file(options.output) as partial, open(partial, "wb") as file:
-                np.save(file, latents.float().cpu().numpy())
-        else:
-            grid = vae.to_grid(self.decode(latents) if pixels is None else pixels)
-            with self.watch.phase("save"), partial_file(options.output) as partial:
-                from PIL import Image
-                Image.fromarray(grid.numpy()).save(partial, format="PNG")
+        """Write the options' output, whole or not at all: the latents, or a picture of `pixels`, decoded here if not given. Raises UsageError if the disk
+        does not take it."""
+        latent = self.options.output_type == "latent"
+        content = latents.float().cpu() if latent else vae.to_grid(self.decode(latents) if pixels is None else pixels)
+        try:
+            with self.watch.phase("save"), partial_file(self.options.output) as partial, open(partial, "wb") as file:
+                if latent:
+                    import numpy as np
+                    np.save(file, content.numpy())
+                else:
+                    from PIL import Image
+                    Image.fromarray(content.numpy()).save(file, format="PNG")
+        except OSError as error:
+            raise UsageError(f"--output {self.options.output}: cannot be written ({error.strerror or error}); free some space, or choose another path") from None

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
 
 from accel.options import OneLineParser, UsageError, partial_file, user_errors  # noqa: E402
 from models import DiT_models  # noqa: E402
@@ -89,8 +90,9 @@ def main():
             raise UsageError(f"--ckpt {args.ckpt}: holds no DiT (no x_embedder.proj.weight)")
         try:
             write(state, target)
-        except OSError as error:
-            raise UsageError(f"--output {target}: cannot write there ({error.strerror}); choose another path") from None
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise UsageError(f"--output {target}: cannot write there ({reason}); choose another path, or free some space") from None
         back = find_model(target)
         wrong = [key for key in {**state, **back} if key not in state or key not in back or not torch.equal(state[key], back[key])]
         if wrong:

@@ -1,6 +1,7 @@
 """sample.py as its users meet it: a command. Every run here is a process of its own."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -195,6 +196,21 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, w
     monkeypatch.setattr(vae, "ROOT", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
         engine.Engine(SamplingOptions(**{**dict(model="DiT-Demo/2", ckpt=str(weights), vae="ema", device="cpu"), **wrong}).resolve())
+
+
+@pytest.mark.parametrize("kind", ["image", "latent"])
+def test_a_disk_that_is_full_is_a_line(kind, weights, tmp_path):
+    """Here a limit on the size of files."""
+    output = tmp_path / ("x.png" if kind == "image" else "x.npy")
+    run = engine.Engine(SamplingOptions(model="DiT-Demo/2", ckpt=str(weights), device="cpu", output_type=kind, output=str(output)).resolve())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(UsageError, match=f"--output {output}: cannot be written .*free some space"):
+            run.save(torch.randn(8, 4, 16, 16), torch.randn(8, 3, 128, 128))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_file_is_not_written_over(tmp_path):

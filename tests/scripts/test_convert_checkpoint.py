@@ -1,4 +1,5 @@
 import json
+import resource
 import sys
 
 import pytest
@@ -70,6 +71,21 @@ def test_what_a_folder_does_not_hold_is_not_left_there(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit) as stop:
         convert_checkpoint.main()
     assert stop.value.code == 2 and "other tensors: pos_embed" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
+def test_a_disk_that_is_full_is_a_line(source, name, tmp_path, monkeypatch, capsys):
+    """Here a limit on the size of files."""
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "--ckpt", str(source), "--output", str(tmp_path / name)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            convert_checkpoint.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "cannot write there" in error and error.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_bad_input(source, tmp_path, run):
