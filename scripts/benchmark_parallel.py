@@ -2,14 +2,15 @@
 
     torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py --output log/parallel-h200.json
 
-Times are of denoising steps in the sampling loop that sample_ddp.py runs (guidance, update and noise draw included; no decoder), of the slowest rank,
-after --load seconds of the same steps. The speed-up is over the same network, precision and kernels on one of these GPUs. Weights are random and
-not zero. Error: relative, of one forward with guidance, against one GPU; bytes: what a rank receives a layer. The gate compares 250-step pictures
-of the demo, shared, with those of fp32 on one GPU.
+Times are of single denoising steps in the sampling loop that sample_ddp.py runs (guidance, update and noise draw included; no decoder), of the slowest
+rank: median, 10th and 90th percentile, after --load seconds of the same steps. The speed-up is over the same network, precision and kernels on one of
+these GPUs. Weights are random and not zero. Error: relative, of one forward with guidance, against one GPU; bytes: what a rank receives a layer. The
+gate compares 250-step pictures of the demo, shared, with those of fp32 on one GPU.
 """
 
 import gc
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -35,27 +36,38 @@ FORCED = ("rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,
           "rows=2,tokens=2,exchange=ring", "tokens=4,exchange=push", "tokens=4,exchange=kv", "tokens=4,exchange=ulysses")
 
 
-def step_time(network, work, args, device, busy, rank):
-    """Milliseconds of a step of `work` (a number of steps → None), of the slowest of the `busy` ranks; the others only listen."""
-    def seconds(steps):
-        start = time.perf_counter()
-        work(steps)
-        engine.synchronize(device)
-        return time.perf_counter() - start
+def step_time(work, args, device, busy, rank):
+    """Milliseconds of a step of `work` (a number of steps, a callback after each → None), of the slowest of the `busy` ranks: median, 10th and 90th
+    percentile of single steps. The other ranks only listen."""
+    def times(steps):
+        """Milliseconds of each step but the first, ascending."""
+        marks = []
 
-    def agreed(value, how):
-        value = torch.tensor([value], dtype=torch.float64, device=device)
-        dist.all_reduce(value, how)
-        return float(value)
+        def mark():
+            if device.type == "cuda":
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+            else:
+                marks.append(time.perf_counter())
+
+        if active:
+            work(steps, mark)
+            engine.synchronize(device)
+        return sorted(a.elapsed_time(b) if device.type == "cuda" else 1e3 * (b - a) for a, b in zip(marks, marks[1:])) or [0.0]
+
+    def agreed(values):
+        values = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values.tolist()
 
     active = rank < busy
-    if active:
-        seconds(3)  # what only first steps do
-    one = agreed(seconds(5) / 5 if active else 0.0, dist.ReduceOp.MAX)
-    load, window = (max(3, min(250, int(wanted / one))) for wanted in (args.load, args.window))
-    if active:
-        seconds(load)
-    return 1e3 * agreed(seconds(window) / window if active else 0.0, dist.ReduceOp.MAX)
+    times(3)  # what only first steps do
+    [one] = agreed([statistics.median(times(6))])
+    load, window = (max(3, min(250, int(1e3 * wanted / one))) for wanted in (args.load, args.window))
+    times(load)
+    steps = times(window)
+    ms, p10, p90 = agreed([statistics.median(steps), steps[len(steps) // 10], steps[-1 - len(steps) // 10]])
+    return dict(ms=ms, p10=p10, p90=p90)
 
 
 class Table:
@@ -82,12 +94,12 @@ class Table:
         rows = share(self.pictures, world, self.group.rank) if plan == OFF and self.group.rank < world else slice(None)
         row = dict(gpus=busy, plan=str(plan) if plan != OFF else "one GPU" if world == 1 else "pictures")
 
-        def work(steps):
+        def work(steps, progress):
             if len(self.labels[rows]):
-                engine.denoise(network, self.diffusion, self.z, self.labels, DistributedOptions.cfg_scale, self.null, rows=rows, steps=steps)
+                engine.denoise(network, self.diffusion, self.z, self.labels, DistributedOptions.cfg_scale, self.null, rows=rows, steps=steps, progress=progress)
 
         self.planner.pieces.attend = self.planner.pieces.alone if plan == OFF else self.planner.pieces.attend
-        row["ms"] = step_time(network, work, self.args, self.device, busy, self.group.rank)
+        row |= step_time(work, self.args, self.device, busy, self.group.rank)
         if world == 1 or plan != OFF and plan.stages == 1:  # PipeFusion's depends on the steps before: the gate tells
             x, t = self.z.repeat(2, 1, 1, 1), torch.full((2 * self.pictures,), 500, device=self.device)
             y = torch.cat([self.labels, torch.full_like(self.labels, self.null)])
@@ -180,7 +192,7 @@ def measure(args, group, table, plans, case, record, keep):
         alone = alone or row["ms"]
         row["speedup"] = alone / row["ms"]
         rows.append(row)
-        print(f"{case['tier']} {case['size']} px {case['labels']} labels  {row['gpus']} GPUs {row['plan']:34} {row['ms']:8.3f} ms  {row['speedup']:.2f}x"
+        print(f"{case['tier']} {case['size']} px {case['labels']} labels  {row['gpus']} GPUs {row['plan']:34} {row['ms']:8.3f} ms [{row['p10']:.3f}, {row['p90']:.3f}]  {row['speedup']:.2f}x"
               + (f"  error {row['error']:.1e}" if "error" in row else ""), flush=True)
     if table.pictures < group.world:
         chosen, reason = table.planner.choose()
