@@ -142,7 +142,7 @@ def growth(by_pictures, by_size):
 
 def scaling(series):
     """Speed-up over one GPU against their number, with the ideal line. series: {name: {gpus: speed-up}}."""
-    figure, axis = canvas([series], 6.4, 3.8)
+    figure, axis = canvas([series], 8.4, 3.8)
     most = max(max(points) for points in series.values())
     axis.plot([1, most], [1, most], color=BLACK, linestyle="--", linewidth=1.1, label="ideal")
     for index, (name, points) in enumerate(series.items()):
@@ -154,5 +154,5 @@ def scaling(series):
     axis.set_ylabel("speed over one GPU, same path")
     axis.set_ylim(0, most * 1.08)
     axis.grid(True, color="#dddddd", linewidth=0.6)
-    axis.legend(fontsize=8, frameon=False, loc="upper left")
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the lines, however many
     return png(figure)

@@ -52,6 +52,24 @@ def test_shared_pictures_are_the_measured_ones():
     assert shared("parallel-h200.json") in README
 
 
+def test_two_gpus_against_one_are_as_measured():
+    """README's sentence and code.md's table."""
+    rows = [row for row in json.loads((ROOT / "log/parallel-2x-h200.json").read_text())["rows"] if row["plan"] != "auto"]
+    cells = {}
+    for case in {(row["labels"], row["size"], row["tier"]) for row in rows}:
+        here = [row for row in rows if (row["labels"], row["size"], row["tier"]) == case]
+        alone, best = here[0]["ms"], min((row for row in here if row["gpus"] == 2), key=lambda row: row["ms"])
+        assert best["plan"] == ("rows=2" if case[0] == 1 else "pictures")
+        cells[case] = f"{alone:.2f} → {best['ms']:.2f} ms, {alone / best['ms']:.2f}×"
+    code = (ROOT / "code.md").read_text()
+    assert all(f"| {cell} |" in code for cell in cells.values()), cells
+    assert all(cells[case] in README for case in ((1, 512, "fp16"), (2, 512, "fp16"), (1, 1024, "fp16"), (1, 512, "fp32")))
+    four = {row["tier"]: row for row in json.loads((ROOT / "log/four-from-two-h200.json").read_text())["rows"]}
+    assert "is {:.1f} times as fast as one GPU in fp16 and {:.1f} times in fp32".format(*(four[tier]["speed_up"] for tier in ("fp16", "fp32"))) in README
+    rates = json.loads((ROOT / "log/ddp_2x_h200.json").read_text())["fid_pictures_per_s"]
+    assert f"two GPUs make {rates['2']:.2f} pictures/s, one GPU beside them in the same run {rates['1']:.2f}, {rates['efficiency']:.3f} of the ideal" in code
+
+
 def test_the_tiers_are_the_measured_ones():
     assert tiers("tiers-h200-512px-16rows.json") in README
 
