@@ -29,10 +29,12 @@ import torch
 from accel.kernels.linear import keep_measurements
 from accel.options import DEFAULTS_OF, UsageError, check_writable, flag_names
 from accel.parallel.group import Stopped
+from accel.parallel.plan import code_version
 from accel.vae import to_uint8
 
 IRRELEVANT = {"ckpt", "vae", "device", "output", "output_type", "labels", "repeats", "sample_dir", "tf32", "decode",
               "forecast", "forecast_plan", "forecast_tolerance"}  # to a picture's bits, or said below
+CODE = "this code's kernels"  # recorded too; others may round differently, which is said and not refused
 WRITERS = 4  # threads that compress PNGs: a 512 px picture takes one of them 60 ms
 
 
@@ -94,7 +96,7 @@ def settings_of(engine, plan):
     kind = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
     settings = {flag_names(item)[0]: getattr(engine.options, item.name) for item in fields(engine.options) if item.name not in IRRELEVANT}
     settings |= {"--precision": engine.precision, "--ckpt (contents)": _fingerprint(engine.network),
-                 "--vae (contents)": _fingerprint(engine.load_decoder().plain), "--vae-precision": engine.decoder.precision, "device": kind, "torch": torch.__version__}
+                 "--vae (contents)": _fingerprint(engine.load_decoder().plain), "--vae-precision": engine.decoder.precision, "device": kind, "torch": torch.__version__, CODE: code_version()}
     if engine.forecast is not None:
         settings["--forecast"] = engine.forecast.setting
     if not plan.independent:
@@ -165,6 +167,9 @@ class Journal:
             if file.exists() and recorded:
                 earlier = json.loads(file.read_text())
                 wrong = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
+                if CODE in wrong:
+                    wrong.remove(CODE)
+                    print(f"{folder}: was begun by other kernels than this code has; the pictures from here on may differ from those in their last bits")
                 if wrong:
                     now, then = settings.get(wrong[0], "off"), earlier.get(wrong[0], "off")  # the forecast stands there if there is one
                     raise UsageError(f"{wrong[0]} {now}: the pictures in {folder} were begun with {then}; "

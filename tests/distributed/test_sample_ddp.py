@@ -396,6 +396,18 @@ def test_names_are_on_disk_before_what_relies_on_them(tmp_path, monkeypatch):
         fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 3})
 
 
+def test_other_kernels_are_named_and_go_on(tmp_path, capsys):
+    folder, npz = tmp_path / "pictures", tmp_path / "pictures.npz"
+    fid.Journal.prepare(folder, npz, {"--seed": 1, fid.CODE: "a"})
+    (folder / ".job" / "rank-0000.jsonl").write_text('{"batch": 0}\n')
+    fid.Journal.prepare(folder, npz, {"--seed": 1, fid.CODE: "a"})
+    assert capsys.readouterr().out == ""
+    fid.Journal.prepare(folder, npz, {"--seed": 1, fid.CODE: "b"})
+    assert "may differ" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--seed 2: .* begun with 1"):
+        fid.Journal.prepare(folder, npz, {"--seed": 2, fid.CODE: "b"})
+
+
 def test_npz_is_streamed(tmp_path):
     """1200 pictures of 256 px are 236 MB; writing their archive takes a tenth. Read by numpy, and by the zip member as ADM's does."""
     folder = tmp_path / "pictures"
