@@ -209,7 +209,7 @@ def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_
     again.unlink()
     (tmp_path / "b" / npz.stem / "000002.png").unlink()  # the second batch is not whole
     refused = job(where=tmp_path / "b")
-    assert refused.returncode == 2 and "--forecast None" in refused.stderr and "plan" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "--forecast off" in refused.stderr and "plan" in refused.stderr, refused.stderr
     assert job("--forecast", "plan", where=tmp_path / "b").returncode == 0
     assert again.read_bytes() == whole
 

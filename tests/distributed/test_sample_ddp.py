@@ -132,15 +132,24 @@ def test_two_runs_give_one_picture(demo, tmp_path, monkeypatch):
     assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes()
 
 
-def test_strict_gate_after_a_whole_run(tmp_path, run):
-    """250 steps of the demo with its own weights, a picture's tokens on two ranks in a ring, against one process."""
+WHOLE_RUN = ["--model", "DiT-Demo/2", "--device", "cpu", "--labels", 2]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "one.png"
+    subprocess.run([sys.executable, "sample.py", *map(str, WHOLE_RUN), "--output", path], cwd=ROOT, check=True, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+    return np.asarray(Image.open(path))
+
+
+@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=kv", "tokens=2,exchange=ring"])
+def test_strict_gate_after_a_whole_run(parallel, one_process, tmp_path):
+    """250 steps of the demo with its own weights, a picture on two ranks, against one process. (`ulysses` would divide its three heads: test_sharded.py.)"""
     from evaluate import GATES, mae, psnr, ssim
-    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--labels", 2]
-    finish(*ranks(2, *common, "--parallel", "tokens=2,exchange=ring", "--output", tmp_path / "two.png"))
-    run("sample.py", *common, "--output", tmp_path / "one.png", OMP_NUM_THREADS="1")
-    one, two = (np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("one", "two"))
-    bars = GATES["strict"]
-    assert one.std() > 10 and mae(one, two) / 255 <= bars["mae"] and psnr(one, two) > bars["psnr"] and ssim(one, two) >= bars["ssim"]
+    finish(*ranks(2, *WHOLE_RUN, "--parallel", parallel, "--output", tmp_path / "two.png"))
+    two, bars = np.asarray(Image.open(tmp_path / "two.png")), GATES["strict"]
+    assert one_process.std() > 10
+    assert mae(one_process, two) / 255 <= bars["mae"] and psnr(one_process, two) > bars["psnr"] and ssim(one_process, two) >= bars["ssim"]
 
 
 def test_rank_lost_with_tokens_on_its_gpu(demo, tmp_path):
