@@ -144,7 +144,7 @@ def one_process(tmp_path_factory):
 
 @pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=kv", "tokens=2,exchange=ring"])
 def test_strict_gate_after_a_whole_run(parallel, one_process, tmp_path):
-    """250 steps of the demo with its own weights, a picture on two ranks, against one process. (`ulysses` would divide its three heads: test_sharded.py.)"""
+    """250 steps of the demo with its own weights, a picture on two ranks, against one process. (`ulysses` cannot share its three heads among two: test_sharded.py has it.)"""
     from evaluate import GATES, mae, psnr, ssim
     finish(*ranks(2, *WHOLE_RUN, "--parallel", parallel, "--output", tmp_path / "two.png"))
     two, bars = np.asarray(Image.open(tmp_path / "two.png")), GATES["strict"]
