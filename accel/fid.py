@@ -96,7 +96,8 @@ def settings_of(engine, plan):
     kind = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
     settings = {flag_names(item)[0]: getattr(engine.options, item.name) for item in fields(engine.options) if item.name not in IRRELEVANT}
     settings |= {"--precision": engine.precision, "--ckpt (contents)": _fingerprint(engine.network),
-                 "--vae (contents)": _fingerprint(engine.load_decoder().plain), "--vae-precision": engine.decoder.precision, "device": kind, "torch": torch.__version__, CODE: code_version()}
+                 "--vae (contents)": _fingerprint(engine.load_decoder().plain), "--vae-precision": engine.decoder.precision,
+                 "device": kind, "torch": torch.__version__, CODE: code_version()}
     if engine.forecast is not None:
         settings["--forecast"] = engine.forecast.setting
     if not plan.independent:
@@ -178,7 +179,8 @@ class Journal:
                 raise UsageError(f"--sample-dir: {folder} holds pictures, or its .npz is there, without a record of how they were made; "
                                  "move them, or use another --sample-dir")
             else:
-                for left in (*folder.glob("[0-9]*.png"), *folder.glob(".[0-9]*.part")):  # made, perhaps by other settings, but not finished: no part of this job
+                # Made, perhaps by other settings, but of no finished batch: no part of this job.
+                for left in (*folder.glob("[0-9]*.png"), *folder.glob(".[0-9]*.part")):
                     if left.is_file():
                         left.unlink()
                 with durable(file) as out:
