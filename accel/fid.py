@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from accel import kernels
 from accel.kernels.linear import keep_measurements
 from accel.options import DEFAULTS_OF, UsageError, check_writable, flag_names
 from accel.parallel.group import Stopped
-from accel.parallel.plan import code_version
 from accel.vae import to_uint8
 
 IRRELEVANT = {"ckpt", "vae", "device", "output", "output_type", "labels", "repeats", "sample_dir", "tf32", "decode",
@@ -97,7 +97,7 @@ def settings_of(engine, plan):
     settings = {flag_names(item)[0]: getattr(engine.options, item.name) for item in fields(engine.options) if item.name not in IRRELEVANT}
     settings |= {"--precision": engine.precision, "--ckpt (contents)": _fingerprint(engine.network),
                  "--vae (contents)": _fingerprint(engine.load_decoder().plain), "--vae-precision": engine.decoder.precision,
-                 "device": kind, "torch": torch.__version__, CODE: code_version()}
+                 "device": kind, "torch": torch.__version__, CODE: kernels.version(kernels.FOLDER)}
     if engine.forecast is not None:
         settings["--forecast"] = engine.forecast.setting
     if not plan.independent:

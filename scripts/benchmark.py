@@ -86,22 +86,43 @@ class Enough(Exception):
     """Ends a sampling run from its progress callback."""
 
 
+class Marks:
+    """A sampling run's progress callback that notes when each step ends, on the device's own clock."""
+
+    def __init__(self, device):
+        self.cuda, self.marks = device.type == "cuda", []
+
+    def __len__(self):
+        return len(self.marks)
+
+    def __call__(self):
+        self.marks.append(torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter())
+        if self.cuda:
+            self.marks[-1].record()
+
+    def milliseconds(self):
+        """Of each step but the first; the device must be done with them."""
+        return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in zip(self.marks, self.marks[1:])]
+
+
+def spread(times):
+    """Median, 10th and 90th percentile, as the fields of a record."""
+    times = sorted(times)
+    return dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10])
+
+
 def time_steps(network, args, device):
     """Milliseconds of single steps in engine.denoise, after `args.load` seconds of them."""
     diffusion = create_diffusion("250")
     side = args.image_size // 8
     z, labels = torch.randn(args.pictures, 4, side, side, device=device), torch.arange(args.pictures, device=device) % args.num_classes
-    marks, started = [], None
+    marks, started = Marks(device), None
 
     def mark():
         nonlocal started
-        if device.type != "cuda":
-            marks.append(time.perf_counter())
-        else:
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-            if len(marks) > 4:
-                marks[-4].synchronize()  # the host is at most a few steps ahead, so that the clock below counts work that was done
+        marks()
+        if marks.cuda and len(marks) > 4:
+            marks.marks[-4].synchronize()  # the host is at most a few steps ahead, so that the clock below counts work that was done
         started = started or time.perf_counter()
         if len(marks) > 1 and time.perf_counter() - started > args.load + args.window:
             raise Enough
@@ -112,19 +133,14 @@ def time_steps(network, args, device):
             engine.denoise(network, diffusion, z, labels, args.cfg_scale, args.num_classes, progress=mark)
     except Enough:
         pass
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
-    else:
-        times = [1e3 * (b - a) for a, b in zip(marks, marks[1:])]
+    engine.synchronize(device)
     total, kept = 0.0, []
-    for one in reversed(times):  # the last `window` seconds
+    for one in reversed(marks.milliseconds()):  # the last `window` seconds
         total += one
         if total > 1e3 * args.window and kept:
             break
         kept.append(one)
-    kept.sort()
-    return dict(ms=statistics.median(kept), mean=statistics.fmean(kept), p10=kept[len(kept) // 10], p90=kept[-1 - len(kept) // 10], steps=len(kept))
+    return dict(spread(kept), mean=statistics.fmean(kept), steps=len(kept))
 
 
 class DiffusersDiT:

@@ -10,9 +10,7 @@ gate compares 250-step pictures of the demo, shared, with those of fp32 on one G
 
 import gc
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +27,7 @@ from accel.parallel.rows import share  # noqa: E402
 from accel.parallel.tokens import traffic  # noqa: E402
 from diffusion import create_diffusion  # noqa: E402
 from models import DiT_models  # noqa: E402
-from scripts.benchmark import Gate, build, git, random_state, seconds  # noqa: E402
+from scripts.benchmark import Gate, Marks, build, git, random_state, seconds, spread  # noqa: E402
 
 FORCED = ("rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,exchange=ulysses", "tokens=2,exchange=ring",
           "rows=4", "rows=2,tokens=2,exchange=push", "rows=2,tokens=2,exchange=kv", "rows=2,tokens=2,exchange=ulysses",
@@ -40,34 +38,23 @@ def step_time(work, args, device, busy, rank):
     """Milliseconds of a step of `work` (a number of steps, a callback after each → None), of the slowest of the `busy` ranks: median, 10th and 90th
     percentile of single steps. The other ranks only listen."""
     def times(steps):
-        """Milliseconds of each step but the first, ascending."""
-        marks = []
-
-        def mark():
-            if device.type == "cuda":
-                marks.append(torch.cuda.Event(enable_timing=True))
-                marks[-1].record()
-            else:
-                marks.append(time.perf_counter())
-
+        marks = Marks(device)
         if active:
-            work(steps, mark)
+            work(steps, marks)
             engine.synchronize(device)
-        return sorted(a.elapsed_time(b) if device.type == "cuda" else 1e3 * (b - a) for a, b in zip(marks, marks[1:])) or [0.0]
+        return spread(marks.milliseconds() or [0.0])
 
-    def agreed(values):
-        values = torch.tensor(values, dtype=torch.float64, device=device)
+    def slowest(times):
+        values = torch.tensor([*times.values()], dtype=torch.float64, device=device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values.tolist()
+        return dict(zip(times, values.tolist()))
 
     active = rank < busy
     times(3)  # what only first steps do
-    [one] = agreed([statistics.median(times(6))])
+    one = slowest(times(6))["ms"]
     load, window = (max(3, min(250, int(1e3 * wanted / one))) for wanted in (args.load, args.window))
     times(load)
-    steps = times(window)
-    ms, p10, p90 = agreed([statistics.median(steps), steps[len(steps) // 10], steps[-1 - len(steps) // 10]])
-    return dict(ms=ms, p10=p10, p90=p90)
+    return slowest(times(window))
 
 
 class Table:

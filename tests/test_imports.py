@@ -29,7 +29,7 @@ RULES = {
     "accel/fast.py": {"accel.conditioning", "accel.graphs", "accel.kernels", "accel.precision"},
     "accel/__init__.py": {"accel.fast"},
     "accel/forecast.py": {"accel.options", "diffusion", "pretrained_models"},
-    "accel/fid.py": {"accel.kernels", "accel.options", "accel.parallel", "accel.vae"},
+    "accel/fid.py": {"accel.kernels", "accel.options", "accel.parallel.group", "accel.vae"},
     "accel/engine.py": {"accel.fast", "accel.forecast", "accel.graphs", "accel.kernels", "accel.meta", "accel.options", "accel.precision", "accel.vae", "diffusion", "models",
                         "pretrained_models"},
     "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision"},

@@ -1,13 +1,13 @@
 """y = x·Wᵀ + b on Hopper for few rows (linear_hopper.cu), which accel.kernels.linear measures beside cuBLASLt's algorithms."""
 
 import ctypes
-import hashlib
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from accel import kernels
 from accel.kernels import hopper
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -73,8 +73,7 @@ def _map(pointer, dtype, rows, columns, box_rows, box_columns, swizzle):
 @lru_cache(None)
 def version():
     """Changes with whatever a tile's speed depends on."""
-    files = SOURCE, Path(__file__), Path(hopper.__file__), Path(hopper.__file__).with_suffix(".cuh")
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+    return kernels.version(SOURCE, Path(__file__), Path(hopper.__file__), Path(hopper.__file__).with_suffix(".cuh"))
 
 
 def linear_hopper(x, weight, bias, out, gelu, tile, overlap=True):

@@ -5,7 +5,6 @@ word between ranks until a step's end). What a layer and its exchange then cost,
 the same bytes on another. So each mesh left runs the network with a few of its blocks, as it would run the whole, for a few milliseconds.
 """
 
-import hashlib
 import json
 import os
 import time
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel import precision
+from accel import kernels, precision
 from accel.kernels import push
 from accel.kernels.norm import Modulation
 from accel.options import UsageError, partial_file
@@ -163,7 +162,7 @@ class Planner:
         weights = next(iter(self.network.parameters()))
         hosts = "+".join(str(self.hosts.count(host)) for host in dict.fromkeys(self.hosts))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"processors of {torch.get_num_threads()} threads"
-        return (f"{hosts} {name}, code {code_version()}, torch {torch.__version__}: {self.pictures} pictures of {self.tokens} tokens, "
+        return (f"{hosts} {name}, code {kernels.version(kernels.FOLDER, Path(__file__).parent)}, torch {torch.__version__}: {self.pictures} pictures of {self.tokens} tokens, "
                 f"{self.pieces.depth} blocks of {weights.shape[0]}, {type(self.network).__name__} {getattr(self.network, 'dtype', weights.dtype)}")
 
     def exchanges(self):
@@ -253,12 +252,6 @@ class Planner:
         best = int(times.argmin())
         others = ", ".join(f"{plan if plan.ranks > 1 else 'a GPU a picture'} {ms:.2f}" for plan, ms in zip(plans, times.tolist()) if plan != plans[best])
         return plans[best], f"{float(times[best]):.2f} ms a step estimated" + (f"; {others}" if others else "")
-
-
-def code_version(folders=(Path(push.__file__).parent, Path(__file__).parent)):
-    """Changes with what a plan's speed depends on: kernels and exchanges. A choice among earlier ones says nothing about these."""
-    files = sorted(file for folder in folders for file in folder.iterdir() if file.suffix in (".py", ".cu", ".cuh"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def _known_plans():

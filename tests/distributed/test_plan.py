@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from accel import options
+from accel.kernels import FOLDER, version
 from accel.options import DistributedOptions, UsageError
 from accel.parallel import tokens
 from accel.parallel.group import Group
-from accel.parallel.plan import OFF, Plan, Planner, candidates, check, code_version
+from accel.parallel.plan import OFF, Plan, Planner, candidates, check
 from conftest import ROOT
 
 ONE_HOST = ["a"] * 4
@@ -56,11 +57,11 @@ def test_a_choice_is_of_this_code(tmp_path):
     """Plans are kept between runs; faster kernels, or another exchange, are another choice."""
     planner = Planner(SimpleNamespace(tell=lambda name, value: ["a", "a"], host="a"), "cpu", 1, 16, 64, 6, 3)
     planner.network = planner.pieces = SimpleNamespace(parameters=lambda: iter([torch.zeros(72, 1)]), depth=3)
-    assert f"code {code_version()}, torch" in planner.situation()
+    assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in planner.situation()
     (tmp_path / "kernel.cu").write_text("slow")
-    before = code_version([tmp_path])
+    before = version(tmp_path)
     (tmp_path / "kernel.cu").write_text("fast")
-    assert code_version([tmp_path]) != before
+    assert version(tmp_path) != before
 
 
 def test_refused_by_the_command():
