@@ -9,6 +9,7 @@ Everything runs on the CPU, so that the verdict does not depend on the GPU under
 
 Exit status: 0 passes · 1 falls short · 2 bad input · 3 a metric could not be computed (never a PASS).
 """
+
 import argparse
 import hashlib
 import json
@@ -35,13 +36,13 @@ GATES = {  # mae in the 0..1 range; strict asks 0.01 of a 0..255 level
 }
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 SUFFIXES = (".png", ".jpg", ".jpeg")  # what is looked at in a folder
-MAX_PIXELS = 64 * 2 ** 20             # an 8192 x 8192 grid; more is refused as a decompression bomb
-GRID_PADDING = 2                      # torchvision's make_grid and save_image
+MAX_PIXELS = 64 * 2**20  # an 8192 x 8192 grid; more is refused as a decompression bomb
+GRID_PADDING = 2  # torchvision's make_grid and save_image
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
-VGG16_SHA256 = "397923af"             # as torch's hub names it: the first eight digits
-STRIP = 2 * 2 ** 20                   # values of one feature map held at once, a picture
-WINOGRAD_TILES = 512                  # tiles in work at once
-NETWORK_TIMEOUT = 10                  # seconds
+VGG16_SHA256 = "397923af"  # as torch's hub names it: the first eight digits
+STRIP = 2 * 2**20  # values of one feature map held at once, a picture
+WINOGRAD_TILES = 512  # tiles in work at once
+NETWORK_TIMEOUT = 10  # seconds
 
 
 class BadInput(Exception):
@@ -54,12 +55,13 @@ class NotComputed(Exception):
 
 # ---- pictures ------------------------------------------------------------------------------------------------------
 
+
 @dataclass
 class Picture:
     path: Path
-    pixels: np.ndarray               # (H, W, 3) uint8
-    mode: str                        # what the file holds, as "RGB, 8 bit"
-    alpha: "np.ndarray | None"       # (H, W) uint8
+    pixels: np.ndarray  # (H, W, 3) uint8
+    mode: str  # what the file holds, as "RGB, 8 bit"
+    alpha: "np.ndarray | None"  # (H, W) uint8
     notes: list = field(default_factory=list)
 
     @property
@@ -90,8 +92,9 @@ def read_picture(path):
             with Image.open(path, formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
-                    raise BadInput(f"{path}: {width}x{height} px is more than {MAX_PIXELS} pixels; refused as a "
-                                   "decompression bomb")
+                    raise BadInput(
+                        f"{path}: {width}x{height} px is more than {MAX_PIXELS} pixels; refused as a decompression bomb"
+                    )
                 if getattr(image, "n_frames", 1) > 1:
                     raise BadInput(f"{path}: holds {image.n_frames} frames; save one picture")
                 bits = _bits(path, image)
@@ -102,10 +105,22 @@ def read_picture(path):
         raise BadInput(f"{path}: no such file") from None
     except Image.DecompressionBombError:
         raise BadInput(f"{path}: more than {MAX_PIXELS} pixels; refused as a decompression bomb") from None
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, MemoryError,
-            struct.error) as error:  # what Pillow raises on damaged files
-        raise BadInput(f"{path}: not a readable picture ({' '.join(str(error).split()) or type(error).__name__}); "
-                       f"give an undamaged {', '.join(FORMATS)} file") from None
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        IndexError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        struct.error,
+    ) as error:  # what Pillow raises on damaged files
+        raise BadInput(
+            f"{path}: not a readable picture ({' '.join(str(error).split()) or type(error).__name__}); "
+            f"give an undamaged {', '.join(FORMATS)} file"
+        ) from None
 
     mode, notes, alpha = f"{image.mode}, {bits} bit", [], None
     has_alpha = "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info
@@ -132,24 +147,31 @@ def matched(baseline, candidate, resize):
     notes = list(candidate.notes)
     if candidate.mode != baseline.mode:
         if not resize:
-            raise BadInput(f"{baseline.path} is {baseline.mode}, {candidate.path} is {candidate.mode}; save both in one "
-                           "mode, or give --resize to compare both as RGB")
+            raise BadInput(
+                f"{baseline.path} is {baseline.mode}, {candidate.path} is {candidate.mode}; save both in one "
+                "mode, or give --resize to compare both as RGB"
+            )
         notes.append(f"mode {candidate.mode} compared with {baseline.mode}, both as RGB")
     if candidate.size != baseline.size:
         if not resize:
-            raise BadInput(f"{baseline.path} is {baseline.size} px, {candidate.path} is {candidate.size} px; give pictures "
-                           "of one size, or --resize to scale the candidate (Lanczos)")
+            raise BadInput(
+                f"{baseline.path} is {baseline.size} px, {candidate.path} is {candidate.size} px; give pictures "
+                "of one size, or --resize to scale the candidate (Lanczos)"
+            )
         height, width = baseline.pixels.shape[:2]
         scaled = Image.fromarray(candidate.pixels).resize((width, height), Image.Resampling.LANCZOS)
         notes.append(f"resized from {candidate.size} to {baseline.size} px (Lanczos)")
         return Picture(candidate.path, np.asarray(scaled), candidate.mode, None, notes)
     if candidate.alpha is not None and baseline.alpha is not None and (candidate.alpha != baseline.alpha).any():
-        raise BadInput(f"{baseline.path} and {candidate.path} differ in their alpha channels, which no metric sees; save "
-                       "both without alpha")
+        raise BadInput(
+            f"{baseline.path} and {candidate.path} differ in their alpha channels, which no metric sees; save "
+            "both without alpha"
+        )
     return Picture(candidate.path, candidate.pixels, candidate.mode, candidate.alpha, notes)
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------
+
 
 def unit_range(pixels):
     """(H, W, 3) uint8 → float32 in 0..1, rounded as torchvision's ToTensor does."""
@@ -177,13 +199,17 @@ def ssim(a, b):
     NaN where both pictures are constant (the range is 0 and the index 0/0) or a side is under 6 pixels. float64, where
     torchmetrics computes in float32: for pictures of a few levels' range that rounds away more than 1e-4."""
     from skimage.metrics import structural_similarity
+
     a, b = unit_range(a).astype(np.float64), unit_range(b).astype(np.float64)
     data_range = max(np.ptp(a), np.ptp(b))
     if data_range == 0 or min(a.shape[:2]) < 6:
         return math.nan
     a, b = (np.pad(x, ((5, 5), (5, 5), (0, 0)), mode="reflect") for x in (a, b))  # scikit-image crops 5
-    return float(structural_similarity(a, b, data_range=data_range, channel_axis=-1, gaussian_weights=True, sigma=1.5,
-                                       use_sample_covariance=False))
+    return float(
+        structural_similarity(
+            a, b, data_range=data_range, channel_axis=-1, gaussian_weights=True, sigma=1.5, use_sample_covariance=False
+        )
+    )
 
 
 class Lpips:
@@ -211,6 +237,7 @@ class Lpips:
 
     def _file(self):
         import torch
+
         if self.weights is not None:
             return Path(self.weights)
         path = Path(torch.hub.get_dir(), "checkpoints", Path(VGG16_URL).name)
@@ -222,62 +249,85 @@ class Lpips:
             socket.setdefaulttimeout(NETWORK_TIMEOUT)  # torch's hub sets none
             torch.hub.download_url_to_file(VGG16_URL, str(path), VGG16_SHA256, progress=sys.stderr.isatty())
         except Exception as error:  # refused, no route, disk full, wrong hash, ...: the remedy is the same
-            raise NotComputed(f"LPIPS: {VGG16_URL} cannot be fetched ({error}); put that file at {path}, or name it with "
-                              "--vgg-weights PATH") from None
+            raise NotComputed(
+                f"LPIPS: {VGG16_URL} cannot be fetched ({error}); put that file at {path}, or name it with "
+                "--vgg-weights PATH"
+            ) from None
         finally:
             socket.setdefaulttimeout(timeout)
         return path
 
     def _load(self):
         path = self._file()
-        import torch
         import lpips
+        import torch
+
         try:
             # The published file is in torch's older format, which cannot be mapped.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
             state = {name: value for name, value in state.items() if name.startswith("features.")}  # 59 of 553 MB
-            heads = torch.load(Path(lpips.__file__).with_name("weights") / "v0.1" / "vgg.pth", map_location="cpu",
-                               weights_only=True)
+            heads = torch.load(
+                Path(lpips.__file__).with_name("weights") / "v0.1" / "vgg.pth", map_location="cpu", weights_only=True
+            )
             with warnings.catch_warnings(), torch.device("meta"):  # without filling 138 M random numbers
-                warnings.simplefilter("ignore", UserWarning)       # lpips' call of torchvision is dated
+                warnings.simplefilter("ignore", UserWarning)  # lpips' call of torchvision is dated
                 network = lpips.LPIPS(net="vgg", pretrained=False, pnet_rand=True, verbose=False)
-            tensors = {"scaling_layer.shift": network.scaling_layer.shift,
-                       "scaling_layer.scale": network.scaling_layer.scale}
+            tensors = {
+                "scaling_layer.shift": network.scaling_layer.shift,
+                "scaling_layer.scale": network.scaling_layer.scale,
+            }
             for name in network.state_dict():
                 layer, _, rest = name.partition(".")
-                if layer == "net":            # net.slice2.5.weight → features.5.weight
+                if layer == "net":  # net.slice2.5.weight → features.5.weight
                     tensors[name] = state["features." + rest.partition(".")[2]].float()
-                elif layer == "lins":         # lpips lists its heads twice
+                elif layer == "lins":  # lpips lists its heads twice
                     tensors[name] = heads["lin" + rest]
                 elif layer.startswith("lin"):
                     tensors[name] = heads[name]
             network.load_state_dict(tensors, strict=True, assign=True)
         except Exception as error:
-            raise NotComputed(f"LPIPS: {path} does not load as torchvision's VGG16 ({' '.join(str(error).split())[:160]}); "
-                              f"replace it by {VGG16_URL}") from None
+            raise NotComputed(
+                f"LPIPS: {path} does not load as torchvision's VGG16 ({' '.join(str(error).split())[:160]}); "
+                f"replace it by {VGG16_URL}"
+            ) from None
         self._scale = network.scaling_layer
         self._stages = []
         for i in range(5):
             convs = [m for m in getattr(network.net, f"slice{i + 1}") if isinstance(m, torch.nn.Conv2d)]
-            self._stages.append(([(_winograd_kernel(c.weight) if c.in_channels > 3 else c.weight.detach(), c.bias.detach())
-                                  for c in convs], network.lins[i].model[1].weight.detach().flatten()))
+            self._stages.append(
+                (
+                    [
+                        (_winograd_kernel(c.weight) if c.in_channels > 3 else c.weight.detach(), c.bias.detach())
+                        for c in convs
+                    ],
+                    network.lins[i].model[1].weight.detach().flatten(),
+                )
+            )
 
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else \
-                hashlib.sha256(file.read()).hexdigest()
+            digest = (
+                hashlib.file_digest(file, "sha256").hexdigest()
+                if sys.version_info >= (3, 11)
+                else hashlib.sha256(file.read()).hexdigest()
+            )
         published = digest.startswith(VGG16_SHA256)
         self.source = {"path": str(path), "sha256": digest, "published": published}
         # Zeroed or broken weights would call every pair alike: all five stages must tell a checkerboard from grey.
         probe = np.indices((32, 32)).sum(0) // 4 % 2 * 255
-        stages = self._distances(np.repeat(probe[..., None], 3, 2).astype(np.uint8), np.full((32, 32, 3), 128, np.uint8))
+        stages = self._distances(
+            np.repeat(probe[..., None], 3, 2).astype(np.uint8), np.full((32, 32, 3), 128, np.uint8)
+        )
         if not all(0 < stage < math.inf for stage in stages):
             self._stages = None
-            raise NotComputed(f"LPIPS: {path}: this network cannot tell a checkerboard from grey; replace it by {VGG16_URL}")
+            raise NotComputed(
+                f"LPIPS: {path}: this network cannot tell a checkerboard from grey; replace it by {VGG16_URL}"
+            )
 
     def _distance(self, a, b):
         if min(a.shape[:2]) < 16:
-            raise NotComputed(f"LPIPS: VGG16 halves four times, so pictures need 16x16 px; these have "
-                              f"{a.shape[1]}x{a.shape[0]}")
+            raise NotComputed(
+                f"LPIPS: VGG16 halves four times, so pictures need 16x16 px; these have {a.shape[1]}x{a.shape[0]}"
+            )
         return math.fsum(self._distances(a, b))
 
     def _distances(self, a, b):
@@ -285,6 +335,7 @@ class Lpips:
         feature map but the pooled ones is held; a strip's halo covers what its convolutions see, so nothing changes."""
         import torch
         import torch.nn.functional as F
+
         distances = []
         with torch.inference_mode():
             x = torch.stack([torch.from_numpy(unit_range(p)).permute(2, 0, 1) for p in (a, b)])  # (2, 3, H, W)
@@ -296,14 +347,14 @@ class Lpips:
                 total, pooled = 0.0, []
                 for top in range(0, height, rows):
                     first = max(top - halo, 0)
-                    y = x[:, first:top + rows + halo]
+                    y = x[:, first : top + rows + halo]
                     for kernel, bias in convs:
                         if kernel.ndim == 4:  # the first one, from three channels
                             y = F.conv2d(y.permute(0, 3, 1, 2), kernel, padding=1).permute(0, 2, 3, 1).contiguous()
                         else:
                             y = _winograd(y, kernel)
                         y = y.add_(bias).relu_()
-                    y = y[:, top - first:top - first + rows]  # (2, rows, W, C)
+                    y = y[:, top - first : top - first + rows]  # (2, rows, W, C)
                     for row in y.unbind(1):  # (2, W, C): a row at a time stays in the cache
                         # 1e-8 inside the root, as torchmetrics has it.
                         unit = row * row.square().sum(2, keepdim=True).add_(1e-8).rsqrt_()
@@ -316,16 +367,29 @@ class Lpips:
 
 
 # Winograd's F(4×4, 3×3) with Lavin & Gray's matrices (1509.09308): a quarter of a convolution's products. Features move by 1e-5 of their maximum.
-_INPUT = ((4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
-          (0, 4, 0, -5, 0, 1))
-_KERNEL = ((1 / 4, 0, 0), (-1 / 6, -1 / 6, -1 / 6), (-1 / 6, 1 / 6, -1 / 6), (1 / 24, 1 / 12, 1 / 6), (1 / 24, -1 / 12, 1 / 6),
-           (0, 0, 1))
+_INPUT = (
+    (4, 0, -5, 0, 1, 0),
+    (0, -4, -4, 1, 1, 0),
+    (0, 4, -4, -1, 1, 0),
+    (0, -2, -1, 2, 1, 0),
+    (0, 2, -1, -2, 1, 0),
+    (0, 4, 0, -5, 0, 1),
+)
+_KERNEL = (
+    (1 / 4, 0, 0),
+    (-1 / 6, -1 / 6, -1 / 6),
+    (-1 / 6, 1 / 6, -1 / 6),
+    (1 / 24, 1 / 12, 1 / 6),
+    (1 / 24, -1 / 12, 1 / 6),
+    (0, 0, 1),
+)
 _OUTPUT = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 
 
 def _winograd_kernel(weight):
     """(O, C, 3, 3) → (36, C, O), transformed in float64."""
     import torch
+
     g = torch.tensor(_KERNEL, dtype=torch.float64)
     u = torch.kron(g, g) @ weight.detach().double().permute(2, 3, 1, 0).reshape(9, -1)  # both directions in one product
     return u.float().view(36, weight.shape[1], weight.shape[0])
@@ -335,6 +399,7 @@ def _winograd(x, kernel):
     """3×3 convolution with a border of zeros: (N, H, W, C) contiguous in rows, (36, C, O) → (N, H, W, O)."""
     import torch
     import torch.nn.functional as F
+
     into, out_of = (torch.kron(m, m) for m in map(torch.tensor, (_INPUT, _OUTPUT)))  # both directions in one product
     into, out_of = into.float(), out_of.float()  # (36, 36), (16, 36)
     n, height, width, channels = x.shape
@@ -349,12 +414,17 @@ def _winograd(x, kernel):
             tiles, v = x.new_empty(2, 36, n * k * across * channels)
             m = x.new_empty(36, n * k * across, kernel.shape[2])
             out = x.new_empty(16, m[0].numel())
-        tiles.view(6, 6, n, k, across, channels).copy_(x.as_strided(
-            (6, 6, n, k, across, channels), (row, column, batch, 4 * row, 4 * column, 1), x.storage_offset() + 4 * top * row))
+        tiles.view(6, 6, n, k, across, channels).copy_(
+            x.as_strided(
+                (6, 6, n, k, across, channels),
+                (row, column, batch, 4 * row, 4 * column, 1),
+                x.storage_offset() + 4 * top * row,
+            )
+        )
         torch.mm(into, tiles, out=v)
         torch.bmm(v.view(36, -1, channels), kernel, out=m)  # (36, tiles, C) · (36, C, O)
         torch.mm(out_of, m.view(36, -1), out=out)
-        y[:, top:top + k] = out.view(4, 4, n, k, across, -1).permute(2, 3, 0, 4, 1, 5)
+        y[:, top : top + k] = out.view(4, 4, n, k, across, -1).permute(2, 3, 0, 4, 1, 5)
     return y.view(n, 4 * down, 4 * across, -1)[:, :height, :width]
 
 
@@ -382,10 +452,15 @@ def with_lpips(values, distance):
 
 # ---- gate ----------------------------------------------------------------------------------------------------------
 
+
 def judge(values, bars):
     """Each metric of `values` (mae in levels) against `bars` (mae in 0..1): True, False, or None where it is NaN."""
-    holds = {"mae": values["mae"] / 255 <= bars["mae"], "lpips": values["lpips"] <= bars["lpips"],
-             "psnr": values["psnr"] > bars["psnr"], "ssim": values["ssim"] >= bars["ssim"]}
+    holds = {
+        "mae": values["mae"] / 255 <= bars["mae"],
+        "lpips": values["lpips"] <= bars["lpips"],
+        "psnr": values["psnr"] > bars["psnr"],
+        "ssim": values["ssim"] >= bars["ssim"],
+    }
     return {m: None if math.isnan(values[m]) else bool(holds[m]) for m in METRICS}
 
 
@@ -416,28 +491,35 @@ def find_tiles(baseline, candidate, asked):
             cells.pop()  # the last row of a grid may be left unfilled
         return cells
     if asked:
-        raise BadInput(f"--tiles {asked[0]}x{asked[1]}: {width}x{height} px is no such grid with {pad} px between and around "
-                       "its pictures; give rows x columns")
+        raise BadInput(
+            f"--tiles {asked[0]}x{asked[1]}: {width}x{height} px is no such grid with {pad} px between and around "
+            "its pictures; give rows x columns"
+        )
     return []
 
 
 # ---- output --------------------------------------------------------------------------------------------------------
 
+
 def block(values):
     """The contest's four lines; `mae` in 0..255 levels."""
-    return (f"=== Image Comparison Metrics ===\n"
-            f"Pixel-wise Mean Absolute Difference: {values['mae']:.4f}\n"
-            f"LPIPS (VGG):                        {values['lpips']:.4f}\n"
-            f"PSNR:                              {values['psnr']:.2f} dB\n"
-            f"SSIM:                              {values['ssim']:.4f}")
+    return (
+        f"=== Image Comparison Metrics ===\n"
+        f"Pixel-wise Mean Absolute Difference: {values['mae']:.4f}\n"
+        f"LPIPS (VGG):                        {values['lpips']:.4f}\n"
+        f"PSNR:                              {values['psnr']:.2f} dB\n"
+        f"SSIM:                              {values['ssim']:.4f}"
+    )
 
 
 def bar_lines(values, bars):
     word = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}
     holds = judge(values, bars)
     text = {
-        "mae": (f"{values['mae'] / 255:.3g} of 0-1 ({values['mae']:.4g} of 0-255)",
-                f"<= {bars['mae']:.3g} ({bars['mae'] * 255:.3g} of 0-255)"),
+        "mae": (
+            f"{values['mae'] / 255:.3g} of 0-1 ({values['mae']:.4g} of 0-255)",
+            f"<= {bars['mae']:.3g} ({bars['mae'] * 255:.3g} of 0-255)",
+        ),
         "lpips": (f"{values['lpips']:.6f}", f"<= {bars['lpips']:g}"),
         "psnr": (f"{values['psnr']:.4f} dB", f"> {bars['psnr']:g} dB"),
         "ssim": (f"{values['ssim']:.6f}", f">= {bars['ssim']:g}"),
@@ -469,6 +551,7 @@ def write_whole(path, write):
 def heatmap(path, baseline, candidate, values, names, verdict):
     """Write baseline, candidate and their difference (largest channel, amplified by its colour scale) side by side."""
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -479,23 +562,33 @@ def heatmap(path, baseline, candidate, values, names, verdict):
     columns = width <= 1.6 * height  # wide grids stack, square pictures stand side by side
     panel = (5.2, 5.2 * height / width) if columns else (10.0, 10.0 * height / width)
     rows, cols = (1, 3) if columns else (3, 1)
-    figure, axes = plt.subplots(rows, cols, layout="constrained", squeeze=False,
-                                figsize=(cols * panel[0] + 0.9, rows * (panel[1] + 0.4) + 1.0))
+    figure, axes = plt.subplots(
+        rows, cols, layout="constrained", squeeze=False, figsize=(cols * panel[0] + 0.9, rows * (panel[1] + 0.4) + 1.0)
+    )
     axes = axes.ravel()
     at = np.unravel_index(difference.argmax(), difference.shape)
-    titles = (f"baseline: {names[0]}", f"candidate: {names[1]}",
-              f"difference, largest channel (x{255 / scale:.0f}; at most {top} of 255, at x {at[1]}, y {at[0]})" if top
-              else "difference: none")
+    titles = (
+        f"baseline: {names[0]}",
+        f"candidate: {names[1]}",
+        f"difference, largest channel (x{255 / scale:.0f}; at most {top} of 255, at x {at[1]}, y {at[0]})"
+        if top
+        else "difference: none",
+    )
     for axis, shown, title in zip(axes, (baseline, candidate, difference), titles):
-        drawn = axis.imshow(shown, interpolation="nearest" if max(height, width) < 400 else "antialiased",
-                            **({"cmap": "inferno", "vmin": 0, "vmax": scale} if shown is difference else {}))
+        drawn = axis.imshow(
+            shown,
+            interpolation="nearest" if max(height, width) < 400 else "antialiased",
+            **({"cmap": "inferno", "vmin": 0, "vmax": scale} if shown is difference else {}),
+        )
         axis.set_title(title, fontsize=10, loc="left", color="#333333")
         axis.set_xticks([]), axis.set_yticks([])
         for spine in axis.spines.values():
             spine.set_color("#bbbbbb")
     figure.colorbar(drawn, ax=axes[2], fraction=0.046, pad=0.015, label="levels of 255")
-    numbers = (f"MAE {values['mae']:.4f} of 255     LPIPS {values['lpips']:.4f}     PSNR {values['psnr']:.2f} dB     "
-               f"SSIM {values['ssim']:.4f}")
+    numbers = (
+        f"MAE {values['mae']:.4f} of 255     LPIPS {values['lpips']:.4f}     PSNR {values['psnr']:.2f} dB     "
+        f"SSIM {values['ssim']:.4f}"
+    )
     color = {"PASS": "#1a7f37", "FAIL": "#b42318"}.get(verdict, "#8a6100")
     figure.suptitle(f"{verdict}     {numbers}", fontsize=13, fontweight="bold", color=color)
     write_whole(path, lambda part: figure.savefig(part, format="png", dpi=110))
@@ -503,6 +596,7 @@ def heatmap(path, baseline, candidate, values, names, verdict):
 
 
 # ---- latents -------------------------------------------------------------------------------------------------------
+
 
 def read_latents(path):
     """A .npy array of floats as float64; BadInput for anything else, NaN and infinity included."""
@@ -518,7 +612,9 @@ def read_latents(path):
         raise BadInput(f"--latents {path}: {reason}; give a .npy file of floats") from None
     bad = array.size - int(np.isfinite(array).sum())
     if bad:
-        raise BadInput(f"--latents {path}: {bad} of {array.size} values are NaN or infinite; that run is broken, sample again")
+        raise BadInput(
+            f"--latents {path}: {bad} of {array.size} values are NaN or infinite; that run is broken, sample again"
+        )
     return array
 
 
@@ -526,14 +622,20 @@ def compare_latents(paths):
     """Relative error |b - a|/|a|, largest absolute difference and cosine of two latents, in float64."""
     a, b = map(read_latents, paths)
     if a.shape != b.shape:
-        raise BadInput(f"--latents: {paths[0]} has shape {a.shape}, {paths[1]} has {b.shape}; give latents of one shape")
+        raise BadInput(
+            f"--latents: {paths[0]} has shape {a.shape}, {paths[1]} has {b.shape}; give latents of one shape"
+        )
     with np.errstate(all="ignore"):
         norms = np.linalg.norm(a.ravel()), np.linalg.norm(b.ravel())
-        return {"relative_error": float(np.linalg.norm((b - a).ravel()) / norms[0]), "max": float(np.abs(b - a).max()),
-                "cosine": float(a.ravel() @ b.ravel() / (norms[0] * norms[1]))}
+        return {
+            "relative_error": float(np.linalg.norm((b - a).ravel()) / norms[0]),
+            "max": float(np.abs(b - a).max()),
+            "cosine": float(a.ravel() @ b.ravel() / (norms[0] * norms[1])),
+        }
 
 
 # ---- command -------------------------------------------------------------------------------------------------------
+
 
 def finite(text):
     value = float(text)
@@ -555,30 +657,66 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def arguments(argv):
-    parser = OneLineParser(description="Compare a picture, or a folder of them, with its baseline.",
-                                     allow_abbrev=False)
+    parser = OneLineParser(description="Compare a picture, or a folder of them, with its baseline.", allow_abbrev=False)
     parser.add_argument("baseline", nargs="?", type=Path, help="the reference picture")
-    parser.add_argument("candidate", nargs="?", type=Path, help="the picture to judge, or a folder of pictures: each is "
-                        "compared with the baseline, the mean is printed, and every one has to pass")
-    parser.add_argument("--gate", choices=GATES, default="contest", help="contest: MAE <= 0.01 of the 0-1 range, LPIPS <= "
-                        "0.01, SSIM >= 0.99, PSNR > 40 dB; strict: MAE <= 0.01 of the 0-255 range (default: %(default)s)")
-    parser.add_argument("--max-mae", type=finite, metavar="X", help="own bar for MAE, of the 0-1 range whatever the gate")
+    parser.add_argument(
+        "candidate",
+        nargs="?",
+        type=Path,
+        help="the picture to judge, or a folder of pictures: each is "
+        "compared with the baseline, the mean is printed, and every one has to pass",
+    )
+    parser.add_argument(
+        "--gate",
+        choices=GATES,
+        default="contest",
+        help="contest: MAE <= 0.01 of the 0-1 range, LPIPS <= "
+        "0.01, SSIM >= 0.99, PSNR > 40 dB; strict: MAE <= 0.01 of the 0-255 range (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-mae", type=finite, metavar="X", help="own bar for MAE, of the 0-1 range whatever the gate"
+    )
     parser.add_argument("--max-lpips", type=finite, metavar="X", help="own bar for LPIPS")
     parser.add_argument("--min-psnr", type=finite, metavar="DB", help="own bar for PSNR, which has to be above it")
     parser.add_argument("--min-ssim", type=finite, metavar="X", help="own bar for SSIM")
-    parser.add_argument("--tiles", type=grid, metavar="RxC", help="rows x columns of the grid, 2 px between its pictures; "
-                        "sample.png's layout (four a row) is found without it")
-    parser.add_argument("--every-tile", action="store_true", help="hold each tile to the gate as well, LPIPS included "
-                        "(takes twice as long)")
-    parser.add_argument("--resize", action="store_true", help="scale a candidate of another size (Lanczos) and compare "
-                        "differing modes as RGB, as the contest's script does")
-    parser.add_argument("--heatmap", type=Path, metavar="PNG", help="write baseline, candidate and difference side by side "
-                        "(of a folder: its worst file)")
+    parser.add_argument(
+        "--tiles",
+        type=grid,
+        metavar="RxC",
+        help="rows x columns of the grid, 2 px between its pictures; "
+        "sample.png's layout (four a row) is found without it",
+    )
+    parser.add_argument(
+        "--every-tile",
+        action="store_true",
+        help="hold each tile to the gate as well, LPIPS included (takes twice as long)",
+    )
+    parser.add_argument(
+        "--resize",
+        action="store_true",
+        help="scale a candidate of another size (Lanczos) and compare "
+        "differing modes as RGB, as the contest's script does",
+    )
+    parser.add_argument(
+        "--heatmap",
+        type=Path,
+        metavar="PNG",
+        help="write baseline, candidate and difference side by side (of a folder: its worst file)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything for machines")
-    parser.add_argument("--latents", type=Path, nargs=2, metavar=("A.npy", "B.npy"), help="compare two latents, with or "
-                        "without pictures; they have no bar")
-    parser.add_argument("--vgg-weights", type=Path, metavar="PATH", help=f"torchvision's {Path(VGG16_URL).name}, from "
-                        "anywhere (default: torch's hub cache, fetched on first use)")
+    parser.add_argument(
+        "--latents",
+        type=Path,
+        nargs=2,
+        metavar=("A.npy", "B.npy"),
+        help="compare two latents, with or without pictures; they have no bar",
+    )
+    parser.add_argument(
+        "--vgg-weights",
+        type=Path,
+        metavar="PATH",
+        help=f"torchvision's {Path(VGG16_URL).name}, from anywhere (default: torch's hub cache, fetched on first use)",
+    )
     args = parser.parse_args(argv)
     if args.candidate is None and (args.baseline is not None or args.latents is None):
         parser.error("name BASELINE and CANDIDATE, or --latents A.npy B.npy")
@@ -633,8 +771,13 @@ def judge_file(args, bars, lpips, baseline, path):
             record["notes"].append(f"{path}: is the baseline file itself")
     except OSError:
         pass
-    tiles = [(name, np.ascontiguousarray(a[rows, columns]), np.ascontiguousarray(b[rows, columns])) for name, rows, columns in cells]
-    with ThreadPoolExecutor(1) as beside:  # the network is loaded, and runs, beside the other metrics, which take one core
+    tiles = [
+        (name, np.ascontiguousarray(a[rows, columns]), np.ascontiguousarray(b[rows, columns]))
+        for name, rows, columns in cells
+    ]
+    with ThreadPoolExecutor(
+        1
+    ) as beside:  # the network is loaded, and runs, beside the other metrics, which take one core
         distance = beside.submit(lpips, a, b)
         whole, parts = measure(a, b), [measure(tile_a, tile_b) for _, tile_a, tile_b in tiles]
         record["values"], record["reasons"] = with_lpips(whole, distance.result)
@@ -648,16 +791,22 @@ def judge_file(args, bars, lpips, baseline, path):
 
 def worst(records):
     """The record nearest to failing: lowest PSNR (NaN below all), then largest MAE."""
-    return min(records, key=lambda r: (-math.inf if math.isnan(r["values"]["psnr"]) else r["values"]["psnr"],
-                                       -r["values"]["mae"]))
+    return min(
+        records,
+        key=lambda r: (-math.inf if math.isnan(r["values"]["psnr"]) else r["values"]["psnr"], -r["values"]["mae"]),
+    )
 
 
 def tile_lines(record):
     lines = [f"Tiles (row,column) of {Path(record['file']).name}:"]
     for tile in record["tiles"]:
         v = tile["values"]
-        lines.append(f"  {tile['tile']:6}MAE {v['mae']:8.4f} of 0-255   " + (f"LPIPS {v['lpips']:.4f}   " if "lpips" in v else "")
-                     + f"PSNR {v['psnr']:7.2f} dB   SSIM {v['ssim']:.4f}" + f"   {tile.get('verdict', '')}".rstrip())
+        lines.append(
+            f"  {tile['tile']:6}MAE {v['mae']:8.4f} of 0-255   "
+            + (f"LPIPS {v['lpips']:.4f}   " if "lpips" in v else "")
+            + f"PSNR {v['psnr']:7.2f} dB   SSIM {v['ssim']:.4f}"
+            + f"   {tile.get('verdict', '')}".rstrip()
+        )
     return lines + [f"  worst tile: {worst(record['tiles'])['tile']}"]
 
 
@@ -674,8 +823,10 @@ def run(args, report):
     if args.latents:
         latents = compare_latents(args.latents)
         report["latents"] = latents
-        print(f"=== Latents ===\nRelative error: {latents['relative_error']:.6g}\nMax difference: {latents['max']:.6g}\n"
-              f"Cosine:         {latents['cosine']:.12g}")
+        print(
+            f"=== Latents ===\nRelative error: {latents['relative_error']:.6g}\nMax difference: {latents['max']:.6g}\n"
+            f"Cosine:         {latents['cosine']:.12g}"
+        )
         undefined = not all(map(math.isfinite, latents.values()))
         if undefined:
             report["reasons"].append("latents: undefined, one of them is zero or too large")
@@ -687,8 +838,11 @@ def run(args, report):
         print()
 
     bars = dict(GATES[args.gate])
-    own = {m: v for m, v in (("mae", args.max_mae), ("lpips", args.max_lpips), ("psnr", args.min_psnr),
-                             ("ssim", args.min_ssim)) if v is not None}
+    own = {
+        m: v
+        for m, v in (("mae", args.max_mae), ("lpips", args.max_lpips), ("psnr", args.min_psnr), ("ssim", args.min_ssim))
+        if v is not None
+    }
     bars.update(own)
     gate = args.gate + (" with own bars for " + ", ".join(LABELS[m] for m in own) if own else "")
 
@@ -696,8 +850,11 @@ def run(args, report):
     notes = [f"{baseline.path}: {note}" for note in baseline.notes]
     if left_out:
         notes.append(f"{args.candidate}: left out, by suffix: {', '.join(left_out)}")
-    print(f"Comparing {args.baseline} with " + (f"{len(files)} pictures in {args.candidate}" if args.candidate.is_dir()
-                                                else f"{args.candidate}"), flush=True)
+    print(
+        f"Comparing {args.baseline} with "
+        + (f"{len(files)} pictures in {args.candidate}" if args.candidate.is_dir() else f"{args.candidate}"),
+        flush=True,
+    )
     records, shown = [], None
     for path in files:
         record, candidate = judge_file(args, bars, lpips, baseline, path)
@@ -719,33 +876,51 @@ def run(args, report):
     status = NOT_COMPUTED if None in outcome or report["reasons"] else PASSES if all(outcome) else FALLS_SHORT
     verdict = {PASSES: "PASS", FALLS_SHORT: "FAIL", NOT_COMPUTED: "NONE"}[status]
     if lpips.source and not lpips.source["published"]:
-        notes.append(f"{lpips.source['path']}: not the published VGG16 (sha256 {lpips.source['sha256'][:8]}, published "
-                     f"{VGG16_SHA256}); this LPIPS is not the contest's")
+        notes.append(
+            f"{lpips.source['path']}: not the published VGG16 (sha256 {lpips.source['sha256'][:8]}, published "
+            f"{VGG16_SHA256}); this LPIPS is not the contest's"
+        )
 
     if args.candidate.is_dir():
         for record in records:
             v = record["values"]
-            print(f"  {Path(record['file']).name}: MAE {v['mae']:.4f}, LPIPS {v['lpips']:.4f}, PSNR {v['psnr']:.2f} dB, SSIM "
-                  f"{v['ssim']:.4f}: {record['verdict']}")
+            print(
+                f"  {Path(record['file']).name}: MAE {v['mae']:.4f}, LPIPS {v['lpips']:.4f}, PSNR {v['psnr']:.2f} dB, SSIM "
+                f"{v['ssim']:.4f}: {record['verdict']}"
+            )
     print(f"\n{block(mean)}\n\nGate: {gate}")
     print(*bar_lines(mean, bars), sep="\n")
     for record in records:
         if record["tiles"]:
             print("", *tile_lines(record), sep="\n")
     print(*(f"Note: {note}" for note in notes), sep="\n", end="\n" if notes else "")
-    report.update(gate=gate, bars=bars, mean=mean, files=records, notes=notes, vgg_weights=lpips.source, verdict=verdict)
+    report.update(
+        gate=gate, bars=bars, mean=mean, files=records, notes=notes, vgg_weights=lpips.source, verdict=verdict
+    )
     if args.heatmap:
         record = worst(records)
-        heatmap(args.heatmap, baseline.pixels, shown.pixels, record["values"], (args.baseline.name, Path(record["file"]).name),
-                record["verdict"] if len(records) > 1 else verdict)
+        heatmap(
+            args.heatmap,
+            baseline.pixels,
+            shown.pixels,
+            record["values"],
+            (args.baseline.name, Path(record["file"]).name),
+            record["verdict"] if len(records) > 1 else verdict,
+        )
         print(f"Heatmap: {args.heatmap}" + (f" ({Path(record['file']).name}, the worst)" if len(records) > 1 else ""))
 
     short = len([r for r in records if r["verdict"] != "PASS"])
-    caveats = [c for c, is_so in ((f"{short} of {len(records)} pictures do not pass", short and len(records) > 1),
-                                  ("every tile held to it", args.every_tile),
-                                  ("candidate resized (Lanczos)", any("Lanczos" in n for n in notes)),
-                                  ("modes differ, compared as RGB", any("both as RGB" in n for n in notes)),
-                                  ("not the published VGG16", lpips.source and not lpips.source["published"])) if is_so]
+    caveats = [
+        c
+        for c, is_so in (
+            (f"{short} of {len(records)} pictures do not pass", short and len(records) > 1),
+            ("every tile held to it", args.every_tile),
+            ("candidate resized (Lanczos)", any("Lanczos" in n for n in notes)),
+            ("modes differ, compared as RGB", any("both as RGB" in n for n in notes)),
+            ("not the published VGG16", lpips.source and not lpips.source["published"]),
+        )
+        if is_so
+    ]
     for reason in report["reasons"]:
         print(f"evaluate.py: {reason}", file=sys.stderr)
     if status == NOT_COMPUTED:
@@ -773,7 +948,9 @@ def main(argv=None):
     if report.pop("outputs_are_free", False) and args.json:  # a refused output path is not written to
         report["exit_status"] = status
         try:
-            write_whole(args.json, lambda part: part.write_text(json.dumps(json_ready(report), indent=1, allow_nan=False)))
+            write_whole(
+                args.json, lambda part: part.write_text(json.dumps(json_ready(report), indent=1, allow_nan=False))
+            )
         except BadInput as bad:
             print(f"evaluate.py: {bad}", file=sys.stderr)
             status = BAD_INPUT

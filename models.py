@@ -41,7 +41,8 @@ class TimestepEmbedder(nn.Module):
     def __init__(self, hidden_size, frequency_embedding_size=256):
         super().__init__()
         self.mlp = nn.Sequential(
-            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
         self.frequency_embedding_size = frequency_embedding_size
 
     @staticmethod
@@ -168,7 +169,9 @@ class DiTBlock(nn.Module):
 
     def forward(self, x, c):
         """x (N, T, D) tokens, c (N, D) condition → (N, T, D)."""
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(
+            6, dim=1
+        )  # each (N, D)
         x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
@@ -194,8 +197,19 @@ class DiT(nn.Module):
     the fraction v that interpolates the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
-    def __init__(self, input_size=32, patch_size=2, in_channels=4, hidden_size=1152, depth=28, num_heads=16, mlp_ratio=4.0,
-                 class_dropout_prob=0.1, num_classes=1000, learn_sigma=True):
+    def __init__(
+        self,
+        input_size=32,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=1152,
+        depth=28,
+        num_heads=16,
+        mlp_ratio=4.0,
+        class_dropout_prob=0.1,
+        num_classes=1000,
+        learn_sigma=True,
+    ):
         super().__init__()
         self.learn_sigma = learn_sigma
         self.in_channels = in_channels
@@ -226,10 +240,16 @@ class DiT(nn.Module):
         self.pos_embed.data.copy_(self.position_table())
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
         nn.init.zeros_(self.x_embedder.proj.bias)
-        for weight in (self.y_embedder.embedding_table.weight, self.t_embedder.mlp[0].weight, self.t_embedder.mlp[2].weight):
+        for weight in (
+            self.y_embedder.embedding_table.weight,
+            self.t_embedder.mlp[0].weight,
+            self.t_embedder.mlp[2].weight,
+        ):
             nn.init.normal_(weight, std=0.02)
         for linear in [block.adaLN_modulation[-1] for block in self.blocks] + [
-                self.final_layer.adaLN_modulation[-1], self.final_layer.linear]:
+            self.final_layer.adaLN_modulation[-1],
+            self.final_layer.linear,
+        ]:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
@@ -285,9 +305,13 @@ def _constructor(name, **config):
     return build
 
 
-DiT_models = {f"DiT-{size}/{p}": _constructor(f"DiT_{size}_{p}", patch_size=p, **config)
-              for size, config in _SIZES.items() for p in (2, 4, 8)}
+DiT_models = {
+    f"DiT-{size}/{p}": _constructor(f"DiT_{size}_{p}", patch_size=p, **config)
+    for size, config in _SIZES.items()
+    for p in (2, 4, 8)
+}
 # Small, trained on drawn pictures, shipped with its weights; head dim 72 as in XL, so that every kernel for XL runs on it.
-DiT_models["DiT-Demo/2"] = _constructor("DiT_Demo_2", patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16,
-                                        num_classes=8)
+DiT_models["DiT-Demo/2"] = _constructor(
+    "DiT_Demo_2", patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8
+)
 globals().update({build.__name__: build for build in DiT_models.values()})

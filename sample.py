@@ -14,6 +14,7 @@ def main():
         options = options_from(args)
         options.check_output()
         from accel.engine import Engine  # after the cheap checks: torch is slow to import
+
         engine = Engine(options)
         print(engine.describe())
         latents = engine.sample()

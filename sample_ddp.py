@@ -11,7 +11,15 @@ import os
 import signal
 import time
 
-from accel.options import STOPPED, DistributedOptions, OneLineParser, UsageError, add_arguments, options_from, user_errors
+from accel.options import (
+    STOPPED,
+    DistributedOptions,
+    OneLineParser,
+    UsageError,
+    add_arguments,
+    options_from,
+    user_errors,
+)
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
@@ -28,7 +36,10 @@ class RankParser(OneLineParser):
 
 
 def main():
-    parser = RankParser(prog="sample_ddp.py", description="Sample class-conditional pictures from a diffusion transformer with many GPUs.")
+    parser = RankParser(
+        prog="sample_ddp.py",
+        description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
+    )
     add_arguments(parser, DistributedOptions)
     args = parser.parse_args()
     with user_errors(parser):
@@ -37,6 +48,7 @@ def main():
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
     from accel.parallel.group import job  # after the cheap checks: torch is slow to import
+
     with job(parser.prog) as group:
         if options.num_fid_samples is not None:
             group.stop_on_signals(*STOP_SIGNALS)
@@ -53,6 +65,7 @@ def stop_at_once(*_):
 def load(options, group, place=None):
     """The engine on this rank's device, its network in `place` if given. What any rank lacks is named before anything is sampled."""
     from accel.engine import Engine, fetch_weights
+
     # One download where the file system is shared, one a node where it is not.
     group.together("fetch once", lambda: fetch_weights(options), only=0)
     group.together("fetch a node", lambda: group.local_rank or fetch_weights(options))
@@ -67,16 +80,21 @@ def sample_grid(options, group):
     from accel.engine import network_shape
     from accel.parallel.plan import Planner
     from accel.parallel.rows import agree, gather_rows, share
+
     n = len(options.labels)
     group.together("output", options.check_output, only=0)
-    planner = Planner(group, options.device, n, options.latent_size, *group.together("shape", lambda: network_shape(options)))
+    planner = Planner(
+        group, options.device, n, options.latent_size, *group.together("shape", lambda: network_shape(options))
+    )
     wanted = group.together("plan", lambda: planner.wanted(options))
     group.open_collectives(options.device)
     engine = load(options, group, "cpu" if wanted and wanted.weights > 1 else None)
     with engine.watch.phase("plan"):
         engine.network, plan = planner.parallel(engine.network, wanted)
     split = plan.ranks > 1
-    if options.forecast == "auto" and group.world > 1 and not split:  # ranks that share their pictures see the same errors anyway
+    if (
+        options.forecast == "auto" and group.world > 1 and not split
+    ):  # ranks that share their pictures see the same errors anyway
         group.together("labels", lambda: check_labels(options, group.world), only=0)
         engine.forecast.agree = group.largest  # the worst picture of the grid decides, wherever it is made
     busy = plan.ranks if split else group.world
@@ -92,7 +110,9 @@ def sample_grid(options, group):
         side = options.image_size
         pixels = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
     with engine.watch.phase("gather"):
-        latents, pixels = (None, gather_rows(group, pixels, n, busy)) if local else (gather_rows(group, latents, n, busy), None)
+        latents, pixels = (
+            (None, gather_rows(group, pixels, n, busy)) if local else (gather_rows(group, latents, n, busy), None)
+        )
     if group.rank == 0:
         engine.save(latents, pixels)
         print(f"{options.output}: {engine.watch}")
@@ -100,13 +120,16 @@ def sample_grid(options, group):
 
 def check_labels(options, world):
     if options.forecast == "auto" and len(options.labels) < world:
-        raise UsageError(f"--forecast auto: all ranks decide together, and {len(options.labels)} labels leave some of {world} without a picture; "
-                         "use fewer ranks or --forecast plan")
+        raise UsageError(
+            f"--forecast auto: all ranks decide together, and {len(options.labels)} labels leave some of {world} without a picture; "
+            "use fewer ranks or --forecast plan"
+        )
 
 
 def sample_for_fid(options, group):
     """The folder of pictures and its .npz."""
     from accel import fid
+
     group.together("job", lambda: fid.check(options, group.world), only=0)
     fid.run(load(options, group), group)
 

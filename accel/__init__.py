@@ -7,5 +7,6 @@
 def __getattr__(name):
     if name == "accelerate":  # only when asked for: it brings Triton
         from accel.fast import accelerate
+
         return accelerate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,11 +31,13 @@ class Conditioning:
         self.time = [take(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")]
         self.labels = take("y_embedder.embedding_table.weight")
         # Filled row by row: concatenating would hold the 0.9 GB twice.
-        self.weight = torch.empty(sum(len(state[f"{layer}.weight"]) for layer in layers), self.width, device=device, dtype=dtype)
+        self.weight = torch.empty(
+            sum(len(state[f"{layer}.weight"]) for layer in layers), self.width, device=device, dtype=dtype
+        )
         row = 0
         for layer in layers:
             rows = len(state[f"{layer}.weight"])
-            self.weight[row:row + rows] = state[f"{layer}.weight"].detach()
+            self.weight[row : row + rows] = state[f"{layer}.weight"].detach()
             row += rows
         self.bias = torch.cat([take(f"{layer}.bias") for layer in layers])
         self.vectors = len(self.bias) // self.width
@@ -80,12 +82,18 @@ class HoistedConditioning:
         """timesteps: a run's original timesteps in order (ints); labels: those it meets, the null label included (ints); together: how many timesteps
         may be met between two calls of `reach`."""
         if max(timesteps) >= len(self.step_offset) - 1:
-            raise ValueError(f"timestep {max(timesteps)}: the table is for processes of {len(self.step_offset) - 1} steps")
-        self.timesteps = torch.tensor(list(timesteps), device=self.device)  # copied here once: the loop itself never waits for the host
+            raise ValueError(
+                f"timestep {max(timesteps)}: the table is for processes of {len(self.step_offset) - 1} steps"
+            )
+        self.timesteps = torch.tensor(
+            list(timesteps), device=self.device
+        )  # copied here once: the loop itself never waits for the host
         self.run_labels = torch.tensor(sorted(set(labels)), device=self.device)
         if len(self.run_labels) * together > self.capacity:
-            raise ValueError(f"{len(self.run_labels)} labels need a table of {len(self.run_labels) * together} entries, there are {self.capacity}; "
-                             "sample fewer at a time")
+            raise ValueError(
+                f"{len(self.run_labels)} labels need a table of {len(self.run_labels) * together} entries, there are {self.capacity}; "
+                "sample fewer at a time"
+            )
         self.label_offset.fill_(self.capacity)
         self.label_offset[self.run_labels] = torch.arange(len(self.run_labels), device=self.device)
         # By the usual size, not by what a larger batch before this one asked for: a chunk's products round by its size, and a job that is started
@@ -99,13 +107,19 @@ class HoistedConditioning:
         if all(one in self.ready for one in (index, *more)):
             return
         self.ready, labels = range(index, min(index + self.chunk, len(self.timesteps))), self.run_labels
-        steps = self.timesteps[index:self.ready.stop]
+        steps = self.timesteps[index : self.ready.stop]
         if not all(one in self.ready for one in more):  # they lie too far apart
             self.ready = sorted({index, *more})
             if len(self.ready) > self.chunk:
-                raise ValueError(f"{len(self.ready)} timesteps of {len(labels)} labels at once, the table has {self.capacity} entries; sample fewer at a time")
+                raise ValueError(
+                    f"{len(self.ready)} timesteps of {len(labels)} labels at once, the table has {self.capacity} entries; sample fewer at a time"
+                )
             steps = torch.stack([self.timesteps[one] for one in self.ready])
-        self.conditioning(steps[:, None].expand(-1, len(labels)).flatten(), labels.repeat(len(steps)), out=self.table[:len(steps) * len(labels)])
+        self.conditioning(
+            steps[:, None].expand(-1, len(labels)).flatten(),
+            labels.repeat(len(steps)),
+            out=self.table[: len(steps) * len(labels)],
+        )
         self.step_offset.fill_(self.capacity)
         self.step_offset[steps] = torch.arange(len(steps), device=self.device) * len(labels)
 

@@ -9,8 +9,16 @@ import torch.nn.functional as F
 
 EPS = 1e-6
 # What config.json says of sd-vae-ft-ema and sd-vae-ft-mse.
-SD_VAE_FT = dict(_class_name="AutoencoderKL", act_fn="silu", block_out_channels=[128, 256, 512, 512], layers_per_block=2, norm_num_groups=32,
-                 latent_channels=4, out_channels=3, up_block_types=["UpDecoderBlock2D"] * 4)
+SD_VAE_FT = dict(
+    _class_name="AutoencoderKL",
+    act_fn="silu",
+    block_out_channels=[128, 256, 512, 512],
+    layers_per_block=2,
+    norm_num_groups=32,
+    latent_channels=4,
+    out_channels=3,
+    up_block_types=["UpDecoderBlock2D"] * 4,
+)
 
 
 class Residual(nn.Module):
@@ -84,7 +92,9 @@ class _Network(nn.Module):
         widths = widths[::-1]
         self.conv_in = nn.Conv2d(latent_channels, widths[0], 3, padding=1)
         self.mid_block = Middle(widths[0], groups, attention)
-        self.up_blocks = nn.ModuleList([Stage(widths[max(i - 1, 0)], width, layers, groups, i + 1 < len(widths)) for i, width in enumerate(widths)])
+        self.up_blocks = nn.ModuleList(
+            [Stage(widths[max(i - 1, 0)], width, layers, groups, i + 1 < len(widths)) for i, width in enumerate(widths)]
+        )
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
         self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
@@ -108,12 +118,20 @@ class Decoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         widths = config["block_out_channels"]
-        for name, value in dict(act_fn="silu", up_block_types=["UpDecoderBlock2D"] * len(widths), out_channels=3, latent_channels=4).items():
+        for name, value in dict(
+            act_fn="silu", up_block_types=["UpDecoderBlock2D"] * len(widths), out_channels=3, latent_channels=4
+        ).items():
             if config.get(name, value) != value:
                 raise ValueError(f"{name} {config[name]}")
         self.post_quant_conv = nn.Conv2d(4, 4, 1) if config.get("use_post_quant_conv", True) else None
-        self.decoder = _Network(widths, config.get("layers_per_block", 1) + 1, config.get("norm_num_groups", 32), 4, 3,
-                                config.get("mid_block_add_attention", True))
+        self.decoder = _Network(
+            widths,
+            config.get("layers_per_block", 1) + 1,
+            config.get("norm_num_groups", 32),
+            4,
+            3,
+            config.get("mid_block_add_attention", True),
+        )
 
     def forward(self, z):
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))

@@ -70,7 +70,9 @@ def _empty_model(options):
     with shapes_only():
         model = DiT_models[options.model](input_size=options.latent_size, num_classes=options.num_classes)
     if options.latent_size % model.patch_size:
-        raise UsageError(f"--image-size {options.image_size}: must be a multiple of {8 * model.patch_size} for {options.model}")
+        raise UsageError(
+            f"--image-size {options.image_size}: must be a multiple of {8 * model.patch_size} for {options.model}"
+        )
     return model
 
 
@@ -89,9 +91,13 @@ def load_model(options, device, tier="fp32"):
     model = _empty_model(options)
     state = find_model(options.ckpt or published(options))
     _check_fit(options, model, state)
-    if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid, so the network runs at any size
+    if (
+        state["pos_embed"].shape != model.pos_embed.shape
+    ):  # the table is a function of the grid, so the network runs at any size
         trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
-        print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with recomputed positions")
+        print(
+            f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with recomputed positions"
+        )
         state = {**state, "pos_embed": model.position_table()}
     if tier in precision.FAST and not options.compile:
         from accel.fast import LAYERS, FastDiT  # brings Triton, which the other tiers need not wait for
@@ -100,6 +106,7 @@ def load_model(options, device, tier="fp32"):
         from accel.kernels.attention import attention
         from accel.kernels.embed import patch_embed
         from accel.kernels.norm import compile_ahead
+
         tokens, width = model.pos_embed.shape[1:]
         rows = 2 * len(options.labels) * tokens
         dtype = precision.FAST[tier]
@@ -107,22 +114,42 @@ def load_model(options, device, tier="fp32"):
         def meet_attention():
             if tier == "exact":
                 from accel.kernels.split import compile_ahead
+
                 return compile_ahead(device)
             attention(torch.zeros(1, tokens, 3 * width, dtype=dtype, device=device), model.num_heads)
             synchronize(device)
 
         def meet_ends():
             with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-                x, count = torch.zeros(1, 4, options.latent_size, options.latent_size, device=device), model.patch_size**2
-                embedded = patch_embed(x, torch.zeros(width, 4 * count, device=device), torch.zeros(tokens, width, device=device), copies=2)
-                ancestral_update(embedded[..., :8 * count].contiguous(), x, x, torch.zeros(1, dtype=torch.int64, device=device),
-                                 torch.zeros(1, 6, device=device), options.cfg_scale)
+                x, count = (
+                    torch.zeros(1, 4, options.latent_size, options.latent_size, device=device),
+                    model.patch_size**2,
+                )
+                embedded = patch_embed(
+                    x, torch.zeros(width, 4 * count, device=device), torch.zeros(tokens, width, device=device), copies=2
+                )
+                ancestral_update(
+                    embedded[..., : 8 * count].contiguous(),
+                    x,
+                    x,
+                    torch.zeros(1, dtype=torch.int64, device=device),
+                    torch.zeros(1, 6, device=device),
+                    options.cfg_scale,
+                )
                 torch.cuda.current_stream().synchronize()
 
-        products = [(rows, *state[f"blocks.0.{layer}.weight"].shape, layer == "mlp.fc1") for layer in LAYERS] if tier != "exact" else ()
+        products = (
+            [(rows, *state[f"blocks.0.{layer}.weight"].shape, layer == "mlp.fc1") for layer in LAYERS]
+            if tier != "exact"
+            else ()
+        )
         with ThreadPoolExecutor(7) as pool:  # the compilers' seconds go by while weights are copied
-            compiling = [pool.submit(compile_ahead, width, rows, dtype, device), pool.submit(meet_attention), pool.submit(meet_ends),
-                         *(pool.submit(linear.compile_ahead, *product, dtype, device) for product in products)]
+            compiling = [
+                pool.submit(compile_ahead, width, rows, dtype, device),
+                pool.submit(meet_attention),
+                pool.submit(meet_ends),
+                *(pool.submit(linear.compile_ahead, *product, dtype, device) for product in products),
+            ]
             try:
                 network = FastDiT(state, model.num_heads, dtype, device)
             except ValueError as error:
@@ -135,6 +162,7 @@ def load_model(options, device, tier="fp32"):
     model = model.to(device).eval().requires_grad_(False)
     if options.compile:
         from accel.fast import CompiledDiT
+
         return CompiledDiT(model, precision.HALF.get(tier, torch.float32))
     return model
 
@@ -146,7 +174,10 @@ def overflows(network, options, device):
     n = len(options.labels)
     labels = torch.tensor([*options.labels, *[options.num_classes] * n], device=device)
     x = torch.randn(2 * n, 4, options.latent_size, options.latent_size, generator=generator, device=device)
-    return not all(network.forward_with_cfg(x, torch.full_like(labels, t), labels, options.cfg_scale).isfinite().all() for t in (999, 500, 0))
+    return not all(
+        network.forward_with_cfg(x, torch.full_like(labels, t), labels, options.cfg_scale).isfinite().all()
+        for t in (999, 500, 0)
+    )
 
 
 def fetch_weights(options):
@@ -158,8 +189,10 @@ def fetch_weights(options):
 def published(options):
     name = f"DiT-XL-2-{options.image_size}x{options.image_size}.pt"
     if options.model != "DiT-XL/2" or name not in pretrained_models or options.num_classes != 1000:
-        raise UsageError(f"--ckpt: no published weights for {options.model} at {options.image_size} px with {options.num_classes} classes "
-                         f"(there are DiT-XL/2 at 256 and 512); give a file")
+        raise UsageError(
+            f"--ckpt: no published weights for {options.model} at {options.image_size} px with {options.num_classes} classes "
+            f"(there are DiT-XL/2 at 256 and 512); give a file"
+        )
     return name
 
 
@@ -180,14 +213,20 @@ def _check_fit(options, model, state):
     name = options.ckpt or published(options)
     table = state.get("y_embedder.embedding_table.weight")
     if wrong == ["y_embedder.embedding_table.weight"] and table is not None:
-        raise UsageError(f"--num-classes {options.num_classes}: the weights in {name} know {len(table) - 1} classes; "
-                         f"use --num-classes {len(table) - 1}")
+        raise UsageError(
+            f"--num-classes {options.num_classes}: the weights in {name} know {len(table) - 1} classes; "
+            f"use --num-classes {len(table) - 1}"
+        )
     for other, build in DiT_models.items():
         with shapes_only():
             candidate = build(input_size=options.latent_size, num_classes=len(table) - 1 if table is not None else 1000)
         if not _mismatches(candidate, state):
-            raise UsageError(f"--ckpt {name}: holds the weights of {other}, not of {options.model}; use --model {other}")
-    raise UsageError(f"--ckpt {name}: fits none of {', '.join(DiT_models)} ({len(wrong)} entries differ, first {wrong[0]})")
+            raise UsageError(
+                f"--ckpt {name}: holds the weights of {other}, not of {options.model}; use --model {other}"
+            )
+    raise UsageError(
+        f"--ckpt {name}: fits none of {', '.join(DiT_models)} ({len(wrong)} entries differ, first {wrong[0]})"
+    )
 
 
 #################################################################################
@@ -202,8 +241,21 @@ def draw_latents(n, latent_size, seed, device):
 
 
 @torch.inference_mode()
-def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, rows=slice(None), draw=None, steps=None, progress=None,
-            sums=None, forecast=None):
+def denoise(
+    network,
+    diffusion,
+    z,
+    labels,
+    cfg_scale,
+    null_label,
+    guided=True,
+    rows=slice(None),
+    draw=None,
+    steps=None,
+    progress=None,
+    sums=None,
+    forecast=None,
+):
     """Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2) with classifier-free guidance.
 
     network: anything with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`; a FastDiT's conditioning is hoisted and its steps are
@@ -224,7 +276,7 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
     def model_for(y):
         def model(x, t):
             if guided:
-                return network.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), y, cfg_scale)[:len(x)]
+                return network.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), y, cfg_scale)[: len(x)]
             return network.forward(x, t, y)
 
         return model
@@ -238,7 +290,15 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
         if not one_kernel:
             return diffusion.p_sample(model_for(y), x, t, clip_denoised=False, noise=noise)["sample"]
         tokens = network.last_tokens(x, diffusion.original_timesteps(t).repeat(len(y) // len(x)), y)
-        return ancestral_update(tokens, x, noise, t, diffusion.ancestral_coefficients(x.device), cfg_scale if guided else None, switches.ends)
+        return ancestral_update(
+            tokens,
+            x,
+            noise,
+            t,
+            diffusion.ancestral_coefficients(x.device),
+            cfg_scale if guided else None,
+            switches.ends,
+        )
 
     def stride(x, t, y, m, values, noise, calls):
         return forecast.strides.stride(model_for(y), x, t, m, values, noise, calls)
@@ -246,16 +306,21 @@ def denoise(network, diffusion, z, labels, cfg_scale, null_label, guided=True, r
     conditions, drawn = nullcontext(), (2 * n if guided else n, *z.shape[1:])
     if switches is not None:
         from accel.fast import hoist_conditioning
+
         if switches.hoist:
             met = diffusion.timestep_map[::-1] if forecast is None else forecast.timesteps()
-            conditions = hoist_conditioning(network, met, y.tolist(), together=1 if forecast is None else 2)  # a stride's calls
+            conditions = hoist_conditioning(
+                network, met, y.tolist(), together=1 if forecast is None else 2
+            )  # a stride's calls
         if switches.graph and z.is_cuda:
             if forecast is None:
                 diffusion.prepare(z.device)
                 step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step, switches.reset_once))
             else:
                 forecast.strides.prepare(z.device)
-                stride = network.captured.setdefault((forecast.strides, guided, cfg_scale), Replayed(stride, switches.reset_once))
+                stride = network.captured.setdefault(
+                    (forecast.strides, guided, cfg_scale), Replayed(stride, switches.reset_once)
+                )
     if hasattr(network, "begin_run"):  # what it does depends on the number of the step
         network.begin_run()
 
@@ -304,6 +369,7 @@ def progress_bar(total, device, **options):
     """A tqdm bar as a callable to call after each queued step. It advances when the device has finished the step, and asks without
     making anything wait for the answer."""
     from tqdm import tqdm
+
     with tqdm(total=total, unit="step", **options) as bar:
         if device.type != "cuda":
             yield bar.update
@@ -344,7 +410,8 @@ class Stopwatch:
 
     def __str__(self):
         return " · ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items()) + (
-            f" · total {sum(self.seconds.values()):.2f} s")
+            f" · total {sum(self.seconds.values()):.2f} s"
+        )
 
 
 class Engine:
@@ -375,9 +442,13 @@ class Engine:
 
     def _leave_fp16(self):
         if self.precision == "exact" and (layer := self.network.overflowed()):
-            raise UsageError(f"--precision exact: {layer} gives values that float16 terms do not hold; use --precision fp32")
+            raise UsageError(
+                f"--precision exact: {layer} gives values that float16 terms do not hold; use --precision fp32"
+            )
         if self.precision == "exact":
-            raise UsageError("--precision exact: the network's output is not finite; check the weights with --precision fp32")
+            raise UsageError(
+                "--precision exact: the network's output is not finite; check the weights with --precision fp32"
+            )
         if self.options.precision == "fp16" or not precision.supports("bf16", self.device):
             raise UsageError(f"--precision fp16: overflows on these weights; use --precision {self._wider_than_fp16()}")
         print("these weights overflow float16: sampling in bfloat16")
@@ -390,26 +461,45 @@ class Engine:
         return "bf16" if precision.supports("bf16", self.device) else "fp32"
 
     def describe(self):
-        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        where = (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"CPU, {torch.get_num_threads()} threads"
+        )
         calls = "" if self.forecast is None else f" ({self.forecast})"
         n, fid = len(self.options.labels), getattr(self.options, "num_fid_samples", None)  # which draws its labels
-        return (f"{self.options.model} · {self.options.image_size} px · {f'{fid} pictures' if fid else f'{n} label' + 's' * (n > 1)} · "
-                f"{self.options.num_sampling_steps} steps{calls} · cfg {self.options.cfg_scale:g} · {self.precision} · {where} · "
-                f"torch {torch.__version__}")
+        return (
+            f"{self.options.model} · {self.options.image_size} px · {f'{fid} pictures' if fid else f'{n} label' + 's' * (n > 1)} · "
+            f"{self.options.num_sampling_steps} steps{calls} · cfg {self.options.cfg_scale:g} · {self.precision} · {where} · "
+            f"torch {torch.__version__}"
+        )
 
     def denoise(self, z, labels, **how):
         """Noise z (n, 4, L, L) and labels (n,) → latents; `how` as in the function of the same name. Raises UsageError, naming the step and a
         remedy, if they are not finite."""
         sums = torch.zeros(self.diffusion.num_timesteps, device=self.device)
-        latents = denoise(self.network, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes, sums=sums,
-                          **{"forecast": self.forecast, **how})
+        latents = denoise(
+            self.network,
+            self.diffusion,
+            z,
+            labels,
+            self.options.cfg_scale,
+            self.options.num_classes,
+            sums=sums,
+            **{"forecast": self.forecast, **how},
+        )
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
-            remedies = dict.fromkeys(precision.TIERS, "use --precision fp32") | {"fp16": f"use --precision {self._wider_than_fp16()}", "fp32": "check the weights"}
+            remedies = dict.fromkeys(precision.TIERS, "use --precision fp32") | {
+                "fp16": f"use --precision {self._wider_than_fp16()}",
+                "fp32": "check the weights",
+            }
             if self.precision == "exact" and (layer := self.network.overflowed()):
                 remedies["exact"] = f"{layer} gives values that float16 terms do not hold; use --precision fp32"
-            raise UsageError(f"--precision {self.precision}: the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on; "
-                             f"{remedies[self.precision]}")
+            raise UsageError(
+                f"--precision {self.precision}: the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} on; "
+                f"{remedies[self.precision]}"
+            )
         return latents
 
     def run(self, rows=slice(None), **how):
@@ -427,14 +517,18 @@ class Engine:
             yield
         except torch.OutOfMemoryError:
             options = self.options
-            raise UsageError(f"--labels: {options.model} with {len(options.labels)} pictures of {options.image_size} px at a time does not fit into what is free of "
-                             "the GPU's memory; sample fewer, or smaller ones, or free some") from None
+            raise UsageError(
+                f"--labels: {options.model} with {len(options.labels)} pictures of {options.image_size} px at a time does not fit into what is free of "
+                "the GPU's memory; sample fewer, or smaller ones, or free some"
+            ) from None
 
     def sample(self, rows=slice(None), show=True):
         """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process talks."""
         runs, times = self.options.repeats, []
         captured = self.device.type == "cuda" and getattr(self.network, "optimisations", None) is not None
-        if runs > 1 or captured:  # the first step loads kernels and is recorded: not sampling, and not what the bar should learn its pace from
+        if (
+            runs > 1 or captured
+        ):  # the first step loads kernels and is recorded: not sampling, and not what the bar should learn its pace from
             with self.watch.phase("warm-up"):
                 if self.forecast is None:
                     self.run(rows, steps=3 if runs > 1 else 1)
@@ -444,15 +538,23 @@ class Engine:
             self._load_decoder_beside()
         for index in range(runs):
             start = time.perf_counter()
-            with self.watch.phase("sample"), progress_bar(
-                    self.options.num_sampling_steps, self.device, disable=not show,
-                    desc=f"run {index + 1}/{runs}" if runs > 1 else None) as progress:
+            with (
+                self.watch.phase("sample"),
+                progress_bar(
+                    self.options.num_sampling_steps,
+                    self.device,
+                    disable=not show,
+                    desc=f"run {index + 1}/{runs}" if runs > 1 else None,
+                ) as progress,
+            ):
                 latents = self.run(rows, progress=progress)
             times.append(time.perf_counter() - start)
         if runs > 1 and show:
             times.sort()
             median = (times[(runs - 1) // 2] + times[runs // 2]) / 2
-            print(f"sampling, {runs} runs after warm-up: median {median:.3f} s, from {times[0]:.3f} to {times[-1]:.3f} s")
+            print(
+                f"sampling, {runs} runs after warm-up: median {median:.3f} s, from {times[0]:.3f} to {times[-1]:.3f} s"
+            )
         return latents
 
     def release_network(self):
@@ -466,7 +568,9 @@ class Engine:
         """The VAE as a vae.CheckedDecoder, on the device since the first call."""
         if self.decoder is None:
             plain = self.loading.result() if self.loading else vae.load_vae(self.vae_folder, self.device)
-            self.decoder = vae.CheckedDecoder(plain.to(self.device), self.decoder_precision, precision.float32_decoder(self.precision, self.device))
+            self.decoder = vae.CheckedDecoder(
+                plain.to(self.device), self.decoder_precision, precision.float32_decoder(self.precision, self.device)
+            )
             if self.decoder.refusal:
                 print(self.decoder.refusal)
         return self.decoder
@@ -474,12 +578,16 @@ class Engine:
     def _load_decoder_beside(self):
         """Start to load the VAE in a thread, and to compile for it: while the GPU denoises, this process has little else to do. The weights wait on the
         CPU, until the network's memory is free."""
+
         def load():
             interval = sys.getswitchinterval()
-            sys.setswitchinterval(1e-4)  # imports are long stretches of Python; the loop that feeds the GPU must get its turn at once
+            sys.setswitchinterval(
+                1e-4
+            )  # imports are long stretches of Python; the loop that feeds the GPU must get its turn at once
             try:
                 if self.decoder_precision == "fp16":
                     from accel.kernels.group_norm import compile_ahead
+
                     compile_ahead(self.device)
                 return vae.load_vae(self.vae_folder, "cpu")
             finally:
@@ -495,10 +603,14 @@ class Engine:
             try:
                 pixels = vae.decode(self.load_decoder(), latents)
             except torch.OutOfMemoryError:
-                raise UsageError(f"--image-size {self.options.image_size}: decoding a picture does not fit into what is free of the GPU's memory; use "
-                                 f"{'--output-type latent' if self.decoder and self.decoder.half else '--vae-precision fp16'}, or a smaller size") from None
+                raise UsageError(
+                    f"--image-size {self.options.image_size}: decoding a picture does not fit into what is free of the GPU's memory; use "
+                    f"{'--output-type latent' if self.decoder and self.decoder.half else '--vae-precision fp16'}, or a smaller size"
+                ) from None
             if not pixels.isfinite().all():
-                raise UsageError(f"--vae {self.options.vae}: decodes finite latents to pixels that are not finite; check its weights, or take another")
+                raise UsageError(
+                    f"--vae {self.options.vae}: decodes finite latents to pixels that are not finite; check its weights, or take another"
+                )
             return pixels
 
     def save(self, latents, pixels=None):
@@ -510,9 +622,13 @@ class Engine:
             with self.watch.phase("save"), partial_file(self.options.output) as partial, open(partial, "wb") as file:
                 if latent:
                     import numpy as np
+
                     np.save(file, content.numpy())
                 else:
                     from PIL import Image
+
                     Image.fromarray(content.numpy()).save(file, format="PNG")
         except OSError as error:
-            raise UsageError(f"--output {self.options.output}: cannot be written ({error.strerror or error}); free some space, or choose another path") from None
+            raise UsageError(
+                f"--output {self.options.output}: cannot be written ({error.strerror or error}); free some space, or choose another path"
+            ) from None

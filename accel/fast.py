@@ -27,7 +27,6 @@ from accel.kernels.split import SplitLinear, balance
 from accel.kernels.split_attention import split_attention
 from accel.precision import FAST, true_float32
 
-
 LAYERS = "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"  # a block's products; GELU follows the third
 
 
@@ -62,7 +61,9 @@ def accelerate(model, precision="fp16", device=None, optimisations=Optimisations
     device = torch.device(device) if device is not None else state["pos_embed"].device
     network = FastDiT(state, model.num_heads, dtypes[precision], device, optimisations)
     if optimisations.graph and device.type == "cuda":
-        network._forward, network._guided = (Replayed(function, optimisations.reset_once) for function in (network._forward, network._guided))
+        network._forward, network._guided = (
+            Replayed(function, optimisations.reset_once) for function in (network._forward, network._guided)
+        )
     return network
 
 
@@ -72,7 +73,9 @@ class FastDiT:
 
     def __init__(self, state, num_heads, dtype, device, optimisations=Optimisations()):
         self.num_heads, self.dtype, self.device, self.optimisations = num_heads, dtype, device, optimisations
-        self.wide = torch.float32 if dtype == "terms" or dtype.itemsize == 2 else dtype  # residual stream, norms, conditioning, final layer
+        self.wide = (
+            torch.float32 if dtype == "terms" or dtype.itemsize == 2 else dtype
+        )  # residual stream, norms, conditioning, final layer
         self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
 
         def take(name, dtype=self.wide):
@@ -86,13 +89,20 @@ class FastDiT:
         self.layers = [[f"blocks.{i}.{layer}" for layer in LAYERS] for i in range(self.depth)]
         if dtype == "terms":
             self.blocks = [self._split_block(names, take) for names in self.layers]
-            self.overflow = torch.zeros(self.depth, 2, 1, dtype=torch.int32, device=device)  # of qkv and fc1: whether float16 was too small
+            self.overflow = torch.zeros(
+                self.depth, 2, 1, dtype=torch.int32, device=device
+            )  # of qkv and fc1: whether float16 was too small
         else:
-            self.blocks = [[(take(f"{name}.weight", dtype), take(f"{name}.bias", dtype)) for name in names] for names in self.layers]
+            self.blocks = [
+                [(take(f"{name}.weight", dtype), take(f"{name}.bias", dtype)) for name in names]
+                for names in self.layers
+            ]
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
         self.out_channels = len(self.final[1]) // self.patch_size**2
         self.conditioning = Conditioning(state, self.depth, device, self.wide)
-        self.alone = self.attend = split_attention if dtype == "terms" else attention  # `attend` is another where tokens lie on several GPUs
+        self.alone = self.attend = (
+            split_attention if dtype == "terms" else attention
+        )  # `attend` is another where tokens lie on several GPUs
         self.table = self.hoisted = None
         self.captured = {}  # steps of sampling runs, by what they depend on
 
@@ -109,8 +119,12 @@ class FastDiT:
     def parameters(self):
         """Every weight, as a module's parameters() gives them."""
         yield from (self.patches, self.position, *self.final)
-        yield from (tensor for block in self.blocks for layer in block
-                    for tensor in (layer.parameters() if isinstance(layer, SplitLinear) else layer))
+        yield from (
+            tensor
+            for block in self.blocks
+            for layer in block
+            for tensor in (layer.parameters() if isinstance(layer, SplitLinear) else layer)
+        )
         yield from self.conditioning.parameters()
 
     def _split_block(self, names, take):
@@ -122,8 +136,12 @@ class FastDiT:
         factor = torch.cat([even, 1 / even, v])  # (3·D,)
         after = balance(fc1, b1)
         route = self.optimisations.products
-        return [SplitLinear(qkv * factor[:, None], bq * factor, name=names[0], route=route), SplitLinear(proj / v, bp, name=names[1], route=route),
-                SplitLinear(fc1, b1, after, names[2], route), SplitLinear(fc2 / after, b2, name=names[3], route=route)]
+        return [
+            SplitLinear(qkv * factor[:, None], bq * factor, name=names[0], route=route),
+            SplitLinear(proj / v, bp, name=names[1], route=route),
+            SplitLinear(fc1, b1, after, names[2], route),
+            SplitLinear(fc2 / after, b2, name=names[3], route=route),
+        ]
 
     def overflowed(self):
         """The first layer whose results were beyond what float16 terms hold, in any call so far, or None. Waits for the device."""
@@ -159,7 +177,14 @@ class FastDiT:
     def embed(self, x, part=slice(None), copies=1):
         """Latents (N, C, H, W) → the tokens `part` of each (copies·N, T', D), the batch `copies` times over."""
         with true_float32():
-            return patch_embed(x.to(self.wide).contiguous(), self.patches, self.position[part], part.start or 0, copies, self.optimisations.ends)
+            return patch_embed(
+                x.to(self.wide).contiguous(),
+                self.patches,
+                self.position[part],
+                part.start or 0,
+                copies,
+                self.optimisations.ends,
+            )
 
     def modulation(self, t, y, hoisted=None):
         """Where rows with timesteps t (N,) and labels y (N,) find their vectors: in a run's table, or computed here."""
@@ -176,8 +201,11 @@ class FastDiT:
     def tower(self, x, modulation, blocks=None):
         """All blocks and the final layer: x (N, T, D), overwritten → (N, T, p·p·C'). Or the range `blocks` of them; those that are not the last
         give x."""
+
         def norm(shift, *branches, dtype=self.dtype):
-            return norm_modulate(x, modulation, shift, shift + 1, branches, update=len(branches) == 2, dtype=dtype, route=switch.rows)
+            return norm_modulate(
+                x, modulation, shift, shift + 1, branches, update=len(branches) == 2, dtype=dtype, route=switch.rows
+            )
 
         def product(x, layer, gelu=False):
             return linear(x, *layer, gelu, route=switch.products)
@@ -188,8 +216,11 @@ class FastDiT:
         for i in blocks:
             qkv, proj, fc1, fc2 = self.blocks[i]
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
-            a = proj(self.attend(qkv(h, "terms", self.overflow[i, 0]), self.num_heads, switch.attention)) if exact else \
-                product(self.attend(product(h, qkv), self.num_heads, route=switch.attention), proj)
+            a = (
+                proj(self.attend(qkv(h, "terms", self.overflow[i, 0]), self.num_heads, switch.attention))
+                if exact
+                else product(self.attend(product(h, qkv), self.num_heads, route=switch.attention), proj)
+            )
             h = norm(shift_mlp, (a, gate_msa))
             m = fc2(fc1(h, "gelu", self.overflow[i, 1])) if exact else product(product(h, fc1, gelu=True), fc2)
             h = norm(following, (a, gate_msa), (m, gate_mlp), dtype=self.wide if i + 1 == self.depth else self.dtype)
@@ -231,7 +262,9 @@ class CompiledDiT:
         return self.model.parameters()
 
     def forward(self, x, t, y):
-        return self._forward(x.to(self.dtype), t, y).to(x.dtype, copy=True)  # the compiler's graph will overwrite its output
+        return self._forward(x.to(self.dtype), t, y).to(
+            x.dtype, copy=True
+        )  # the compiler's graph will overwrite its output
 
     def forward_with_cfg(self, x, t, y, cfg_scale):
         return self._guided(x.to(self.dtype), t, y, cfg_scale).to(x.dtype, copy=True)

@@ -32,8 +32,21 @@ from accel.options import DEFAULTS_OF, UsageError, check_writable, flag_names
 from accel.parallel.group import Stopped
 from accel.vae import to_uint8
 
-IRRELEVANT = {"ckpt", "vae", "device", "output", "output_type", "labels", "repeats", "sample_dir", "tf32", "decode",
-              "forecast", "forecast_plan", "forecast_tolerance"}  # to a picture's bits, or said below
+IRRELEVANT = {
+    "ckpt",
+    "vae",
+    "device",
+    "output",
+    "output_type",
+    "labels",
+    "repeats",
+    "sample_dir",
+    "tf32",
+    "decode",
+    "forecast",
+    "forecast_plan",
+    "forecast_tolerance",
+}  # to a picture's bits, or said below
 CODE = "this code's kernels"  # recorded too; others may round differently, which is said and not refused
 WRITERS = 4  # threads that compress PNGs: a 512 px picture takes one of them 60 ms
 
@@ -46,19 +59,24 @@ WRITERS = 4  # threads that compress PNGs: a 512 px picture takes one of them 60
 def folder_of(options):
     """The pictures' folder, e.g. samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0. Weights and decoders given as files
     or folders appear by their last name, the model's own as "pretrained"."""
+
     def name(flag):
         value = getattr(options, flag)
         own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
-    return Path(options.sample_dir) / (f"{options.model.replace('/', '-')}-{name('ckpt')}-size-{options.image_size}-vae-{name('vae')}"
-                                       f"-cfg-{options.cfg_scale}-seed-{options.seed}")
+    return Path(options.sample_dir) / (
+        f"{options.model.replace('/', '-')}-{name('ckpt')}-size-{options.image_size}-vae-{name('vae')}"
+        f"-cfg-{options.cfg_scale}-seed-{options.seed}"
+    )
 
 
 def check(options, world):
     """What can be refused before weights are fetched and read: a UsageError."""
-    if not options.world_independent_noise and not -2**63 <= options.seed * world <= 2**64 - world:
-        raise UsageError(f"--global-seed {options.seed}: times {world} ranks it must fit into 64 bits; use a smaller one")
+    if not options.world_independent_noise and not -(2**63) <= options.seed * world <= 2**64 - world:
+        raise UsageError(
+            f"--global-seed {options.seed}: times {world} ranks it must fit into 64 bits; use a smaller one"
+        )
     check_writable(f"{folder_of(options)}.npz", "--sample-dir")
 
 
@@ -80,7 +98,7 @@ class Plan:
     def left(self, finished):
         """This rank's share of the batches that are not in `finished`, in order."""
         if self.independent:
-            return [batch for batch in range(self.count) if batch not in finished][self.rank::self.world]
+            return [batch for batch in range(self.count) if batch not in finished][self.rank :: self.world]
         return [batch for batch in range(self.rank, self.count, self.world) if batch not in finished]
 
     def pictures(self, batch):
@@ -94,10 +112,20 @@ class Plan:
 def settings_of(engine, plan):
     """Everything that decides a picture's bits, by the name of its flag where it has one."""
     kind = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else engine.device.type
-    settings = {flag_names(item)[0]: getattr(engine.options, item.name) for item in fields(engine.options) if item.name not in IRRELEVANT}
-    settings |= {"--precision": engine.precision, "--ckpt (contents)": _fingerprint(engine.network),
-                 "--vae (contents)": _fingerprint(engine.load_decoder().plain), "--vae-precision": engine.decoder.precision,
-                 "device": kind, "torch": torch.__version__, CODE: kernels.version(kernels.FOLDER)}
+    settings = {
+        flag_names(item)[0]: getattr(engine.options, item.name)
+        for item in fields(engine.options)
+        if item.name not in IRRELEVANT
+    }
+    settings |= {
+        "--precision": engine.precision,
+        "--ckpt (contents)": _fingerprint(engine.network),
+        "--vae (contents)": _fingerprint(engine.load_decoder().plain),
+        "--vae-precision": engine.decoder.precision,
+        "device": kind,
+        "torch": torch.__version__,
+        CODE: kernels.version(kernels.FOLDER),
+    }
     if engine.forecast is not None:
         settings["--forecast"] = engine.forecast.setting
     if not plan.independent:
@@ -147,6 +175,7 @@ def picture_name(number):
 def write_picture(path, pixels):
     """pixels (H, W, 3) uint8."""
     from PIL import Image
+
     with durable(path) as file:
         Image.fromarray(pixels).save(file, format="PNG")
 
@@ -170,14 +199,23 @@ class Journal:
                 wrong = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
                 if CODE in wrong:
                     wrong.remove(CODE)
-                    print(f"{folder}: was begun by other kernels than this code has; the pictures from here on may differ from those in their last bits")
+                    print(
+                        f"{folder}: was begun by other kernels than this code has; the pictures from here on may differ from those in their last bits"
+                    )
                 if wrong:
-                    now, then = settings.get(wrong[0], "off"), earlier.get(wrong[0], "off")  # the forecast stands there if there is one
-                    raise UsageError(f"{wrong[0]} {now}: the pictures in {folder} were begun with {then}; "
-                                     "use that, or another --sample-dir")
+                    now, then = (
+                        settings.get(wrong[0], "off"),
+                        earlier.get(wrong[0], "off"),
+                    )  # the forecast stands there if there is one
+                    raise UsageError(
+                        f"{wrong[0]} {now}: the pictures in {folder} were begun with {then}; "
+                        "use that, or another --sample-dir"
+                    )
             elif npz.exists() or not file.exists() and (recorded or next(folder.glob("*.png"), None)):
-                raise UsageError(f"--sample-dir: {folder} holds pictures, or its .npz is there, without a record of how they were made; "
-                                 "move them, or use another --sample-dir")
+                raise UsageError(
+                    f"--sample-dir: {folder} holds pictures, or its .npz is there, without a record of how they were made; "
+                    "move them, or use another --sample-dir"
+                )
             else:
                 # Made, perhaps by other settings, but of no finished batch: no part of this job.
                 for left in (*folder.glob("[0-9]*.png"), *folder.glob(".[0-9]*.part")):
@@ -199,7 +237,9 @@ class Journal:
         there = {entry.name for entry in os.scandir(self.folder)}
         if self.path.exists():
             os.truncate(self.path, _lines(self.path)[1])
-        return {batch for batch in self.states if all(picture_name(number) in there for number in self.plan.pictures(batch))}
+        return {
+            batch for batch in self.states if all(picture_name(number) in there for number in self.plan.pictures(batch))
+        }
 
     def record(self, batch, state):
         """Batch `batch` is finished; `state`: the generator after it (bytes), or None where noise is keyed by picture."""
@@ -247,12 +287,16 @@ class Writer:
     def put(self, batch, pixels, state):
         """pixels (n, H, W, 3) uint8 array of the batch's pictures."""
         self.wait(1)
-        pictures = [self.pool.submit(write_picture, self.journal.folder / picture_name(number), picture)
-                    for number, picture in zip(self.journal.plan.pictures(batch), pixels, strict=True)]
+        pictures = [
+            self.pool.submit(write_picture, self.journal.folder / picture_name(number), picture)
+            for number, picture in zip(self.journal.plan.pictures(batch), pixels, strict=True)
+        ]
         self.pending.append(self.pool.submit(self._finish, pictures, batch, state))
 
     def _finish(self, pictures, batch, state):
-        for picture in pictures:  # submitted before this was: they are done or running, so waiting here cannot lock the pool
+        for (
+            picture
+        ) in pictures:  # submitted before this was: they are done or running, so waiting here cannot lock the pool
             picture.result()
         self.journal.record(batch, state)
 
@@ -280,16 +324,22 @@ def write_npz(folder, path, count, size, stopping=lambda: False):
             raise UsageError(f"{file}: is no RGB picture of {size} px; delete it and start again: it is made anew")
         return pixels
 
-    with durable(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive, ThreadPoolExecutor(WRITERS) as pool:
-        with archive.open("arr_0.npy", "w", force_zip64=True) as member:
-            np.lib.format.write_array_header_1_0(member, dict(descr="|u1", fortran_order=False, shape=(count, size, size, 3)))
-            numbers = iter(range(count))
-            ahead = deque(pool.submit(read, number) for number in islice(numbers, 8 * WRITERS))
-            while ahead:
-                member.write(ahead.popleft().result().tobytes())
-                ahead.extend(pool.submit(read, number) for number in islice(numbers, 1))
-                if stopping():
-                    raise Stopped(f"stopped while writing {path}; start again with the same command")
+    with (
+        durable(path) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+        ThreadPoolExecutor(WRITERS) as pool,
+        archive.open("arr_0.npy", "w", force_zip64=True) as member,
+    ):
+        np.lib.format.write_array_header_1_0(
+            member, dict(descr="|u1", fortran_order=False, shape=(count, size, size, 3))
+        )
+        numbers = iter(range(count))
+        ahead = deque(pool.submit(read, number) for number in islice(numbers, 8 * WRITERS))
+        while ahead:
+            member.write(ahead.popleft().result().tobytes())
+            ahead.extend(pool.submit(read, number) for number in islice(numbers, 1))
+            if stopping():
+                raise Stopped(f"stopped while writing {path}; start again with the same command")
     _sync_folder(path.parent)
 
 
@@ -331,12 +381,21 @@ class PictureNoise:
     def batch(self, batch, before):
         options, device = self.engine.options, self.engine.device
         # The odd factor keeps the pictures' seeds of one job apart in every 32 bits (all that the CPU's generator takes).
-        generators = [torch.Generator(device).manual_seed((options.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
-                      for number in self.plan.pictures(batch)]
-        labels = torch.stack([torch.randint(0, options.num_classes, (), device=device, generator=g) for g in generators])
+        generators = [
+            torch.Generator(device).manual_seed((options.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
+            for number in self.plan.pictures(batch)
+        ]
+        labels = torch.stack(
+            [torch.randint(0, options.num_classes, (), device=device, generator=g) for g in generators]
+        )
 
         def draw():
-            return torch.stack([torch.randn(4, options.latent_size, options.latent_size, device=device, generator=g) for g in generators])
+            return torch.stack(
+                [
+                    torch.randn(4, options.latent_size, options.latent_size, device=device, generator=g)
+                    for g in generators
+                ]
+            )
 
         return draw(), labels, draw
 
@@ -351,7 +410,9 @@ def run(engine, group):
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UsageError(f"--sample-dir: {error.strerror} at {folder}; free some and start again with the same command: it goes on") from None
+        raise UsageError(
+            f"--sample-dir: {error.strerror} at {folder}; free some and start again with the same command: it goes on"
+        ) from None
 
 
 def _run(engine, group, folder):
@@ -380,7 +441,9 @@ def _room_for(pictures):
     try:
         yield
     except torch.OutOfMemoryError:
-        raise UsageError(f"--per-proc-batch-size {pictures}: does not fit in the GPU's memory; use a smaller one") from None
+        raise UsageError(
+            f"--per-proc-batch-size {pictures}: does not fit in the GPU's memory; use a smaller one"
+        ) from None
 
 
 def _choose_products(engine, group, plan, folder):
@@ -389,7 +452,10 @@ def _choose_products(engine, group, plan, folder):
     keep_measurements(folder / ".job")
     side = engine.options.latent_size
     with _room_for(plan.n):
-        z, labels = torch.zeros(plan.n, 4, side, side, device=engine.device), torch.zeros(plan.n, dtype=torch.int64, device=engine.device)
+        z, labels = (
+            torch.zeros(plan.n, 4, side, side, device=engine.device),
+            torch.zeros(plan.n, dtype=torch.int64, device=engine.device),
+        )
     for rank_0 in (True, False):
         if (group.rank == 0) == rank_0:
             with _room_for(plan.n):
@@ -400,10 +466,14 @@ def _choose_products(engine, group, plan, folder):
 def _make_pictures(engine, group, journal, todo, already):
     """Make and record the batches `todo` until done or asked to stop; returns those that are left."""
     from tqdm import tqdm
+
     plan, options = journal.plan, engine.options
     noise = (PictureNoise if plan.independent else UpstreamNoise)(engine, plan)
-    with tqdm(total=plan.total, initial=already, unit="picture", smoothing=0.1, disable=group.rank > 0) as bar, \
-            Writer(journal) as writer:
+    with (
+        tqdm(total=plan.total, initial=already, unit="picture", smoothing=0.1, disable=group.rank > 0) as bar,
+        Writer(journal) as writer,
+    ):
+
         def show(store):
             bar.update(already + store.add("pictures", 0) - bar.n)
 

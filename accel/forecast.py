@@ -27,16 +27,27 @@ def plan_path(options):
     """Where the plan of the options' weights lies: --forecast-plan, or beside the checkpoint."""
     if options.forecast_plan is not None:
         return Path(options.forecast_plan)
-    checkpoint = Path(options.ckpt or ROOT / "pretrained_models" / f"DiT-XL-2-{options.image_size}x{options.image_size}.pt")
+    checkpoint = Path(
+        options.ckpt or ROOT / "pretrained_models" / f"DiT-XL-2-{options.image_size}x{options.image_size}.pt"
+    )
     if not checkpoint.exists() and (ROOT / "pretrained_models" / checkpoint.name).exists():
         checkpoint = ROOT / "pretrained_models" / checkpoint.name
-    return checkpoint / "forecast.json" if checkpoint.is_dir() else checkpoint.with_name(f"{checkpoint.stem}.forecast.json")
+    return (
+        checkpoint / "forecast.json"
+        if checkpoint.is_dir()
+        else checkpoint.with_name(f"{checkpoint.stem}.forecast.json")
+    )
 
 
 def settings_of(options, name):
     """What a plan was made for and holds for; name: the weights, as find_model takes them."""
-    return {"model": options.model, "image_size": options.image_size, "num_sampling_steps": options.num_sampling_steps,
-            "cfg_scale": float(options.cfg_scale), "weights": weights_hash(find_model(name))}
+    return {
+        "model": options.model,
+        "image_size": options.image_size,
+        "num_sampling_steps": options.num_sampling_steps,
+        "cfg_scale": float(options.cfg_scale),
+        "weights": weights_hash(find_model(name)),
+    }
 
 
 def read_plan(options, name):
@@ -47,7 +58,9 @@ def read_plan(options, name):
     try:
         plan = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UsageError(f"{flag}: no such file; make it with scripts/calibrate.py, or use --forecast auto or off") from None
+        raise UsageError(
+            f"{flag}: no such file; make it with scripts/calibrate.py, or use --forecast auto or off"
+        ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{flag}: cannot be read ({error}); make it again with scripts/calibrate.py") from None
     if not isinstance(plan, dict) or plan.get("kind") != KIND:
@@ -55,20 +68,36 @@ def read_plan(options, name):
     want = settings_of(options, name)
     for key, value in want.items():
         if plan.get(key) != value:
-            what = "was made for other weights" if key == "weights" else f"was made for --{key.replace('_', '-')} {plan.get(key)}, not {value}"
+            what = (
+                "was made for other weights"
+                if key == "weights"
+                else f"was made for --{key.replace('_', '-')} {plan.get(key)}, not {value}"
+            )
             raise UsageError(f"{flag}: {what}; make one with scripts/calibrate.py, or use --forecast auto or off")
     strides, steps = plan.get("strides"), options.num_sampling_steps
-    kinds = isinstance(strides, list) and all(isinstance(s, list) and len(s) == 2 and all(type(v) is int for v in s) and
-                                              (s == [1, 1] or 1 <= s[1] <= 2 and s[1] < s[0]) for s in strides)
+    kinds = isinstance(strides, list) and all(
+        isinstance(s, list)
+        and len(s) == 2
+        and all(type(v) is int for v in s)
+        and (s == [1, 1] or 1 <= s[1] <= 2 and s[1] < s[0])
+        for s in strides
+    )
     if not kinds or sum(k for k, _ in strides) != steps or strides[0] != [1, 1]:
-        raise UsageError(f"{flag}: strides must be [steps, calls], the first [1, 1], {steps} steps in all, others two by one call or more by one or two; "
-                         "make it again with scripts/calibrate.py")
+        raise UsageError(
+            f"{flag}: strides must be [steps, calls], the first [1, 1], {steps} steps in all, others two by one call or more by one or two; "
+            "make it again with scripts/calibrate.py"
+        )
     return [tuple(stride) for stride in strides]
 
 
 def write_plan(path, settings, strides, evidence):
     """strides: as read_plan gives them; evidence: JSON that says how good the plan was found to be."""
-    path.write_text(json.dumps({"kind": KIND, **settings, "calls": sum(c for _, c in strides), "strides": strides, "evidence": evidence}) + "\n")
+    path.write_text(
+        json.dumps(
+            {"kind": KIND, **settings, "calls": sum(c for _, c in strides), "strides": strides, "evidence": evidence}
+        )
+        + "\n"
+    )
 
 
 class Plan:
@@ -127,14 +156,23 @@ class Auto:
     The error travels to the host beside the next call, so that the device never waits: a stride is chosen from the calls up to the last but one.
     """
 
-    KINDS = {(1, 1): 0.0, (3, 2): 0.33, (2, 1): 0.75, (4, 2): 0.45, (6, 2): 0.75}  # → miss; from the one that calls most to the one that calls least
+    KINDS = {
+        (1, 1): 0.0,
+        (3, 2): 0.33,
+        (2, 1): 0.75,
+        (4, 2): 0.45,
+        (6, 2): 0.75,
+    }  # → miss; from the one that calls most to the one that calls least
 
     def __init__(self, diffusion, tolerance):
         self.strides, self.tolerance, self.steps = Strides(diffusion, self.KINDS), tolerance, diffusion.num_timesteps
         self.sensitivity = (1 - diffusion.alphas_cumprod) ** 2 + 0.1
         self.agree = None  # over ranks that make one grid: replaces a number on the device by its maximum over all
         self.calls = self.pending = self.rate = None
-        self.met = sorted({step for t in range(self.steps) for kind in self._open(t) for step in self.strides.timesteps(t, kind)}, reverse=True)
+        self.met = sorted(
+            {step for t in range(self.steps) for kind in self._open(t) for step in self.strides.timesteps(t, kind)},
+            reverse=True,
+        )
         self.place_of = {step: place for place, step in enumerate(self.met)}
 
     def __str__(self):
@@ -200,5 +238,9 @@ class Auto:
         allowed = [(1, 1)]  # also where the rate is not a number
         if self.rate is not None:
             scale = self.sensitivity[t] ** 0.5 * self.rate
-            allowed += [kind for kind in self._open(t) if scale * self.strides.total(t, kind) * self.KINDS[kind] <= self.tolerance]
+            allowed += [
+                kind
+                for kind in self._open(t)
+                if scale * self.strides.total(t, kind) * self.KINDS[kind] <= self.tolerance
+            ]
         return allowed[-1]

@@ -8,7 +8,6 @@ import torch
 from accel.kernels.hopper import call
 from accel.kernels.linear import COUNTER_BYTES, separate_counters
 
-
 _EDITABLE = "keep_graph" in inspect.signature(torch.cuda.CUDAGraph.__new__).parameters
 
 
@@ -32,10 +31,12 @@ def capture(step, reset_once=True):
         return graph.replay
 
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with separate_counters(torch.cuda.current_device()) as counters:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            counters.zero_()
-            step()
+    with (
+        separate_counters(torch.cuda.current_device()) as counters,
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        counters.zero_()
+        step()
     _drop_resets(graph.raw_cuda_graph(), counters)
     graph.instantiate()
 
@@ -51,8 +52,14 @@ def capture(step, reset_once=True):
 
 
 class _MemsetParameters(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS of cuda.h
-    _fields_ = [("address", ctypes.c_uint64), ("pitch", ctypes.c_size_t), ("value", ctypes.c_uint), ("element_bytes", ctypes.c_uint),
-                ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("element_bytes", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
 
 
 _MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
@@ -85,8 +92,13 @@ def _drop_resets(graph, counters):
         call("cuGraphDestroyNode", ctypes.c_void_p(node))
         for source in before:
             for target in after:
-                call("cuGraphAddDependencies", ctypes.c_void_p(graph), ctypes.byref(ctypes.c_void_p(source)),
-                      ctypes.byref(ctypes.c_void_p(target)), ctypes.c_size_t(1))
+                call(
+                    "cuGraphAddDependencies",
+                    ctypes.c_void_p(graph),
+                    ctypes.byref(ctypes.c_void_p(source)),
+                    ctypes.byref(ctypes.c_void_p(target)),
+                    ctypes.c_size_t(1),
+                )
         dropped += 1
     return dropped
 

@@ -27,15 +27,20 @@ class HalfDecoder:
             for layer in stage.resnets:
                 waiting = 0 if before is None else before.bias
                 if layer.conv_shortcut is not None:
-                    waiting = layer.conv_shortcut.bias + (0 if before is None else layer.conv_shortcut.weight[:, :, 0, 0] @ waiting)
+                    waiting = layer.conv_shortcut.bias + (
+                        0 if before is None else layer.conv_shortcut.weight[:, :, 0, 0] @ waiting
+                    )
                 self.biases[layer], before = layer.conv2.bias + waiting, None
             for layer in getattr(stage, "upsamplers", ()):
                 self.weights[layer.conv] = _doubling(layer.conv.weight).to(dtype, memory_format=torch.channels_last)
                 before = layer.conv
         for attention in network.mid_block.attentions:
             qkv = attention.to_q, attention.to_k, attention.to_v
-            self.weights[attention] = (torch.cat([layer.weight for layer in qkv]).to(dtype), torch.cat([layer.bias for layer in qkv]).to(dtype),
-                                       attention.to_out[0].weight.to(dtype))
+            self.weights[attention] = (
+                torch.cat([layer.weight for layer in qkv]).to(dtype),
+                torch.cat([layer.bias for layer in qkv]).to(dtype),
+                attention.to_out[0].weight.to(dtype),
+            )
 
     def __call__(self, z):
         before = torch.backends.cudnn.deterministic
@@ -48,7 +53,9 @@ class HalfDecoder:
     def _decode(self, z):
         outer, network = self.decoder, self.decoder.decoder
         z = z if outer.post_quant_conv is None else outer.post_quant_conv(z)  # 4 × 4: left as it is
-        x = add(self._convolve(network.conv_in, z.to(self.dtype, memory_format=torch.channels_last)), network.conv_in.bias)
+        x = add(
+            self._convolve(network.conv_in, z.to(self.dtype, memory_format=torch.channels_last)), network.conv_in.bias
+        )
         middle = network.mid_block
         x = self._residual(middle.resnets[0], x)
         for attention in middle.attentions:
@@ -64,7 +71,9 @@ class HalfDecoder:
         return (x.float() + network.conv_out.bias[:, None, None]).contiguous()
 
     def _convolve(self, layer, x):
-        return F.conv2d(x, self.weights[layer], None, layer.stride, layer.padding)  # its bias is added by a later pass over the result
+        return F.conv2d(
+            x, self.weights[layer], None, layer.stride, layer.padding
+        )  # its bias is added by a later pass over the result
 
     def _norm(self, layer, x, silu=True):
         return group_norm(x, layer.weight, layer.bias, layer.num_groups, silu, self.dtype)

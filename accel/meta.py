@@ -10,7 +10,10 @@ class _NoDraws(TorchFunctionMode):
     """On the meta device there is nothing to draw, but the attempt makes torch import its compiler: up to three seconds."""
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
-        if getattr(function, "__module__", None) == "torch.nn.init" or function in (torch.Tensor.uniform_, torch.Tensor.normal_):
+        if getattr(function, "__module__", None) == "torch.nn.init" or function in (
+            torch.Tensor.uniform_,
+            torch.Tensor.normal_,
+        ):
             return arguments[0] if arguments else keywords["tensor"]
         return function(*arguments, **keywords or {})
 

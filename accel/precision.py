@@ -13,8 +13,12 @@ TIERS = {
 }
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FAST = {**HALF, "exact": "terms"}  # tiers of accel.fast.FastDiT, and what its products take
-_NEEDS = {"exact": ((7, 0), "float16 tensor cores (Volta or later)"), "tf32": ((8, 0), "TF32 (Ampere or later)"),
-          "fp16": ((7, 0), "float16 tensor cores (Volta or later)"), "bf16": ((8, 0), "bfloat16 (Ampere or later)")}
+_NEEDS = {
+    "exact": ((7, 0), "float16 tensor cores (Volta or later)"),
+    "tf32": ((8, 0), "TF32 (Ampere or later)"),
+    "fp16": ((7, 0), "float16 tensor cores (Volta or later)"),
+    "bf16": ((8, 0), "bfloat16 (Ampere or later)"),
+}
 
 
 def supports(tier, device):
@@ -56,7 +60,10 @@ def apply_precision(tier, device):
 def convolutions(name):
     """The decoder's float32 form inside: `name` tf32, or fp32 without TF32 anywhere."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = name == "tf32", name == "tf32" and before[1]
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = (
+        name == "tf32",
+        name == "tf32" and before[1],
+    )
     try:
         yield
     finally:

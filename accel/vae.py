@@ -34,7 +34,9 @@ def find_vae(name):
     else:
         folder = Path(name)
         if not folder.is_dir():
-            raise UsageError(f"--vae {name}: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}")
+            raise UsageError(
+                f"--vae {name}: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}"
+            )
     weights = [folder / FILES[1], folder / PICKLED]
     if not (folder / FILES[0]).is_file() or not any(file.is_file() for file in weights):
         raise UsageError(f"--vae {name}: {folder} must hold {' and '.join(FILES)}")
@@ -49,15 +51,25 @@ def find_vae(name):
         with shapes_only():
             decoder = Decoder(config)
     except (ValueError, KeyError) as error:
-        raise UsageError(f"--vae {name}: {folder / FILES[0]} has {error}, which no sd-vae-ft-* has; give a VAE of that kind") from None
+        raise UsageError(
+            f"--vae {name}: {folder / FILES[0]} has {error}, which no sd-vae-ft-* has; give a VAE of that kind"
+        ) from None
     try:
         state = decoder.renamed(_mapped(folder))
     except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
         file = next(file for file in weights if file.is_file())
-        raise UsageError(f"--vae {name}: {file} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:120]}); copy it again") from None
-    wrong = [entry for entry, tensor in decoder.state_dict().items() if entry not in state or state[entry].shape != tensor.shape]
+        raise UsageError(
+            f"--vae {name}: {file} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:120]}); copy it again"
+        ) from None
+    wrong = [
+        entry
+        for entry, tensor in decoder.state_dict().items()
+        if entry not in state or state[entry].shape != tensor.shape
+    ]
     if wrong:
-        raise UsageError(f"--vae {name}: the weights in {folder} are not those of its config.json ({len(wrong)} entries differ, first {wrong[0]}); copy it again")
+        raise UsageError(
+            f"--vae {name}: the weights in {folder} are not those of its config.json ({len(wrong)} entries differ, first {wrong[0]}); copy it again"
+        )
     return folder
 
 
@@ -65,18 +77,24 @@ def _mapped(folder):
     """The state dict in a VAE's folder, of which nothing is read until its values are."""
     if (folder / FILES[1]).is_file():
         from safetensors.torch import load_file
+
         return load_file(folder / FILES[1])
-    return torch.load(folder / PICKLED, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(folder / PICKLED))
+    return torch.load(
+        folder / PICKLED, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(folder / PICKLED)
+    )
 
 
 def _fetch(name, folder):
     from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(f"stabilityai/sd-vae-ft-{name}", allow_patterns=list(FILES)))
     except Exception as error:  # every way a network can fail ends here, with the same remedy
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"--vae {name}: not on this machine and the hub cannot be reached ({reason[:120]}); put {' and '.join(FILES)} "
-                         f"of stabilityai/sd-vae-ft-{name} into {folder}") from None
+        raise UsageError(
+            f"--vae {name}: not on this machine and the hub cannot be reached ({reason[:120]}); put {' and '.join(FILES)} "
+            f"of stabilityai/sd-vae-ft-{name} into {folder}"
+        ) from None
 
 
 def load_vae(folder, device):
@@ -84,7 +102,10 @@ def load_vae(folder, device):
     config = json.loads((folder / FILES[0]).read_text())
     with shapes_only():
         decoder = Decoder(config)
-    decoder.load_state_dict({name: tensor.to(device, torch.float32) for name, tensor in decoder.renamed(_mapped(folder)).items()}, assign=True)
+    decoder.load_state_dict(
+        {name: tensor.to(device, torch.float32) for name, tensor in decoder.renamed(_mapped(folder)).items()},
+        assign=True,
+    )
     return decoder.eval().requires_grad_(False)
 
 
@@ -102,6 +123,7 @@ class CheckedDecoder:
         self.overflowed = False  # whether a picture has been, and was said to be
         if precision == "fp16":
             from accel.half_decoder import HalfDecoder  # brings Triton, which float32 need not wait for
+
             self.half = HalfDecoder(plain)
             if problem := self._problem():
                 self.half, self.precision = None, otherwise
@@ -117,7 +139,11 @@ class CheckedDecoder:
             return "overflows float16"
         error = (got.clamp(-1, 1) - want.clamp(-1, 1)).square().mean().sqrt().item()
         decibels = 20 * math.log10(2 / max(error, 1e-9))
-        return None if decibels >= AGREE else f"loses too much in float16 ({decibels:.1f} dB from float32, {AGREE:g} asked)"
+        return (
+            None
+            if decibels >= AGREE
+            else f"loses too much in float16 ({decibels:.1f} dB from float32, {AGREE:g} asked)"
+        )
 
     def decode(self, latents):
         """As `decode`."""
@@ -125,12 +151,16 @@ class CheckedDecoder:
             with convolutions(self.precision):
                 return decode(self.plain, latents)
         pixels = [self.half(latent / SCALE) for latent in latents.split(1)]
-        finite = torch.stack([one.isfinite().all() for one in pixels]).tolist()  # asked once: the GPU is not to wait for the host between pictures
+        finite = torch.stack(
+            [one.isfinite().all() for one in pixels]
+        ).tolist()  # asked once: the GPU is not to wait for the host between pictures
         for index, holds in enumerate(finite):
             if not holds:
-                pixels[index] = self.plain(latents[index:index + 1] / SCALE)
+                pixels[index] = self.plain(latents[index : index + 1] / SCALE)
         if not all(finite) and not self.overflowed:
-            print(f"a picture overflows the float16 decoder: decoding it, and others that do, in {_NAMES[self.otherwise]}")
+            print(
+                f"a picture overflows the float16 decoder: decoding it, and others that do, in {_NAMES[self.otherwise]}"
+            )
             self.overflowed = True
         return torch.cat(pixels)
 
@@ -171,5 +201,5 @@ def to_grid(pixels, columns=4, padding=2):
         for index, tile in enumerate(tiles):
             top = index // columns * (height + padding) + padding
             left = index % columns * (width + padding) + padding
-            grid[:, top:top + height, left:left + width] = tile
+            grid[:, top : top + height, left : left + width] = tile
     return grid.mul(255).add(0.5).clamp(0, 255).permute(1, 2, 0).to(torch.uint8).cpu()

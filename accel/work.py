@@ -47,4 +47,6 @@ def row_bytes(shape, narrow):
 def floor_ms(shape, narrow, product_tflops, copy_tb_s):
     """Milliseconds under which no arrangement of the same arithmetic comes: all products and attention at the speed of a large product,
     all other bytes at the speed of a large copy."""
-    return ((product_flops(shape) + attention_flops(shape)) / product_tflops + row_bytes(shape, narrow) / copy_tb_s) / 1e9
+    return (
+        (product_flops(shape) + attention_flops(shape)) / product_tflops + row_bytes(shape, narrow) / copy_tb_s
+    ) / 1e9

@@ -1,4 +1,5 @@
 """The Gaussian diffusion process of DiT: schedules, samplers, training losses; knows no network."""
+
 from . import gaussian_diffusion as gd
 from .respace import SpacedDiffusion, space_timesteps
 

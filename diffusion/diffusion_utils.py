@@ -1,4 +1,5 @@
 """Gaussian densities in nats, elementwise."""
+
 import math
 
 import torch
@@ -20,19 +21,18 @@ def normal_kl(mean1, logvar1, mean2, logvar2):
         v if isinstance(v, torch.Tensor) else torch.full((), v, dtype=like.dtype, device=like.device)
         for v in (logvar1, logvar2)
     )
-    return 0.5 * (-1.0 + logvar2 - logvar1 + torch.exp(logvar1 - logvar2)
-                  + (mean1 - mean2) ** 2 * torch.exp(-logvar2))
+    return 0.5 * (-1.0 + logvar2 - logvar1 + torch.exp(logvar1 - logvar2) + (mean1 - mean2) ** 2 * torch.exp(-logvar2))
 
 
 def approx_standard_normal_cdf(x):
     """P(z < x), z ~ N(0, 1), by the tanh form of Page (1977); absolute error below 2e-4."""
-    return 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x ** 3)))
+    return 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def continuous_gaussian_log_likelihood(x, *, means, log_scales):
     """log N(x; means, exp(log_scales)^2), density in nats, elementwise: -z^2/2 - log sigma - log(2 pi)/2."""
     z = (x - means) * torch.exp(-log_scales)
-    return -0.5 * z ** 2 - log_scales - 0.5 * math.log(2.0 * math.pi)
+    return -0.5 * z**2 - log_scales - 0.5 * math.log(2.0 * math.pi)
 
 
 def discretized_gaussian_log_likelihood(x, *, means, log_scales):
@@ -43,8 +43,10 @@ def discretized_gaussian_log_likelihood(x, *, means, log_scales):
     within half a level (1/255) of x; the outermost levels take the whole tail.
     """
     if not x.shape == means.shape == log_scales.shape:
-        raise ValueError(f"x {tuple(x.shape)}, means {tuple(means.shape)} and log_scales "
-                         f"{tuple(log_scales.shape)} must have one shape")
+        raise ValueError(
+            f"x {tuple(x.shape)}, means {tuple(means.shape)} and log_scales "
+            f"{tuple(log_scales.shape)} must have one shape"
+        )
     centred = x - means
     inv_sigma = torch.exp(-log_scales)
     below = approx_standard_normal_cdf(inv_sigma * (centred - 1.0 / 255.0))

@@ -40,6 +40,7 @@ for Gaussians, pixel by pixel,
 The first of two calls gives a better path; the second point is then 2 u* - p_1 on that one, and the mean of both is right although p_1 was not.
 With k = 1, u* = u_t: the ancestral step itself, to the bit.
 """
+
 import numpy as np
 import torch
 
@@ -66,10 +67,20 @@ class Strides:
     def _plan(self, k, calls):
         """For strides of one kind from every t: dict of arrays (T, ...), float64, `timestep` int64. Zeros where fewer than k steps are left."""
         d, steps = self.diffusion, self.diffusion.num_timesteps
-        c1, c2, abar, trained = d.posterior_mean_coef1, d.posterior_mean_coef2, d.alphas_cumprod, d.original_alphas_cumprod
+        c1, c2, abar, trained = (
+            d.posterior_mean_coef1,
+            d.posterior_mean_coef2,
+            d.alphas_cumprod,
+            d.original_alphas_cumprod,
+        )
         level = (1 - trained) / trained  # tau of the trained process
         mean, first = np.zeros((steps, k)), np.zeros((steps, k))  # of x_s in u* and in p_1
-        widen, root, noise, seen = np.zeros((steps, calls)), np.ones((steps, calls)), np.zeros((steps, calls)), np.zeros((steps, calls, k))
+        widen, root, noise, seen = (
+            np.zeros((steps, calls)),
+            np.ones((steps, calls)),
+            np.zeros((steps, calls)),
+            np.zeros((steps, calls, k)),
+        )
         timestep, total = np.zeros((steps, calls), dtype=np.int64), np.zeros(steps)
         for t in range(k - 1, steps):
             s = np.arange(t, t - k, -1)
@@ -83,9 +94,13 @@ class Strides:
                 timestep[t, i] = d.timestep_map[t] if k == 1 else np.abs(np.log(level / at)).argmin()
                 widen[t, i] = np.sqrt(level[timestep[t, i]] / theta)
                 root[t, i], noise[t, i] = np.sqrt(trained[timestep[t, i]]), np.sqrt(1 - trained[timestep[t, i]])
-                seen[t, i] = (a @ np.arange(k) - np.arange(k)).clip(0, 1)  # how much of each step's noise is in the point
+                seen[t, i] = (a @ np.arange(k) - np.arange(k)).clip(
+                    0, 1
+                )  # how much of each step's noise is in the point
             mean[t], first[t] = w / np.sqrt(abar[s]), points[0] / np.sqrt(abar[s])
-        return dict(mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep, total=total)
+        return dict(
+            mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep, total=total
+        )
 
     def timesteps(self, t, kind):
         """The original timesteps that a stride from t (int) calls, in order."""
@@ -106,7 +121,8 @@ class Strides:
             with torch.inference_mode(False):  # these outlive the mode of whoever comes first
                 self._device_tables[kind, device] = {
                     name: torch.from_numpy(value).to(torch.int64 if name == "timestep" else torch.float32).to(device)
-                    for name, value in self.tables[kind].items()}
+                    for name, value in self.tables[kind].items()
+                }
         return self._device_tables[kind, device]
 
     def start(self, x):

@@ -13,6 +13,7 @@ the noising process, p the model's. `model` is any callable (x, t, **model_kwarg
 No step copies from the host or waits for the device: tables are looked up where t lives. So a step can be
 captured in a CUDA graph, once `prepare(device)` has put the tables there.
 """
+
 import enum
 import math
 
@@ -26,24 +27,24 @@ class ModelMeanType(enum.Enum):
     """What the model predicts."""
 
     PREVIOUS_X = enum.auto()  # the mean of x_{t-1}
-    START_X = enum.auto()     # x_0
-    EPSILON = enum.auto()     # the noise in x_t
+    START_X = enum.auto()  # x_0
+    EPSILON = enum.auto()  # the noise in x_t
 
 
 class ModelVarType(enum.Enum):
     """The variance of p(x_{t-1} | x_t). The learned ones are channels C ... 2C of the model's output."""
 
-    LEARNED = enum.auto()        # its log
-    FIXED_SMALL = enum.auto()    # the posterior's
-    FIXED_LARGE = enum.auto()    # beta_t
+    LEARNED = enum.auto()  # its log
+    FIXED_SMALL = enum.auto()  # the posterior's
+    FIXED_LARGE = enum.auto()  # beta_t
     LEARNED_RANGE = enum.auto()  # where its log lies between those two: -1 the posterior's, 1 beta_t
 
 
 class LossType(enum.Enum):
-    MSE = enum.auto()           # squared error (and the bound's term, as is, for a learned variance)
+    MSE = enum.auto()  # squared error (and the bound's term, as is, for a learned variance)
     RESCALED_MSE = enum.auto()  # the same with the bound's term times num_timesteps / 1000
-    KL = enum.auto()            # the bound's term, in bits per dimension
-    RESCALED_KL = enum.auto()   # the same times num_timesteps: an estimate of the whole bound
+    KL = enum.auto()  # the bound's term, in bits per dimension
+    RESCALED_KL = enum.auto()  # the same times num_timesteps: an estimate of the whole bound
 
     def is_vb(self):
         return self in (LossType.KL, LossType.RESCALED_KL)
@@ -56,6 +57,7 @@ def mean_flat(tensor):
 
 # ---- beta schedules: float64 (T,) ----
 
+
 def get_beta_schedule(beta_schedule, *, beta_start, beta_end, num_diffusion_timesteps):
     """
     float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by shape: "linear"; "quad" (linear in
@@ -66,7 +68,7 @@ def get_beta_schedule(beta_schedule, *, beta_start, beta_end, num_diffusion_time
     if beta_schedule == "linear":
         return np.linspace(beta_start, beta_end, steps, dtype=np.float64)
     if beta_schedule == "quad":
-        return np.linspace(beta_start ** 0.5, beta_end ** 0.5, steps, dtype=np.float64) ** 2
+        return np.linspace(beta_start**0.5, beta_end**0.5, steps, dtype=np.float64) ** 2
     if beta_schedule in ("warmup10", "warmup50"):
         betas = np.full(steps, beta_end, dtype=np.float64)
         warm = int(steps * (0.1 if beta_schedule == "warmup10" else 0.5))
@@ -89,11 +91,11 @@ def get_named_beta_schedule(schedule_name, num_diffusion_timesteps):
     """
     if schedule_name == "linear":
         scale = 1000 / num_diffusion_timesteps
-        return get_beta_schedule("linear", beta_start=scale * 0.0001, beta_end=scale * 0.02,
-                                 num_diffusion_timesteps=num_diffusion_timesteps)
+        return get_beta_schedule(
+            "linear", beta_start=scale * 0.0001, beta_end=scale * 0.02, num_diffusion_timesteps=num_diffusion_timesteps
+        )
     if schedule_name == "squaredcos_cap_v2":
-        return betas_for_alpha_bar(num_diffusion_timesteps,
-                                   lambda u: math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
+        return betas_for_alpha_bar(num_diffusion_timesteps, lambda u: math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
     raise ValueError(f'noise schedule "{schedule_name}": expected linear or squaredcos_cap_v2')
 
 
@@ -103,8 +105,14 @@ def betas_for_alpha_bar(num_diffusion_timesteps, alpha_bar, max_beta=0.999):
     return np.array([min(1 - after / before, max_beta) for before, after in zip(edges, edges[1:])])
 
 
-ANCESTRAL = ("sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod", "posterior_mean_coef1", "posterior_mean_coef2",
-             "posterior_log_variance_clipped", "log_betas")
+ANCESTRAL = (
+    "sqrt_recip_alphas_cumprod",
+    "sqrt_recipm1_alphas_cumprod",
+    "posterior_mean_coef1",
+    "posterior_mean_coef2",
+    "posterior_log_variance_clipped",
+    "log_betas",
+)
 
 
 class GaussianDiffusion:
@@ -122,8 +130,10 @@ class GaussianDiffusion:
 
         betas = np.array(betas, dtype=np.float64)
         if betas.ndim != 1 or len(betas) == 0 or not ((betas > 0) & (betas <= 1)).all():
-            raise ValueError("betas: expected a row of numbers in (0, 1]" + (
-                f", got {betas.min():.3g} ... {betas.max():.3g}" if betas.size else ", got none"))
+            raise ValueError(
+                "betas: expected a row of numbers in (0, 1]"
+                + (f", got {betas.min():.3g} ... {betas.max():.3g}" if betas.size else ", got none")
+            )
         self.betas = betas
         self.num_timesteps = len(betas)
 
@@ -171,13 +181,23 @@ class GaussianDiffusion:
 
     def _upload(self, device):
         """name -> float32 (T,) on device, in one copy."""
-        tables = {name: getattr(self, name) for name in (
-            "alphas_cumprod", "alphas_cumprod_prev", "alphas_cumprod_next",
-            "sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod", "log_one_minus_alphas_cumprod",
-            "sqrt_recip_alphas_cumprod", "sqrt_recipm1_alphas_cumprod",
-            "posterior_variance", "posterior_log_variance_clipped",
-            "posterior_mean_coef1", "posterior_mean_coef2",
-        )}
+        tables = {
+            name: getattr(self, name)
+            for name in (
+                "alphas_cumprod",
+                "alphas_cumprod_prev",
+                "alphas_cumprod_next",
+                "sqrt_alphas_cumprod",
+                "sqrt_one_minus_alphas_cumprod",
+                "log_one_minus_alphas_cumprod",
+                "sqrt_recip_alphas_cumprod",
+                "sqrt_recipm1_alphas_cumprod",
+                "posterior_variance",
+                "posterior_log_variance_clipped",
+                "posterior_mean_coef1",
+                "posterior_mean_coef2",
+            )
+        }
         large = self.betas.copy()
         large[0] = self._first_variance
         tables["log_betas"] = np.log(self.betas)
@@ -215,8 +235,10 @@ class GaussianDiffusion:
         """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, Ho eq. 4; noise like x_start, drawn if None."""
         if noise is None:
             noise = torch.randn_like(x_start)
-        return (self._at("sqrt_alphas_cumprod", t, x_start) * x_start
-                + self._at("sqrt_one_minus_alphas_cumprod", t, x_start) * noise)
+        return (
+            self._at("sqrt_alphas_cumprod", t, x_start) * x_start
+            + self._at("sqrt_one_minus_alphas_cumprod", t, x_start) * noise
+        )
 
     def q_posterior_mean_variance(self, x_start, x_t, t):
         """q(x_{t-1} | x_t, x_0), Ho eq. 6, 7: mean, variance, log variance (clipped at t = 0), like x_t."""
@@ -228,8 +250,7 @@ class GaussianDiffusion:
         """
         Ho eq. 7: sqrt(abar_{t-1}) beta_t / (1 - abar_t) x_0 + sqrt(alpha_t) (1 - abar_{t-1}) / (1 - abar_t) x_t
         """
-        return (self._at("posterior_mean_coef1", t, x_t) * x_start
-                + self._at("posterior_mean_coef2", t, x_t) * x_t)
+        return self._at("posterior_mean_coef1", t, x_t) * x_start + self._at("posterior_mean_coef2", t, x_t) * x_t
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
 
@@ -269,8 +290,10 @@ class GaussianDiffusion:
         learned = self.model_var_type in (ModelVarType.LEARNED, ModelVarType.LEARNED_RANGE)
         channels = x.shape[1] * (2 if learned else 1)
         if output.shape != (x.shape[0], channels, *x.shape[2:]):
-            raise ValueError(f"the model's output is {tuple(output.shape)}; x {tuple(x.shape)} with "
-                             f"{self.model_var_type.name} variance needs {channels} channels and x's other sizes")
+            raise ValueError(
+                f"the model's output is {tuple(output.shape)}; x {tuple(x.shape)} with "
+                f"{self.model_var_type.name} variance needs {channels} channels and x's other sizes"
+            )
         return output.split(x.shape[1], dim=1) if learned else (output, None)
 
     def _predict_xstart(self, prediction, x, t):
@@ -283,18 +306,19 @@ class GaussianDiffusion:
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
         """x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t): Ho eq. 4 solved."""
-        return (self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t
-                - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps)
+        return (
+            self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps
+        )
 
     def _predict_eps_from_xstart(self, x_t, t, pred_xstart):
         """eps = (x_t - sqrt(abar_t) x_0) / sqrt(1 - abar_t)."""
-        return ((self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - pred_xstart)
-                / self._at("sqrt_recipm1_alphas_cumprod", t, x_t))
+        return (self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - pred_xstart) / self._at(
+            "sqrt_recipm1_alphas_cumprod", t, x_t
+        )
 
     def _predict_xstart_from_xprev(self, x_t, t, xprev):
         """x_0 whose posterior mean is xprev: Ho eq. 7 solved."""
-        return ((xprev - self._at("posterior_mean_coef2", t, x_t) * x_t)
-                / self._at("posterior_mean_coef1", t, x_t))
+        return (xprev - self._at("posterior_mean_coef2", t, x_t) * x_t) / self._at("posterior_mean_coef1", t, x_t)
 
     def _variance(self, values, x, t):
         """Variance and log variance of p, like x; values: the model's, where it learns them."""
@@ -345,8 +369,9 @@ class GaussianDiffusion:
 
     # ---- samplers: one step each ----
 
-    def p_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, *,
-                 noise=None):
+    def p_sample(
+        self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, *, noise=None
+    ):
         """
         Ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
 
@@ -363,8 +388,9 @@ class GaussianDiffusion:
         sample = mean + not_last * torch.exp(0.5 * out["log_variance"]) * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
-    def ddim_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None,
-                    eta=0.0, *, noise=None):
+    def ddim_sample(
+        self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, eta=0.0, *, noise=None
+    ):
         """
         DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
 
@@ -384,12 +410,13 @@ class GaussianDiffusion:
         sigma = eta * torch.sqrt((1 - abar_prev) / (1 - abar)) * torch.sqrt(1 - abar / abar_prev)
         if noise is None:
             noise = torch.randn_like(x)
-        mean = out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(1 - abar_prev - sigma ** 2) * eps
+        mean = out["pred_xstart"] * torch.sqrt(abar_prev) + torch.sqrt(1 - abar_prev - sigma**2) * eps
         sample = mean + sigma * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
-    def ddim_reverse_sample(self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None,
-                            model_kwargs=None, eta=0.0):
+    def ddim_reverse_sample(
+        self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, eta=0.0
+    ):
         """
         DDIM's ODE one step towards noise, Song section 4.3, with abar_T = 0:
 
@@ -409,34 +436,86 @@ class GaussianDiffusion:
 
     # ---- samplers: all steps ----
 
-    def p_sample_loop(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None, cond_fn=None,
-                      model_kwargs=None, device=None, progress=False):
+    def p_sample_loop(
+        self,
+        model,
+        shape,
+        noise=None,
+        clip_denoised=True,
+        denoised_fn=None,
+        cond_fn=None,
+        model_kwargs=None,
+        device=None,
+        progress=False,
+    ):
         """
         A sample (shape) by all p_sample steps, from x_T = noise, drawn if None. Draws one x_T, then one
         normal batch per step, the last included. device: default that of noise, else of model's parameters.
         progress: show a bar.
         """
-        return _last_sample(self.p_sample_loop_progressive(
-            model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress))
+        return _last_sample(
+            self.p_sample_loop_progressive(
+                model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress
+            )
+        )
 
-    def p_sample_loop_progressive(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None,
-                                  cond_fn=None, model_kwargs=None, device=None, progress=False):
+    def p_sample_loop_progressive(
+        self,
+        model,
+        shape,
+        noise=None,
+        clip_denoised=True,
+        denoised_fn=None,
+        cond_fn=None,
+        model_kwargs=None,
+        device=None,
+        progress=False,
+    ):
         """p_sample_loop as a generator of p_sample's dicts, one per step."""
+
         def step(x, t):
             return self.p_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs)
+
         yield from self._loop(step, model, shape, noise, device, progress)
 
-    def ddim_sample_loop(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None, cond_fn=None,
-                         model_kwargs=None, device=None, progress=False, eta=0.0):
+    def ddim_sample_loop(
+        self,
+        model,
+        shape,
+        noise=None,
+        clip_denoised=True,
+        denoised_fn=None,
+        cond_fn=None,
+        model_kwargs=None,
+        device=None,
+        progress=False,
+        eta=0.0,
+    ):
         """A sample (shape) by all ddim_sample steps; see p_sample_loop, and ddim_sample for eta."""
-        return _last_sample(self.ddim_sample_loop_progressive(
-            model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress, eta))
+        return _last_sample(
+            self.ddim_sample_loop_progressive(
+                model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress, eta
+            )
+        )
 
-    def ddim_sample_loop_progressive(self, model, shape, noise=None, clip_denoised=True, denoised_fn=None,
-                                     cond_fn=None, model_kwargs=None, device=None, progress=False, eta=0.0):
+    def ddim_sample_loop_progressive(
+        self,
+        model,
+        shape,
+        noise=None,
+        clip_denoised=True,
+        denoised_fn=None,
+        cond_fn=None,
+        model_kwargs=None,
+        device=None,
+        progress=False,
+        eta=0.0,
+    ):
         """ddim_sample_loop as a generator of ddim_sample's dicts, one per step."""
+
         def step(x, t):
             return self.ddim_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta)
+
         yield from self._loop(step, model, shape, noise, device, progress)
 
     def _loop(self, step, model, shape, noise, device, progress):
@@ -458,6 +537,7 @@ class GaussianDiffusion:
         indices = range(self.num_timesteps)
         if progress:
             from tqdm.auto import tqdm  # for those who want a bar
+
             indices = tqdm(indices)
         for index in indices:
             yield rows[index]
@@ -512,8 +592,7 @@ class GaussianDiffusion:
         """
         q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start, x_t, t)
         kl = mean_flat(normal_kl(q_mean, q_log_variance, p["mean"], p["log_variance"])) / math.log(2.0)
-        log_p = discretized_gaussian_log_likelihood(
-            x_start, means=p["mean"], log_scales=0.5 * p["log_variance"])
+        log_p = discretized_gaussian_log_likelihood(x_start, means=p["mean"], log_scales=0.5 * p["log_variance"])
         return torch.where(t == 0, mean_flat(-log_p) / math.log(2.0), kl)
 
     def _prior_bpd(self, x_start):
@@ -545,9 +624,8 @@ class GaussianDiffusion:
 
 
 def _last_sample(steps):
-    for out in steps:
-        pass
-    return out["sample"]
+    *_, last = steps
+    return last["sample"]
 
 
 def _device_of(model):

@@ -1,4 +1,5 @@
 """Sampling with fewer steps than the process was trained with: Nichol & Dhariwal 2021 (2102.09672), section 4."""
+
 import numpy as np
 import torch
 
@@ -15,13 +16,15 @@ def space_timesteps(num_timesteps, section_counts):
     Raises ValueError for what is neither, for a section shorter than its count, and for an impossible stride.
     """
     if isinstance(section_counts, str) and section_counts.startswith("ddim"):
-        wanted = _counts([section_counts[len("ddim"):]], section_counts)[0]
+        wanted = _counts([section_counts[len("ddim") :]], section_counts)[0]
         for stride in range(1, num_timesteps + 1):
             kept = range(0, num_timesteps, stride)
             if len(kept) == wanted:
                 return set(kept)
-        raise ValueError(f'timestep respacing "{section_counts}": no integer stride gives {wanted} of '
-                         f'{num_timesteps} steps; take "{wanted}" for an uneven one')
+        raise ValueError(
+            f'timestep respacing "{section_counts}": no integer stride gives {wanted} of '
+            f'{num_timesteps} steps; take "{wanted}" for an uneven one'
+        )
 
     counts = section_counts.split(",") if isinstance(section_counts, str) else section_counts
     counts = _counts(counts, section_counts)
@@ -30,8 +33,10 @@ def space_timesteps(num_timesteps, section_counts):
     for section, count in enumerate(counts):
         size = num_timesteps // len(counts) + (section < num_timesteps % len(counts))
         if count > size:
-            raise ValueError(f'timestep respacing "{section_counts}": {count} steps of a section of {size} '
-                             f"(the process has {num_timesteps} steps, in {len(counts)} section(s))")
+            raise ValueError(
+                f'timestep respacing "{section_counts}": {count} steps of a section of {size} '
+                f"(the process has {num_timesteps} steps, in {len(counts)} section(s))"
+            )
         stride = (size - 1) / (count - 1) if count > 1 else 1
         position = 0.0
         for _ in range(count):
@@ -49,8 +54,10 @@ def _counts(values, given):
     except (TypeError, ValueError):
         counts = []
     if not counts or min(counts) < 0 or sum(counts) == 0:
-        raise ValueError(f'timestep respacing "{given}": expected a number of steps ("250"), one per section '
-                         '("10,15,20") or an even stride ("ddim50"), with at least one step in all')
+        raise ValueError(
+            f'timestep respacing "{given}": expected a number of steps ("250"), one per section '
+            '("10,15,20") or an even stride ("ddim50"), with at least one step in all'
+        )
     return counts
 
 
@@ -75,8 +82,10 @@ class SpacedDiffusion(GaussianDiffusion):
         self.original_num_steps = base.num_timesteps
         self.original_alphas_cumprod = base.alphas_cumprod
         if not self.timestep_map or self.timestep_map[0] < 0 or self.timestep_map[-1] >= base.num_timesteps:
-            raise ValueError(f"use_timesteps: expected some of 0 ... {base.num_timesteps - 1}, got "
-                             f"{self.timestep_map[:1]} ... {self.timestep_map[-1:]}")
+            raise ValueError(
+                f"use_timesteps: expected some of 0 ... {base.num_timesteps - 1}, got "
+                f"{self.timestep_map[:1]} ... {self.timestep_map[-1:]}"
+            )
         kept = base.alphas_cumprod[self.timestep_map]
         kwargs["betas"] = 1.0 - kept / np.append(1.0, kept[:-1])
         super().__init__(**kwargs)

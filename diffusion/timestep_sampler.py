@@ -1,4 +1,5 @@
 """Which timesteps to train on: uniformly, or more often where the loss is large."""
+
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -31,8 +32,7 @@ class ScheduleSampler(ABC):
         p = p / np.sum(p)
         t = np.random.choice(len(p), size=(batch_size,), p=p)
         weights = 1.0 / (len(p) * p[t])
-        return (torch.from_numpy(t).long().to(device),
-                torch.from_numpy(weights).float().to(device))
+        return (torch.from_numpy(t).long().to(device), torch.from_numpy(weights).float().to(device))
 
 
 class UniformSampler(ScheduleSampler):
@@ -61,14 +61,15 @@ class LossAwareSampler(ScheduleSampler):
             gathered = []
             for local in (local_ts.to(torch.int64), local_losses.detach().to(torch.float64)):
                 padded = local.new_zeros(max(sizes))
-                padded[:len(local)] = local
+                padded[: len(local)] = local
                 rows = [torch.empty_like(padded) for _ in sizes]
                 dist.all_gather(rows, padded)
                 gathered.append([row[:size].tolist() for row, size in zip(rows, sizes)])
             batches = zip(*gathered)
         batches = list(batches)
-        self.update_with_all_losses([t for ts, _ in batches for t in ts],
-                                    [loss for _, losses in batches for loss in losses])
+        self.update_with_all_losses(
+            [t for ts, _ in batches for t in ts], [loss for _, losses in batches for loss in losses]
+        )
 
     @abstractmethod
     def update_with_all_losses(self, ts, losses):
@@ -92,7 +93,7 @@ class LossSecondMomentResampler(LossAwareSampler):
     def weights(self):
         if not self._warmed_up():
             return np.ones([self.diffusion.num_timesteps], dtype=np.float64)
-        p = np.sqrt(np.mean(self._loss_history ** 2, axis=-1))
+        p = np.sqrt(np.mean(self._loss_history**2, axis=-1))
         p = p / np.sum(p)
         return p * (1.0 - self.uniform_prob) + self.uniform_prob / len(p)
 

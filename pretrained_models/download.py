@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))  # also when run as a script
+if not __package__ and __name__ == "__main__":
+    sys.path[0] = str(FOLDER.parent)
 
-from accel.options import UsageError, partial_file  # noqa: E402
+from accel.options import UsageError, partial_file
 
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}
@@ -38,7 +39,9 @@ def find_model(name_or_path):
         return _from_diffusers(path)
     state = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pt(path)
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UsageError(f"--ckpt {path}: holds no state dict of tensors (entries: {', '.join(map(str, list(state)[:5]))})")
+        raise UsageError(
+            f"--ckpt {path}: holds no state dict of tensors (entries: {', '.join(map(str, list(state)[:5]))})"
+        )
     return state
 
 
@@ -46,10 +49,16 @@ def check_there(name_or_path):
     """The path that `name_or_path` stands for, as in `find_model`; of published weights also one where they are to be put. Raises UsageError if it names
     nothing."""
     path = Path(name_or_path)
-    if not path.exists() and path.name in pretrained_models and str(path) in (path.name, f"pretrained_models/{path.name}"):
+    if (
+        not path.exists()
+        and path.name in pretrained_models
+        and str(path) in (path.name, f"pretrained_models/{path.name}")
+    ):
         return FOLDER / path.name
     if not path.exists():
-        raise UsageError(f"--ckpt {name_or_path}: no such file; published names are {', '.join(sorted(pretrained_models))}")
+        raise UsageError(
+            f"--ckpt {name_or_path}: no such file; published names are {', '.join(sorted(pretrained_models))}"
+        )
     return path
 
 
@@ -57,10 +66,15 @@ def download_model(model_name, url=None, folder=None):
     """Fetch published weights into `folder` (default: this file's), showing progress; returns the path. The file gets its name only when all its bytes are
     there, so that an interrupted download never looks whole."""
     from tqdm import tqdm
+
     target, url = Path(folder or FOLDER) / model_name, url or BASE_URL + model_name
     remedy = f"fetch {url} by other means and put it at {target}"
     try:
-        with partial_file(target) as partial, urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
+        with (
+            partial_file(target) as partial,
+            urllib.request.urlopen(url, timeout=30) as response,
+            open(partial, "wb") as file,
+        ):
             total = int(response.headers.get("Content-Length", 0)) or None
             with tqdm(total=total, unit="B", unit_scale=True, desc=model_name) as bar:
                 while block := response.read(1 << 20):
@@ -87,7 +101,9 @@ def _read_pt(path):
             raise UsageError(f"--ckpt {path}: truncated or not a checkpoint; copy it again") from None
         what = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
         what = next(filter(None, what.groups())) if what else "objects that are no tensors"
-        raise UsageError(f"--ckpt {path}: refused, loading it would run code ({what}); save its state dict with torch.save") from None
+        raise UsageError(
+            f"--ckpt {path}: refused, loading it would run code ({what}); save its state dict with torch.save"
+        ) from None
     except OSError as error:
         raise UsageError(f"--ckpt {path}: cannot be read ({error.strerror})") from None
     except Exception:  # an unpickler ends in whatever the bytes happen to mean
@@ -103,6 +119,7 @@ def _read_pt(path):
 def _read_safetensors(path):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
+
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
@@ -114,7 +131,11 @@ def _read_safetensors(path):
 #################################################################################
 
 # Ours → diffusers' DiTTransformer2DModel. It keeps a copy of both embedders in every block and q, k, v apart.
-_OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1", "final_layer.linear": "proj_out_2"}
+_OUTER = {
+    "x_embedder.proj": "pos_embed.proj",
+    "final_layer.adaLN_modulation.1": "proj_out_1",
+    "final_layer.linear": "proj_out_2",
+}
 _EMBEDDERS = {
     "t_embedder.mlp.0.weight": "emb.timestep_embedder.linear_1.weight",
     "t_embedder.mlp.0.bias": "emb.timestep_embedder.linear_1.bias",
@@ -122,7 +143,12 @@ _EMBEDDERS = {
     "t_embedder.mlp.2.bias": "emb.timestep_embedder.linear_2.bias",
     "y_embedder.embedding_table.weight": "emb.class_embedder.embedding_table.weight",
 }
-_BLOCK = {"attn.proj": "attn1.to_out.0", "mlp.fc1": "ff.net.0.proj", "mlp.fc2": "ff.net.2", "adaLN_modulation.1": "norm1.linear"}
+_BLOCK = {
+    "attn.proj": "attn1.to_out.0",
+    "mlp.fc1": "ff.net.0.proj",
+    "mlp.fc2": "ff.net.2",
+    "adaLN_modulation.1": "norm1.linear",
+}
 _KINDS = ("weight", "bias")
 
 
@@ -146,6 +172,7 @@ def from_diffusers(state, sample_size, patch_size):
     Raises UsageError if a key is missing or the blocks' copies of the embedders differ.
     """
     from models import get_2d_sincos_pos_embed
+
     try:
         depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
         out = {f"{ours}.{kind}": state[f"{theirs}.{kind}"] for ours, theirs in _OUTER.items() for kind in _KINDS}
@@ -156,9 +183,13 @@ def from_diffusers(state, sample_size, patch_size):
             out[name] = copies[0]
         for n in range(depth):
             ours, theirs = f"blocks.{n}", f"transformer_blocks.{n}"
-            out.update({f"{ours}.{a}.{kind}": state[f"{theirs}.{b}.{kind}"] for a, b in _BLOCK.items() for kind in _KINDS})
+            out.update(
+                {f"{ours}.{a}.{kind}": state[f"{theirs}.{b}.{kind}"] for a, b in _BLOCK.items() for kind in _KINDS}
+            )
             for kind in _KINDS:
-                out[f"{ours}.attn.qkv.{kind}"] = torch.cat([state[f"{theirs}.attn1.to_{name}.{kind}"] for name in "qkv"])
+                out[f"{ours}.attn.qkv.{kind}"] = torch.cat(
+                    [state[f"{theirs}.attn1.to_{name}.{kind}"] for name in "qkv"]
+                )
     except (KeyError, ValueError) as error:
         raise UsageError(f"--ckpt: not a DiT in diffusers' layout (missing {error})") from None
     width = out["x_embedder.proj.weight"].shape[0]
@@ -173,7 +204,9 @@ def _from_diffusers(folder):
     index = root / "diffusion_pytorch_model.safetensors.index.json"
     plain = root / "diffusion_pytorch_model.safetensors"
     if not files or not (root / "config.json").is_file():
-        raise UsageError(f"--ckpt {folder}: a folder must hold transformer/config.json and its .safetensors (diffusers' layout)")
+        raise UsageError(
+            f"--ckpt {folder}: a folder must hold transformer/config.json and its .safetensors (diffusers' layout)"
+        )
     try:
         config = json.loads((root / "config.json").read_text())
         if index.is_file():
@@ -181,7 +214,9 @@ def _from_diffusers(folder):
         elif plain in files:
             files = [plain]
         elif len(files) > 1:
-            raise UsageError(f"--ckpt {folder}: {', '.join(file.name for file in files)} conflict; give one of them as --ckpt")
+            raise UsageError(
+                f"--ckpt {folder}: {', '.join(file.name for file in files)} conflict; give one of them as --ckpt"
+            )
         sizes = config["sample_size"], config["patch_size"]
     except (ValueError, KeyError) as error:
         raise UsageError(f"--ckpt {folder}: its JSON is damaged or lacks an entry ({error}); copy it again") from None

@@ -4,6 +4,9 @@ Times are of replayed graphs that take turns, after seconds of load. A product i
 a step; a step is the network without sampler and guidance.
 """
 
+if not __package__:
+    __import__("_as_module")
+
 import argparse
 import json
 import statistics
@@ -13,13 +16,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from accel.fast import FastDiT, Optimisations, hoist_conditioning  # noqa: E402
-from accel.graphs import capture  # noqa: E402
-from accel.kernels import linear  # noqa: E402
-from models import DiT_models  # noqa: E402
-from scripts.bench_attention import load  # noqa: E402
-from scripts.benchmark import git, random_state  # noqa: E402
+from accel.fast import FastDiT, Optimisations, hoist_conditioning
+from accel.graphs import capture
+from accel.kernels import linear
+from models import DiT_models
+from scripts.bench_attention import load
+from scripts.benchmark import git, random_state
 
 DEPTH = 28
 PRODUCTS = {"qkv": (3456, 1152), "proj": (1152, 1152), "fc1": (4608, 1152), "fc2": (1152, 4608)}  # N, K; GELU after fc1
@@ -47,18 +49,35 @@ def product(name, m, routes, dtype):
     n, k = PRODUCTS[name]
     generator = torch.Generator("cuda").manual_seed(m)
     x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
-    weights, bias = (torch.randn(DEPTH, n, k, generator=generator, device="cuda") / k ** 0.5).to(dtype), torch.randn(n, device="cuda").to(dtype)
+    weights, bias = (
+        (torch.randn(DEPTH, n, k, generator=generator, device="cuda") / k**0.5).to(dtype),
+        torch.randn(n, device="cuda").to(dtype),
+    )
     gelu = name == "fc1"
     want = x.double() @ weights[0].double().t() + bias.double()
     if gelu:
         want = torch.nn.functional.gelu(want, approximate="tanh")
-    replays = [capture(lambda route=route: [linear.linear(x, weight, bias, gelu, route) for weight in weights]) for route in routes]
+    replays = [
+        capture(lambda route=route: [linear.linear(x, weight, bias, gelu, route) for weight in weights])
+        for route in routes
+    ]
     for route, ms in zip(routes, milliseconds(replays)):
         chosen = linear._chosen[m, n, k, dtype, gelu, x.device, route][1]
-        algorithm = chosen._asdict() if isinstance(chosen, linear.Tile) else dict(cublaslt=linear._configuration(chosen))
+        algorithm = (
+            chosen._asdict() if isinstance(chosen, linear.Tile) else dict(cublaslt=linear._configuration(chosen))
+        )
         error = (linear.linear(x, weights[0], bias, gelu, route).double() - want).norm() / want.norm()
-        yield dict(product=name, m=m, n=n, k=k, route=route, us={key: value / DEPTH * 1e3 for key, value in ms.items()},
-                   tflops=2e-9 * m * n * k * DEPTH / ms["median"], error=float(error), algorithm=algorithm)
+        yield dict(
+            product=name,
+            m=m,
+            n=n,
+            k=k,
+            route=route,
+            us={key: value / DEPTH * 1e3 for key, value in ms.items()},
+            tflops=2e-9 * m * n * k * DEPTH / ms["median"],
+            error=float(error),
+            algorithm=algorithm,
+        )
 
 
 def steps(rows, state, heads, dtype):
@@ -79,17 +98,34 @@ def steps(rows, state, heads, dtype):
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--m", nargs="+", type=int, default=[512, 1024, 2048, 4096, 16384], help="rows of the products' operand, tokens of all samples")
+    parser.add_argument(
+        "--m",
+        nargs="+",
+        type=int,
+        default=[512, 1024, 2048, 4096, 16384],
+        help="rows of the products' operand, tokens of all samples",
+    )
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 2, 4, 16], help="samples of the steps at 512 px")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
-    parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
+    parser.add_argument(
+        "--commit",
+        default=git("describe", "--always", "--dirty"),
+        help="what to record as the commit, where git is not at hand",
+    )
     parser.add_argument("--output", metavar="FILE.json", help="write the figures")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, f"{parser.prog}: kernels of a GPU are timed, and there is none here\n")
     dtype = getattr(torch, args.dtype)
-    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]), dtype=args.dtype,
-                  steps=[], products=[])
+    report = dict(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        commit=args.commit,
+        command=" ".join(["python", *sys.argv]),
+        dtype=args.dtype,
+        steps=[],
+        products=[],
+    )
     print(f"{report['gpu']}, torch {report['torch']}, {args.dtype}")
 
     def record(kind, row, line):
@@ -104,13 +140,21 @@ def main():
     state = random_state(model)
     for rows in args.rows:
         for row in steps(rows, state, model.num_heads, dtype):
-            record("steps", row, f"{rows:3d} rows  {row['switches']:7s} {row['ms']['median']:7.3f} ms ({row['ms']['least']:.3f} to {row['ms']['most']:.3f})")
+            record(
+                "steps",
+                row,
+                f"{rows:3d} rows  {row['switches']:7s} {row['ms']['median']:7.3f} ms ({row['ms']['least']:.3f} to {row['ms']['most']:.3f})",
+            )
     del model, state
     for m in args.m:
         for name in PRODUCTS:
             for row in product(name, m, ("cublaslt", "hopper", "tuned"), dtype):
-                record("products", row, f"{m:6d}  {name:5s} {row['route']:9s} {row['us']['median']:7.2f} us  {row['tflops']:4.0f} TFLOP/s  error "
-                                        f"{row['error']:.1e}  {row['algorithm']}")
+                record(
+                    "products",
+                    row,
+                    f"{m:6d}  {name:5s} {row['route']:9s} {row['us']['median']:7.2f} us  {row['tflops']:4.0f} TFLOP/s  error "
+                    f"{row['error']:.1e}  {row['algorithm']}",
+                )
 
 
 if __name__ == "__main__":

@@ -8,35 +8,59 @@ these GPUs. Weights are random and not zero. Error: relative, of one forward wit
 gate compares 250-step pictures of the demo, shared, with those of fp32 on one GPU.
 """
 
+if not __package__:
+    __import__("_as_module")
+
 import gc
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+from accel import engine, precision
+from accel.fast import Optimisations
+from accel.options import (
+    DEFAULTS_OF,
+    DistributedOptions,
+    OneLineParser,
+    SamplingOptions,
+    UsageError,
+    check_writable,
+    partial_file,
+    positive,
+    user_errors,
+)
+from accel.parallel.group import job, launched
+from accel.parallel.plan import OFF, Plan, Planner, check
+from accel.parallel.rows import share
+from accel.parallel.tokens import traffic
+from diffusion import create_diffusion
+from models import DiT_models
+from scripts.benchmark import Gate, Marks, build, git, random_state, seconds, spread
 
-from accel import engine, precision  # noqa: E402
-from accel.fast import Optimisations  # noqa: E402
-from accel.options import DEFAULTS_OF, DistributedOptions, OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
-from accel.parallel.group import job, launched  # noqa: E402
-from accel.parallel.plan import OFF, Plan, Planner, check  # noqa: E402
-from accel.parallel.rows import share  # noqa: E402
-from accel.parallel.tokens import traffic  # noqa: E402
-from diffusion import create_diffusion  # noqa: E402
-from models import DiT_models  # noqa: E402
-from scripts.benchmark import Gate, Marks, build, git, random_state, seconds, spread  # noqa: E402
-
-FORCED = ("rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,exchange=ulysses", "tokens=2,exchange=ring",
-          "rows=4", "rows=2,tokens=2,exchange=push", "rows=2,tokens=2,exchange=kv", "rows=2,tokens=2,exchange=ulysses",
-          "rows=2,tokens=2,exchange=ring", "tokens=4,exchange=push", "tokens=4,exchange=kv", "tokens=4,exchange=ulysses")
+FORCED = (
+    "rows=2",
+    "tokens=2,exchange=push",
+    "tokens=2,exchange=kv",
+    "tokens=2,exchange=ulysses",
+    "tokens=2,exchange=ring",
+    "rows=4",
+    "rows=2,tokens=2,exchange=push",
+    "rows=2,tokens=2,exchange=kv",
+    "rows=2,tokens=2,exchange=ulysses",
+    "rows=2,tokens=2,exchange=ring",
+    "tokens=4,exchange=push",
+    "tokens=4,exchange=kv",
+    "tokens=4,exchange=ulysses",
+)
 
 
 def step_time(work, args, device, busy, rank):
     """Milliseconds of a step of `work` (a number of steps, a callback after each → None), of the slowest of the `busy` ranks: median, 10th and 90th
     percentile of single steps. The other ranks only listen."""
+
     def times(steps):
         marks = Marks(device)
         if active:
@@ -83,7 +107,17 @@ class Table:
 
         def work(steps, progress):
             if len(self.labels[rows]):
-                engine.denoise(network, self.diffusion, self.z, self.labels, DistributedOptions.cfg_scale, self.null, rows=rows, steps=steps, progress=progress)
+                engine.denoise(
+                    network,
+                    self.diffusion,
+                    self.z,
+                    self.labels,
+                    DistributedOptions.cfg_scale,
+                    self.null,
+                    rows=rows,
+                    steps=steps,
+                    progress=progress,
+                )
 
         self.planner.pieces.attend = self.planner.pieces.alone if plan == OFF else self.planner.pieces.attend
         row |= step_time(work, self.args, self.device, busy, self.group.rank)
@@ -96,8 +130,14 @@ class Table:
                 row["error"] = float((out - self.alone).norm() / self.alone.norm())
         if plan.tokens > 1:
             width = self.planner.pieces.width
-            row["collectives"], row["bytes"] = traffic(plan.exchange, -(-2 * self.pictures // plan.rows), self.tokens // plan.tokens, plan.tokens, width,
-                                                       2 * (1 + (self.tier in ("fp32", "tf32", "exact"))))
+            row["collectives"], row["bytes"] = traffic(
+                plan.exchange,
+                -(-2 * self.pictures // plan.rows),
+                self.tokens // plan.tokens,
+                plan.tokens,
+                width,
+                2 * (1 + (self.tier in ("fp32", "tf32", "exact"))),
+            )
         return row
 
 
@@ -106,34 +146,67 @@ def main(arguments=None):
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="DiT-XL/2", choices=DiT_models, help="network to time")
     parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
-    parser.add_argument("--image-size", type=positive, nargs="+", help="sides of a picture in pixels (default: 512 1024 256; the demo's own)")
-    parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16 on GPUs, else fp32)")
-    parser.add_argument("--plans", nargs="*", default=FORCED, metavar="rows=N,tokens=N,exchange=NAME", help="plans to time beside auto's choice")
+    parser.add_argument(
+        "--image-size",
+        type=positive,
+        nargs="+",
+        help="sides of a picture in pixels (default: 512 1024 256; the demo's own)",
+    )
+    parser.add_argument(
+        "--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16 on GPUs, else fp32)"
+    )
+    parser.add_argument(
+        "--plans",
+        nargs="*",
+        default=FORCED,
+        metavar="rows=N,tokens=N,exchange=NAME",
+        help="plans to time beside auto's choice",
+    )
     parser.add_argument("--load", type=seconds, default=1.0, help="seconds of steps before those that count")
     parser.add_argument("--window", type=seconds, default=0.5, help="seconds of steps that count")
     parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")
     parser.add_argument("--device", help="default: GPUs if there are any")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
+    parser.add_argument(
+        "--commit",
+        default=git("describe", "--always", "--dirty"),
+        help="what to record as the commit, where git is not at hand",
+    )
     args = parser.parse_args(arguments)
     with user_errors(parser):
         plans = [Plan(**DistributedOptions(parallel=text).mesh) for text in args.plans]
         for size in args.image_size or ():
             engine.network_shape(SamplingOptions(model=args.model, image_size=size).resolve())
         if (launched() or (0, 1, 0))[1] < 2:
-            raise UsageError("there is nothing to share with one process: torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py")
+            raise UsageError(
+                "there is nothing to share with one process: torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py"
+            )
     with job("benchmark_parallel.py") as group:
         group.together("output", lambda: args.output and check_writable(args.output), only=0)
         name = group.device(args.device)
         device = torch.device(name)
-        args.image_size = args.image_size or ([DEFAULTS_OF[args.model]["image_size"]] if args.model in DEFAULTS_OF else [512, 1024, 256])
+        args.image_size = args.image_size or (
+            [DEFAULTS_OF[args.model]["image_size"]] if args.model in DEFAULTS_OF else [512, 1024, 256]
+        )
         args.precision = args.precision or [precision.default_tier(device)]
         if device.type != "cuda":
-            print(f"On {device}: {group.world} processes over gloo share one machine's processor; times say nothing about GPUs", flush=True)
+            print(
+                f"On {device}: {group.world} processes over gloo share one machine's processor; times say nothing about GPUs",
+                flush=True,
+            )
         group.open_collectives(name)
         group.opened()
-        record = dict(gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, gpus=group.world, torch=torch.__version__,
-                      commit=args.commit, command=" ".join(["python", *sys.argv]), model=args.model, load_seconds=args.load, rows=[], gates=[])
+        record = dict(
+            gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            gpus=group.world,
+            torch=torch.__version__,
+            commit=args.commit,
+            command=" ".join(["python", *sys.argv]),
+            model=args.model,
+            load_seconds=args.load,
+            rows=[],
+            gates=[],
+        )
 
         def keep():
             if group.rank == 0 and args.output:
@@ -143,8 +216,11 @@ def main(arguments=None):
         if args.gate:
             gates(args, group, device, plans, record, keep)
         for tier in args.precision:
-            for args.size in args.image_size:
-                options = DistributedOptions(model=args.model, image_size=args.size, num_classes=1000, ckpt="random").resolve()
+            for size in args.image_size:
+                args.size = size
+                options = DistributedOptions(
+                    model=args.model, image_size=args.size, num_classes=1000, ckpt="random"
+                ).resolve()
                 args.num_classes = 1000
                 with torch.device(device):
                     model = DiT_models[args.model](input_size=options.latent_size, num_classes=1000)
@@ -162,7 +238,11 @@ def main(arguments=None):
 
 def measure(args, group, table, plans, case, record, keep):
     worlds = [world for world in (1, 2, 4, 8) if world <= group.world]
-    work = [(OFF, world) for world in worlds if world == 1 or table.pictures >= world or table.pictures > 1 and world == group.world]
+    work = [
+        (OFF, world)
+        for world in worlds
+        if world == 1 or table.pictures >= world or table.pictures > 1 and world == group.world
+    ]
     # A pipeline is timed where it runs, after its warm-up.
     for plan in dict.fromkeys(plan._replace(warmup=1) if plan.stages > 1 else plan for plan in plans):
         try:
@@ -170,8 +250,11 @@ def measure(args, group, table, plans, case, record, keep):
         except UsageError:
             continue
         # A forced plan that leaves ranks with nothing but padding, or that one GPU a picture makes pointless, tells nothing.
-        if plan.rows <= 2 * table.pictures and (table.pictures < plan.ranks or plan.tokens * plan.stages == 1) and not (
-                case["tier"] == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses")):
+        if (
+            plan.rows <= 2 * table.pictures
+            and (table.pictures < plan.ranks or plan.tokens * plan.stages == 1)
+            and not (case["tier"] == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses"))
+        ):
             work.append((plan, group.world))
     rows, alone = [], None
     for plan, world in work:
@@ -179,15 +262,26 @@ def measure(args, group, table, plans, case, record, keep):
         alone = alone or row["ms"]
         row["speedup"] = alone / row["ms"]
         rows.append(row)
-        print(f"{case['tier']} {case['size']} px {case['labels']} labels  {row['gpus']} GPUs {row['plan']:34} {row['ms']:8.3f} ms [{row['p10']:.3f}, {row['p90']:.3f}]  {row['speedup']:.2f}x"
-              + (f"  error {row['error']:.1e}" if "error" in row else ""), flush=True)
+        print(
+            f"{case['tier']} {case['size']} px {case['labels']} labels  {row['gpus']} GPUs {row['plan']:34} {row['ms']:8.3f} ms [{row['p10']:.3f}, {row['p90']:.3f}]  {row['speedup']:.2f}x"
+            + (f"  error {row['error']:.1e}" if "error" in row else ""),
+            flush=True,
+        )
     if table.pictures < group.world:
         chosen, reason = table.planner.choose()
         table.planner.pieces.attend = table.planner.pieces.alone
         text = str(chosen) if chosen != OFF else "pictures" if table.pictures > 1 else "one GPU"
         took = next((row["ms"] for row in rows if row["plan"] == text), None)
         best = min(row["ms"] for row in rows if not row["plan"].startswith("stages"))  # which is approximate
-        auto = dict(case, plan="auto", chosen=text, reason=reason, ms=took, speedup=took and alone / took, of_best=took and best / took)
+        auto = dict(
+            case,
+            plan="auto",
+            chosen=text,
+            reason=reason,
+            ms=took,
+            speedup=took and alone / took,
+            of_best=took and best / took,
+        )
         rows.append(auto)
         print(f"auto: {text}, {best / took:.3f} of the best's speed; {reason}" if took else f"auto: {text}", flush=True)
     record["rows"] += rows
@@ -198,7 +292,9 @@ def gates(args, group, device, plans, record, keep):
     """Every plan on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     gate = Gate(1, device)
     tokens, heads = gate.model.pos_embed.shape[1], gate.model.num_heads
-    planner = Planner(group, device, len(gate.options.labels), gate.options.latent_size, tokens, heads, len(gate.model.blocks))
+    planner = Planner(
+        group, device, len(gate.options.labels), gate.options.latent_size, tokens, heads, len(gate.model.blocks)
+    )
     for tier in args.precision:
         for plan in [OFF, *plans]:
             try:
@@ -218,8 +314,11 @@ def gates(args, group, device, plans, record, keep):
             result = gate.judge(tier, None if tier in ("fp32", "tf32") else Optimisations(), shared) if for_me else None
             if group.rank == 0:
                 record["gates"].append(dict(tier=tier, plan=str(plan) if plan != OFF else "one GPU", **result))
-                print(f"gate {tier} {plan}: worst PSNR {result['worst']['psnr']:.1f}, contest {'pass' if result['passes'] else 'FALLS SHORT'}, "
-                      f"strict {'pass' if result['strict'] else 'falls short'}", flush=True)
+                print(
+                    f"gate {tier} {plan}: worst PSNR {result['worst']['psnr']:.1f}, contest {'pass' if result['passes'] else 'FALLS SHORT'}, "
+                    f"strict {'pass' if result['strict'] else 'falls short'}",
+                    flush=True,
+                )
                 keep()
             gc.collect()
     gate.model = None

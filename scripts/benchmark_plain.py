@@ -1,7 +1,10 @@
 """models.DiT against a plain transcription of the paper with timm's Attention and Mlp: same weights, same inputs, one guided call each in turn.
 
-    python scripts/benchmark_plain.py --output log/plain.json
+python scripts/benchmark_plain.py --output log/plain.json
 """
+
+if not __package__:
+    __import__("_as_module")
 
 import argparse
 import json
@@ -12,14 +15,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.nn as nn
+from timm.models.vision_transformer import Attention, Mlp
 
-import torch  # noqa: E402
-import torch.nn as nn  # noqa: E402
-from timm.models.vision_transformer import Attention, Mlp  # noqa: E402
-
-from models import DiT_models  # noqa: E402
-from pretrained_models.download import find_model  # noqa: E402
+from models import DiT_models
+from pretrained_models.download import find_model
 
 
 class PlainBlock(nn.Module):
@@ -34,7 +35,9 @@ class PlainBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x, c):
-        shift1, scale1, gate1, shift2, scale2, gate2 = (v.unsqueeze(1) for v in self.adaLN_modulation(c).chunk(6, dim=1))
+        shift1, scale1, gate1, shift2, scale2, gate2 = (
+            v.unsqueeze(1) for v in self.adaLN_modulation(c).chunk(6, dim=1)
+        )
         x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)
         return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
 
@@ -66,11 +69,22 @@ def main():
                 result.sum().item()  # waits for the device
                 times[name].append((time.perf_counter() - start) / args.calls * 1e3)
     median = {name: statistics.median(values) for name, values in times.items()}
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    record = {"what": "ms a guided call of DiT-Demo/2, 16 rows", "device": args.device, "threads": torch.get_num_threads(),
-              "gpu": torch.cuda.get_device_name() if args.device.startswith("cuda") else None, "torch": torch.__version__, "commit": commit,
-              "command": " ".join(["python", *sys.argv]), "median_ms": median, "all_ms": times,
-              "plain_over_ours": median["plain"] / median["ours"], "relative_difference": difference}
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    record = {
+        "what": "ms a guided call of DiT-Demo/2, 16 rows",
+        "device": args.device,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if args.device.startswith("cuda") else None,
+        "torch": torch.__version__,
+        "commit": commit,
+        "command": " ".join(["python", *sys.argv]),
+        "median_ms": median,
+        "all_ms": times,
+        "plain_over_ours": median["plain"] / median["ours"],
+        "relative_difference": difference,
+    }
     print(json.dumps(record, indent=1))
     if args.output:
         Path(args.output).write_text(json.dumps(record, indent=1) + "\n")

@@ -12,23 +12,31 @@
 5. The evidence, from seeds that none of this has seen; if it falls short of the gate, a few calls more. LPIPS is left to evaluate.py.
 """
 
+if not __package__:
+    __import__("_as_module")
+
 import math
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from accel import engine, precision, vae  # noqa: E402
-from accel.forecast import Plan, plan_path, settings_of, write_plan  # noqa: E402
-from accel.options import OneLineParser, SamplingOptions, UsageError, add_arguments, check_writable, options_from, positive, user_errors  # noqa: E402
-from diffusion import create_diffusion  # noqa: E402
-from diffusion.forecast import Strides  # noqa: E402
-from evaluate import GATES, json_ready, mae, psnr, ssim  # noqa: E402
+from accel import engine, precision, vae
+from accel.forecast import Plan, plan_path, settings_of, write_plan
+from accel.options import (
+    OneLineParser,
+    SamplingOptions,
+    UsageError,
+    add_arguments,
+    check_writable,
+    options_from,
+    positive,
+    user_errors,
+)
+from diffusion import create_diffusion
+from diffusion.forecast import Strides
+from evaluate import GATES, json_ready, mae, psnr, ssim
 
 GRID = 8
 WINDOW = 10  # steps over which a sensitivity is measured
@@ -66,9 +74,20 @@ class Bench:
         precision.apply_precision(tier, self.device)
         at_once, parts = max(1, self.batch // each), []
         for first in range(0, len(seeds), at_once):
-            z, labels, draw = self.draws(seeds[first:first + at_once], each)
-            parts.append(engine.denoise(network or self.reference, self.diffusion, z, labels, self.options.cfg_scale, self.options.num_classes,
-                                        guided=self.options.cfg_scale > 1, draw=draw, forecast=forecast))
+            z, labels, draw = self.draws(seeds[first : first + at_once], each)
+            parts.append(
+                engine.denoise(
+                    network or self.reference,
+                    self.diffusion,
+                    z,
+                    labels,
+                    self.options.cfg_scale,
+                    self.options.num_classes,
+                    guided=self.options.cfg_scale > 1,
+                    draw=draw,
+                    forecast=forecast,
+                )
+            )
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return torch.cat(parts)
 
@@ -83,7 +102,9 @@ class Bench:
 
         def model(x, t):
             if options.cfg_scale > 1:
-                return self.reference.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), both, options.cfg_scale)[:n]
+                return self.reference.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), both, options.cfg_scale)[
+                    :n
+                ]
             return self.reference.forward(x, t, labels)
 
         return model
@@ -91,29 +112,48 @@ class Bench:
 
 def compare(want, got, thorough=False):
     """Figures of pictures (n, H, W, 3) uint8, n a multiple of eight, against `want`: of the whole set, of grids of eight, of tiles; PSNR in dB."""
+
     def each(measure, *sets):
         with ThreadPoolExecutor() as pool:
             return np.array(list(pool.map(measure, *sets)))
 
     tiles, bars = each(psnr, want, got), GATES["contest"]
-    grids = each(psnr, *(pictures.reshape(-1, GRID * pictures.shape[1], *pictures.shape[2:]) for pictures in (want, got)))
-    figures = dict(pictures=len(want), psnr=psnr(np.concatenate(want), np.concatenate(got)), grids_over_40=float((grids > bars["psnr"]).mean()),
-                   tiles_over_40=float((tiles > bars["psnr"]).mean()), grid_median=float(np.median(grids)), grid_worst=float(grids.min()),
-                   tile_median=float(np.median(tiles)), tile_worst=float(tiles.min()), tile_psnr=[round(float(v), 2) for v in tiles],
-                   grid_psnr=[round(float(v), 2) for v in grids])
+    grids = each(
+        psnr, *(pictures.reshape(-1, GRID * pictures.shape[1], *pictures.shape[2:]) for pictures in (want, got))
+    )
+    figures = dict(
+        pictures=len(want),
+        psnr=psnr(np.concatenate(want), np.concatenate(got)),
+        grids_over_40=float((grids > bars["psnr"]).mean()),
+        tiles_over_40=float((tiles > bars["psnr"]).mean()),
+        grid_median=float(np.median(grids)),
+        grid_worst=float(grids.min()),
+        tile_median=float(np.median(tiles)),
+        tile_worst=float(tiles.min()),
+        tile_psnr=[round(float(v), 2) for v in tiles],
+        grid_psnr=[round(float(v), 2) for v in grids],
+    )
     if thorough:
         similar, apart = each(ssim, want, got), each(mae, want, got) / 255
         of_grid = [rows.reshape(-1, GRID).mean(1) for rows in (similar, apart)]
         good = (grids > bars["psnr"]) & (of_grid[0] >= bars["ssim"]) & (of_grid[1] <= bars["mae"])
-        figures |= dict(ssim_mean=float(similar.mean()), ssim_worst=float(similar.min()), mae_mean=float(apart.mean()), mae_worst=float(apart.max()),
-                        grids_that_pass=float(good.mean()))
+        figures |= dict(
+            ssim_mean=float(similar.mean()),
+            ssim_worst=float(similar.min()),
+            mae_mean=float(apart.mean()),
+            mae_worst=float(apart.max()),
+            grids_that_pass=float(good.mean()),
+        )
     return figures
 
 
 def passes(figures, margin=0.0):
     """Whether enough grids and tiles are over the gate's bar on PSNR, the hardest of its bars here, plus `margin` dB."""
     bar = GATES["contest"]["psnr"] + margin
-    return bool(np.mean(np.array(figures["grid_psnr"]) > bar) >= SHARE_OF_GRIDS and np.mean(np.array(figures["tile_psnr"]) > bar) >= SHARE_OF_TILES)
+    return bool(
+        np.mean(np.array(figures["grid_psnr"]) > bar) >= SHARE_OF_GRIDS
+        and np.mean(np.array(figures["tile_psnr"]) > bar) >= SHARE_OF_TILES
+    )
 
 
 @torch.inference_mode()
@@ -127,7 +167,9 @@ def record(bench, seeds, each):
         noises.append(draw())
         x, m, values, _ = strides.stride(model, x, torch.full_like(labels, t), m, values, noises[-1][None])
         xs.append(x), ms.append(m), all_values.append(values)
-    return dict(x=torch.stack(xs), noise=torch.stack(noises), m=torch.stack(ms), values=torch.stack(all_values), labels=labels)
+    return dict(
+        x=torch.stack(xs), noise=torch.stack(noises), m=torch.stack(ms), values=torch.stack(all_values), labels=labels
+    )
 
 
 def kinds_up_to(longest):
@@ -145,8 +187,15 @@ def costs(bench, run, longest):
     table[1, 1][:] = 0
     for k, calls in kinds[1:]:
         for i in range(1, steps - k + 1):
-            end, *_ = strides.stride(model, run["x"][i], torch.full_like(run["labels"], steps - 1 - i), run["m"][i], run["values"][i],
-                                     run["noise"][i:i + k], calls)
+            end, *_ = strides.stride(
+                model,
+                run["x"][i],
+                torch.full_like(run["labels"], steps - 1 - i),
+                run["m"][i],
+                run["values"][i],
+                run["noise"][i : i + k],
+                calls,
+            )
             table[k, calls][i] = float((end - run["x"][i + k]).square().mean())
     return table
 
@@ -154,7 +203,12 @@ def costs(bench, run, longest):
 @torch.inference_mode()
 def sensitivities(bench, run, table, window=WINDOW):
     """(T,): mean square error of the finished pictures for one of x after a stride that ends at step i."""
-    steps, strides, model, labels = bench.diffusion.num_timesteps, Strides(bench.diffusion, [PROBE]), bench.model(run["labels"]), run["labels"]
+    steps, strides, model, labels = (
+        bench.diffusion.num_timesteps,
+        Strides(bench.diffusion, [PROBE]),
+        bench.model(run["labels"]),
+        run["labels"],
+    )
     want = bench.pictures(run["x"][-1])
     found = np.zeros(steps + 1)
     for low in range(0, steps, window):
@@ -163,14 +217,20 @@ def sensitivities(bench, run, table, window=WINDOW):
         while i < steps:
             k, calls = PROBE if i + PROBE[0] <= min(low + window, steps) else (1, 1)
             made += table[k, calls][i]
-            x, m, values, _ = strides.stride(model, x, torch.full_like(labels, steps - 1 - i), m, values, run["noise"][i:i + k], calls)
+            x, m, values, _ = strides.stride(
+                model, x, torch.full_like(labels, steps - 1 - i), m, values, run["noise"][i : i + k], calls
+            )
             i += k
         apart = (bench.pictures(x).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
-        found[low:low + window] = apart.mean() / made if made else np.nan
+        found[low : low + window] = apart.mean() / made if made else np.nan
     seen = np.flatnonzero(np.isfinite(found) & (found > 0))
     logs = np.interp(np.arange(steps + 1), seen, np.log(found[seen]))
-    width = 3 * window  # a few pictures make most of it, each at its own steps: what they say of a window holds around it too
-    return np.exp(np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid"))[:steps + 1]
+    width = (
+        3 * window
+    )  # a few pictures make most of it, each at its own steps: what they say of a window holds around it too
+    return np.exp(np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid"))[
+        : steps + 1
+    ]
 
 
 def best_plans(table, sensitivity):
@@ -205,14 +265,44 @@ def search(bench, seed, pictures, longest):
 
 def main():
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, SamplingOptions, leave_out=("forecast", "forecast_plan", "forecast_tolerance", "output", "output_type", "repeats", "seed", "compile"))
-    parser.add_argument("--pictures", type=positive, default=64, help="recorded to measure costs and sensitivities (default: %(default)s)")
+    add_arguments(
+        parser,
+        SamplingOptions,
+        leave_out=(
+            "forecast",
+            "forecast_plan",
+            "forecast_tolerance",
+            "output",
+            "output_type",
+            "repeats",
+            "seed",
+            "compile",
+        ),
+    )
+    parser.add_argument(
+        "--pictures",
+        type=positive,
+        default=64,
+        help="recorded to measure costs and sensitivities (default: %(default)s)",
+    )
     parser.add_argument("--seeds", type=positive, default=16, help="held-out seeds that decide (default: %(default)s)")
-    parser.add_argument("--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8 (default: %(default)s)")
+    parser.add_argument(
+        "--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8 (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=positive, default=64, help="pictures at a time (default: %(default)s)")
     parser.add_argument("--longest", type=positive, default=8, help="most steps of a stride (default: %(default)s)")
-    parser.add_argument("--margin", type=float, default=0.5, help="dB by which 99 %% of grids and 93 %% of pictures must be over the gate's 40 (default: %(default)s)")
-    parser.add_argument("--first-seed", type=int, default=10_000, help="first of the seeds used; the recorded pictures have this one, the held-out ones follow (default: %(default)s)")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=0.5,
+        help="dB by which 99 %% of grids and 93 %% of pictures must be over the gate's 40 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--first-seed",
+        type=int,
+        default=10_000,
+        help="first of the seeds used; the recorded pictures have this one, the held-out ones follow (default: %(default)s)",
+    )
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint)")
     args = parser.parse_args()
     with user_errors(parser):
@@ -222,11 +312,13 @@ def main():
             raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
         if not math.isfinite(args.margin):
             raise UsageError(f"--margin {args.margin:g}: must be finite")
-        if not -2**63 <= args.first_seed < 2**63:
+        if not -(2**63) <= args.first_seed < 2**63:
             raise UsageError(f"--first-seed {args.first_seed}: must fit into 64 bits")
         options = options_from(args)
         if options.num_sampling_steps <= PROBE[0]:
-            raise UsageError(f"--num-sampling-steps {options.num_sampling_steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
+            raise UsageError(
+                f"--num-sampling-steps {options.num_sampling_steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least"
+            )
         options.forecast_plan = args.plan
         path = plan_path(options)
         check_writable(path, "--plan")
@@ -246,18 +338,30 @@ def calibrate(args, options, path):
     lines = []
 
     def judge(calls, seeds, want, thorough=False):
-        got = bench.pictures(bench.latents(seeds, args.each, Plan(bench.diffusion, plans[calls]), bench.network, bench.tier))
+        got = bench.pictures(
+            bench.latents(seeds, args.each, Plan(bench.diffusion, plans[calls]), bench.network, bench.tier)
+        )
         figures = compare(want, got, thorough)
-        lines.append(dict(calls=calls, seeds=[seeds[0], seeds[-1]], **{name: value for name, value in figures.items() if "_psnr" not in name}))
-        say(f"{calls:4d} calls: grids over 40 dB {figures['grids_over_40']:.1%}, tiles {figures['tiles_over_40']:.1%}; grid median {figures['grid_median']:.1f}, "
-            f"worst {figures['grid_worst']:.1f}; tile worst {figures['tile_worst']:.1f}")
+        lines.append(
+            dict(
+                calls=calls,
+                seeds=[seeds[0], seeds[-1]],
+                **{name: value for name, value in figures.items() if "_psnr" not in name},
+            )
+        )
+        say(
+            f"{calls:4d} calls: grids over 40 dB {figures['grids_over_40']:.1%}, tiles {figures['tiles_over_40']:.1%}; grid median {figures['grid_median']:.1f}, "
+            f"worst {figures['grid_worst']:.1f}; tile worst {figures['tile_worst']:.1f}"
+        )
         return figures
 
     want = bench.pictures(bench.latents(seeds, args.each))
     say(f"{len(want)} pictures to choose by, {bench.tier} held to fp32")
     low, calls = min(plans) - 1, max(plans)  # the fewest that pass lie in (low, calls]
     if not passes(judge(calls, seeds, want), args.margin):
-        raise UsageError(f"--margin {args.margin:g}: {bench.tier} with all calls does not pass by it; choose a smaller one or a finer --precision")
+        raise UsageError(
+            f"--margin {args.margin:g}: {bench.tier} with all calls does not pass by it; choose a smaller one or a finer --precision"
+        )
     while calls - low > max(1, calls // 100):
         middle = (low + calls) // 2
         low, calls = (low, middle) if passes(judge(middle, seeds, want), args.margin) else (middle, calls)
@@ -267,10 +371,27 @@ def calibrate(args, options, path):
         if passes(figures) or calls == max(plans):
             break
         calls = min(max(plans), calls + max(1, calls // 50))
-    write_plan(path, settings_of(options, options.ckpt or engine.published(options)), plans[calls], json_ready(dict(
-        gate="contest, LPIPS not computed", passes=passes(figures), margin_db=args.margin, precision=bench.tier, reference="fp32, all calls",
-        seeds=list(seeds), pictures_a_seed=args.each, **figures, tried=lines, gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None,
-        torch=torch.__version__, calibration=dict(seed=args.first_seed, pictures=args.pictures, longest=args.longest))))
+    write_plan(
+        path,
+        settings_of(options, options.ckpt or engine.published(options)),
+        plans[calls],
+        json_ready(
+            dict(
+                gate="contest, LPIPS not computed",
+                passes=passes(figures),
+                margin_db=args.margin,
+                precision=bench.tier,
+                reference="fp32, all calls",
+                seeds=list(seeds),
+                pictures_a_seed=args.each,
+                **figures,
+                tried=lines,
+                gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None,
+                torch=torch.__version__,
+                calibration=dict(seed=args.first_seed, pictures=args.pictures, longest=args.longest),
+            )
+        ),
+    )
     say(f"{path}: {calls} of {options.num_sampling_steps} calls, {options.num_sampling_steps / calls:.2f}× fewer")
     return bench, plans
 

@@ -8,6 +8,9 @@ before. Without --ckpt the network has random, non-zero weights made here from a
 driver reports, over what was in use before: the process's context, kernels and libraries included.
 """
 
+if not __package__:
+    __import__("_as_module")
+
 import json
 import os
 import re
@@ -19,13 +22,19 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from accel.options import OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors  # noqa: E402
-from scripts.benchmark import git  # noqa: E402
-from scripts.measure_ddp import make_vae, make_weights  # noqa: E402
+from accel.options import (
+    OneLineParser,
+    SamplingOptions,
+    UsageError,
+    check_writable,
+    partial_file,
+    positive,
+    user_errors,
+)
+from scripts.benchmark import git
+from scripts.measure_ddp import make_vae, make_weights
 
 
 class Memory:
@@ -50,16 +59,31 @@ class Memory:
 
 def picture(command, caches):
     """One run of sample.py with its kernel caches in the folder `caches` → a record of its seconds, by phase, and its memory."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(caches / "ours"), "TRITON_CACHE_DIR": str(caches / "triton"), "CUDA_CACHE_PATH": str(caches / "cuda")}
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(caches / "ours"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "CUDA_CACHE_PATH": str(caches / "cuda"),
+    }
     with Memory() as memory:
         started = time.perf_counter()
-        done = subprocess.run([sys.executable, str(ROOT / "sample.py"), *map(str, command)], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "sample.py"), *map(str, command)],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
         seconds = time.perf_counter() - started
     if done.returncode:
         raise UsageError(f"sample.py failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     said = done.stdout.splitlines()
-    return dict(process=seconds, **{name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", said[-1])}, peak_mib=memory.peak,
-                median_mib=memory.median, said=said[:-1])
+    return dict(
+        process=seconds,
+        **{name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", said[-1])},
+        peak_mib=memory.peak,
+        median_mib=memory.median,
+        said=said[:-1],
+    )
 
 
 def main():
@@ -67,10 +91,23 @@ def main():
     parser.add_argument("--ckpt", help="weights, as in sample.py (default: random ones)")
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one)")
     parser.add_argument("--image-size", type=positive, default=512, help="side of a picture in pixels (default: 512)")
-    parser.add_argument("--num-sampling-steps", type=positive, default=SamplingOptions.num_sampling_steps, help="steps (default: %(default)s)")
-    parser.add_argument("--repeats", type=positive, default=2, help="runs with empty and with warm caches, of each (default: 2)")
-    parser.add_argument("--output", default="log/cold-start.json", help="JSON file to write (default: log/cold-start.json)")
-    parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
+    parser.add_argument(
+        "--num-sampling-steps",
+        type=positive,
+        default=SamplingOptions.num_sampling_steps,
+        help="steps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=2, help="runs with empty and with warm caches, of each (default: 2)"
+    )
+    parser.add_argument(
+        "--output", default="log/cold-start.json", help="JSON file to write (default: log/cold-start.json)"
+    )
+    parser.add_argument(
+        "--commit",
+        default=git("describe", "--always", "--dirty"),
+        help="what to record as the commit, where git is not at hand",
+    )
     args = parser.parse_args()
     with user_errors(parser):
         if not torch.cuda.is_available():
@@ -80,9 +117,16 @@ def main():
 
 
 def measure(args):
-    record = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, commit=args.commit, command=" ".join(["python", *sys.argv]),
-                  what=f"seconds, process start to PNG on disk: XL/2 at {args.image_size} px, 8 labels, {args.num_sampling_steps} steps, files in the page cache; "
-                       "MiB of GPU memory over the idle GPU's, as the driver reports them", empty_kernel_caches=[], warm_kernel_caches=[])
+    record = dict(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        commit=args.commit,
+        command=" ".join(["python", *sys.argv]),
+        what=f"seconds, process start to PNG on disk: XL/2 at {args.image_size} px, 8 labels, {args.num_sampling_steps} steps, files in the page cache; "
+        "MiB of GPU memory over the idle GPU's, as the driver reports them",
+        empty_kernel_caches=[],
+        warm_kernel_caches=[],
+    )
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         ckpt, vae = args.ckpt or work / "random.pt", args.vae or work / "vae"
@@ -90,11 +134,23 @@ def measure(args):
             make_weights(ckpt, "DiT-XL/2", args.image_size)
         if not args.vae:
             make_vae(vae)
-        command = ["--image-size", args.image_size, "--ckpt", ckpt, "--vae", vae, "--output", work / "x.png", "--num-sampling-steps"]
+        command = [
+            "--image-size",
+            args.image_size,
+            "--ckpt",
+            ckpt,
+            "--vae",
+            vae,
+            "--output",
+            work / "x.png",
+            "--num-sampling-steps",
+        ]
         picture([*command, 3], work / "first")  # files into the page cache
         for index in range(2 * args.repeats):
             kind = "empty_kernel_caches" if index < args.repeats else "warm_kernel_caches"
-            record[kind].append(picture([*command, args.num_sampling_steps], work / (str(index) if index < args.repeats else "0")))
+            record[kind].append(
+                picture([*command, args.num_sampling_steps], work / (str(index) if index < args.repeats else "0"))
+            )
             with partial_file(args.output) as partial:
                 partial.write_text(json.dumps(record, indent=1) + "\n")
             print(kind, json.dumps(record[kind][-1]), flush=True)

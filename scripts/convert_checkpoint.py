@@ -1,22 +1,22 @@
 """Convert DiT weights between .pt, .safetensors and a folder in diffusers' layout, and prove it by reading the result back.
 
-    python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
-    python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/     # diffusers' layout
+python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
+python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/     # diffusers' layout
 """
+
+if not __package__:
+    __import__("_as_module")
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from safetensors import SafetensorError
 
-import torch  # noqa: E402
-from safetensors import SafetensorError  # noqa: E402
-
-from accel.options import OneLineParser, UsageError, partial_file, user_errors  # noqa: E402
-from models import DiT_models  # noqa: E402
-from pretrained_models.download import find_model, to_diffusers  # noqa: E402
+from accel.options import OneLineParser, UsageError, partial_file, user_errors
+from models import DiT_models
+from pretrained_models.download import find_model, to_diffusers
 
 
 def config_of(state):
@@ -27,8 +27,14 @@ def config_of(state):
     width, channels, patch_size, _ = state["x_embedder.proj.weight"].shape
     depth = sum(key.endswith("attn.qkv.weight") for key in state)
     with torch.device("meta"):
-        heads = next((model.num_heads for model in (build() for build in DiT_models.values())
-                      if (model.pos_embed.shape[-1], len(model.blocks)) == (width, depth)), None)
+        heads = next(
+            (
+                model.num_heads
+                for model in (build() for build in DiT_models.values())
+                if (model.pos_embed.shape[-1], len(model.blocks)) == (width, depth)
+            ),
+            None,
+        )
     if heads is None:
         raise UsageError(f"--ckpt: width {width} and depth {depth} are no model of {', '.join(DiT_models)}")
     return {
@@ -55,6 +61,7 @@ def config_of(state):
 def write(state, target):
     """Write `state` as the kind of file that `target`'s name asks for; a folder appears only when it is whole."""
     from safetensors.torch import save_file
+
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix in (".pt", ".safetensors"):
         with partial_file(target) as partial:
@@ -76,8 +83,12 @@ def write(state, target):
 
 def main():
     parser = OneLineParser(description="Convert DiT weights and prove the round trip.")
-    parser.add_argument("--ckpt", required=True, help="a .pt or .safetensors file, a published name, or a folder in diffusers' layout")
-    parser.add_argument("--output", required=True, help="what to write: NAME.pt, NAME.safetensors, or a folder for diffusers' layout")
+    parser.add_argument(
+        "--ckpt", required=True, help="a .pt or .safetensors file, a published name, or a folder in diffusers' layout"
+    )
+    parser.add_argument(
+        "--output", required=True, help="what to write: NAME.pt, NAME.safetensors, or a folder for diffusers' layout"
+    )
     args = parser.parse_args()
     with user_errors(parser):
         target = Path(args.output)
@@ -90,14 +101,26 @@ def main():
             raise UsageError(f"--ckpt {args.ckpt}: holds no DiT (no x_embedder.proj.weight)")
         try:
             write(state, target)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # torch and safetensors have their own for a full disk
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise UsageError(f"--output {target}: cannot write there ({reason}); choose another path, or free some space") from None
+            raise UsageError(
+                f"--output {target}: cannot write there ({reason}); choose another path, or free some space"
+            ) from None
         back = find_model(target)
-        wrong = [key for key in {**state, **back} if key not in state or key not in back or not torch.equal(state[key], back[key])]
+        wrong = [
+            key
+            for key in {**state, **back}
+            if key not in state or key not in back or not torch.equal(state[key], back[key])
+        ]
         if wrong:
             shutil.rmtree(target) if target.is_dir() else target.unlink()
-            raise UsageError(f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])} ({len(wrong)} in all)")
+            raise UsageError(
+                f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+            )
         total = sum(tensor.numel() for tensor in state.values())
         print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")
 

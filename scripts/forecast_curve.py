@@ -6,31 +6,41 @@ Every method starts from the same z and, where it takes all steps, draws the sam
 its published VGG16 is evaluate.py's to fetch.
 """
 
+if not __package__:
+    __import__("_as_module")
+
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
 
-import torch  # noqa: E402
+from accel.forecast import Auto, Plan
+from accel.options import OneLineParser, SamplingOptions, add_arguments, options_from, positive, user_errors
+from diffusion import create_diffusion
+from evaluate import json_ready
+from scripts.benchmark import git
+from scripts.calibrate import Bench, compare, search
 
-from accel.forecast import Auto, Plan  # noqa: E402
-from accel.options import OneLineParser, SamplingOptions, add_arguments, options_from, positive, user_errors  # noqa: E402
-from diffusion import create_diffusion  # noqa: E402
-from evaluate import json_ready  # noqa: E402
-from scripts.benchmark import git  # noqa: E402
-from scripts.calibrate import Bench, compare, search  # noqa: E402
-
-NAMES = {"plan": "a call or two for several steps, calibrated plan", "two": "two calls for several steps, even gaps",
-         "even": "one call for several steps, even gaps", "auto": "a call or two for several steps, auto",
-         "line": "x0 by a line through two calls, even gaps", "hold": "x0 of the last call, even gaps", "steps": "fewer ancestral steps", "ddim": "DDIM"}
+NAMES = {
+    "plan": "a call or two for several steps, calibrated plan",
+    "two": "two calls for several steps, even gaps",
+    "even": "one call for several steps, even gaps",
+    "auto": "a call or two for several steps, auto",
+    "line": "x0 by a line through two calls, even gaps",
+    "hold": "x0 of the last call, even gaps",
+    "steps": "fewer ancestral steps",
+    "ddim": "DDIM",
+}
 
 
 def even_strides(steps, calls, each):
     """As even as they come, of `each` calls; the first is one step."""
     count = (calls - 1) // each
     ends = [1 + round((steps - 1) * i / count) for i in range(count + 1)]
-    return [(1, 1)] + [kind for a, b in zip(ends, ends[1:]) for kind in ([(1, 1)] * (b - a) if b - a <= each else [(b - a, each)])]
+    return [(1, 1)] + [
+        kind for a, b in zip(ends, ends[1:]) for kind in ([(1, 1)] * (b - a) if b - a <= each else [(b - a, each)])
+    ]
 
 
 @torch.inference_mode()
@@ -47,8 +57,12 @@ def extrapolated(bench, seeds, each, gaps, line):
             (before, *old), (last, *new) = past[0], past[-1]
             slope = ahead / (last - before) if line and last > before else 0.0
             x0, values = (b + slope * (b - a) for a, b in zip(old, new))
-            x = diffusion._posterior_mean(x0, x, t) + (t != 0).float().view(-1, 1, 1, 1) * torch.exp(
-                0.5 * diffusion._range_log_variance(values, x, t)) * draw()
+            x = (
+                diffusion._posterior_mean(x0, x, t)
+                + (t != 0).float().view(-1, 1, 1, 1)
+                * torch.exp(0.5 * diffusion._range_log_variance(values, x, t))
+                * draw()
+            )
             step += 1
     return x
 
@@ -72,10 +86,20 @@ def measure(bench, plans, seeds, each, calls_of, tolerances, record):
 
     def add(method, calls, latents, **more):
         figures = compare(want, bench.pictures(latents), thorough=True)
-        rows.append(dict(method=method, calls=calls, **more, **{name: value for name, value in figures.items() if "_psnr" not in name}))
+        rows.append(
+            dict(
+                method=method,
+                calls=calls,
+                **more,
+                **{name: value for name, value in figures.items() if "_psnr" not in name},
+            )
+        )
         record(rows)
-        print(f"{method:6} {calls:5} calls: whole {figures['psnr']:.1f} dB, tiles median {figures['tile_median']:.1f}, worst {figures['tile_worst']:.1f}, over 40 dB "
-              f"{figures['tiles_over_40']:.1%}, grids {figures['grids_over_40']:.1%}, SSIM {figures['ssim_mean']:.4f}", flush=True)
+        print(
+            f"{method:6} {calls:5} calls: whole {figures['psnr']:.1f} dB, tiles median {figures['tile_median']:.1f}, worst {figures['tile_worst']:.1f}, over 40 dB "
+            f"{figures['tiles_over_40']:.1%}, grids {figures['grids_over_40']:.1%}, SSIM {figures['ssim_mean']:.4f}",
+            flush=True,
+        )
 
     for calls in calls_of:
         if calls in plans:
@@ -84,7 +108,11 @@ def measure(bench, plans, seeds, each, calls_of, tolerances, record):
             plan = Plan(bench.diffusion, even_strides(steps, calls, together))
             add(method, plan.calls, bench.latents(seeds, each, plan))
         for method in ("line", "hold"):
-            add(method, calls, extrapolated(bench, seeds, each, [k for k, _ in even_strides(steps, calls, 1)], method == "line"))
+            add(
+                method,
+                calls,
+                extrapolated(bench, seeds, each, [k for k, _ in even_strides(steps, calls, 1)], method == "line"),
+            )
         for method in ("steps", "ddim"):
             add(method, calls, fewer_steps(bench, seeds, each, calls, method == "ddim"))
     for tolerance in tolerances:
@@ -92,21 +120,44 @@ def measure(bench, plans, seeds, each, calls_of, tolerances, record):
         for seed in seeds:  # each a run of its own, as sample.py makes it
             parts.append(bench.latents([seed], each, auto))
             calls.append(auto.calls)
-        add("auto", round(sum(calls) / len(calls), 1), torch.cat(parts), tolerance=tolerance, calls_from=min(calls), calls_to=max(calls))
+        add(
+            "auto",
+            round(sum(calls) / len(calls), 1),
+            torch.cat(parts),
+            tolerance=tolerance,
+            calls_from=min(calls),
+            calls_to=max(calls),
+        )
     return rows
 
 
 def draw_figure(path, rows, steps):
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(1, 4, figsize=(17, 4.6), layout="constrained")
-    for axis, (name, title) in zip(axes, (("psnr", "PSNR of the whole set, dB"), ("tile_median", "PSNR of the median picture, dB"),
-                                          ("tile_worst", "PSNR of the worst picture, dB"), ("ssim_mean", "SSIM, mean"))):
+    for axis, (name, title) in zip(
+        axes,
+        (
+            ("psnr", "PSNR of the whole set, dB"),
+            ("tile_median", "PSNR of the median picture, dB"),
+            ("tile_worst", "PSNR of the worst picture, dB"),
+            ("ssim_mean", "SSIM, mean"),
+        ),
+    ):
         for index, (method, label) in enumerate(NAMES.items()):
             points = sorted((row["calls"], float(row[name])) for row in rows if row["method"] == method and name in row)
             if points:
-                axis.plot(*zip(*points), marker="o", markersize=4, color=f"C{index}", label=label, linestyle="--" if method in ("steps", "ddim") else "-")
+                axis.plot(
+                    *zip(*points),
+                    marker="o",
+                    markersize=4,
+                    color=f"C{index}",
+                    label=label,
+                    linestyle="--" if method in ("steps", "ddim") else "-",
+                )
         axis.axhline(40 if name != "ssim_mean" else 0.99, color="grey", linewidth=1, linestyle=":")
         axis.set(title=title, xlabel=f"calls of the network for {steps} steps")
         axis.grid(alpha=0.25)
@@ -117,13 +168,38 @@ def draw_figure(path, rows, steps):
 
 def main():
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, SamplingOptions, leave_out=("forecast", "forecast_plan", "forecast_tolerance", "output", "output_type", "repeats", "seed", "compile"))
-    parser.add_argument("--calls", nargs="+", type=positive, default=[50, 65, 80, 100, 125, 160, 200], help="numbers of calls to compare at")
-    parser.add_argument("--tolerances", nargs="*", type=float, default=[0.0001, 0.0002, 0.0003, 0.0005, 0.001], help="of auto")
+    add_arguments(
+        parser,
+        SamplingOptions,
+        leave_out=(
+            "forecast",
+            "forecast_plan",
+            "forecast_tolerance",
+            "output",
+            "output_type",
+            "repeats",
+            "seed",
+            "compile",
+        ),
+    )
+    parser.add_argument(
+        "--calls",
+        nargs="+",
+        type=positive,
+        default=[50, 65, 80, 100, 125, 160, 200],
+        help="numbers of calls to compare at",
+    )
+    parser.add_argument(
+        "--tolerances", nargs="*", type=float, default=[0.0001, 0.0002, 0.0003, 0.0005, 0.001], help="of auto"
+    )
     parser.add_argument("--pictures", type=positive, default=64, help="recorded to make plans from")
     parser.add_argument("--seeds", type=positive, default=16, help="held-out seeds")
-    parser.add_argument("--each", type=positive, default=8, help="pictures a held-out seed, a multiple of 8; auto takes them as one run")
-    parser.add_argument("--batch", type=positive, default=64, help="pictures at a time; extrapolation and fewer steps take all at once")
+    parser.add_argument(
+        "--each", type=positive, default=8, help="pictures a held-out seed, a multiple of 8; auto takes them as one run"
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=64, help="pictures at a time; extrapolation and fewer steps take all at once"
+    )
     parser.add_argument("--longest", type=positive, default=8, help="most steps of a stride")
     parser.add_argument("--json", required=True, help="file to write the figures to")
     parser.add_argument("--figure", help="PNG to draw")
@@ -134,10 +210,18 @@ def main():
 
 
 def run(args, bench, plans):
-    about = dict(precision="fp32", pictures=f"{args.seeds * args.each}, of {args.seeds} seeds from 20000 on",
-                 gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None, torch=torch.__version__,
-                 commit=git("describe", "--always", "--dirty"), command=" ".join(["python", *sys.argv]), model=bench.options.model,
-                 steps=bench.diffusion.num_timesteps, cfg_scale=bench.options.cfg_scale, lpips="not computed: no published VGG16 at hand")
+    about = dict(
+        precision="fp32",
+        pictures=f"{args.seeds * args.each}, of {args.seeds} seeds from 20000 on",
+        gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None,
+        torch=torch.__version__,
+        commit=git("describe", "--always", "--dirty"),
+        command=" ".join(["python", *sys.argv]),
+        model=bench.options.model,
+        steps=bench.diffusion.num_timesteps,
+        cfg_scale=bench.options.cfg_scale,
+        lpips="not computed: no published VGG16 at hand",
+    )
 
     def record(rows):
         Path(args.json).write_text(json.dumps(json_ready(dict(about, rows=rows)), indent=1) + "\n")

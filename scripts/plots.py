@@ -7,9 +7,26 @@ import math
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PINK, BLACK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#F0E442", "#CC79A7", "#000000"
-KIND_COLOURS = {"GEMM": BLUE, "attention": ORANGE, "norm/elementwise": GREEN, "copies": RED, "communication": PINK, "VAE": SKY, "idle": "#BBBBBB",
-                "host, outside operators": "#BBBBBB"}
+BLUE, ORANGE, GREEN, RED, SKY, YELLOW, PINK, BLACK = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#F0E442",
+    "#CC79A7",
+    "#000000",
+)
+KIND_COLOURS = {
+    "GEMM": BLUE,
+    "attention": ORANGE,
+    "norm/elementwise": GREEN,
+    "copies": RED,
+    "communication": PINK,
+    "VAE": SKY,
+    "idle": "#BBBBBB",
+    "host, outside operators": "#BBBBBB",
+}
 HATCHES = {"attention": "//", "copies": "xx", "idle": "..", "VAE": "\\\\", "communication": "++"}
 
 
@@ -50,12 +67,31 @@ def ladder(rungs, floor_ms, floor_name):
     """Bars of ms a step, one a rung, with the floor as a line. rungs: dicts with rung, ms, p10, p90. A log scale, lest the fast ones vanish."""
     figure, axis = canvas([rungs], 8, 0.36 * len(rungs) + 1.4)
     places = range(len(rungs))
-    bars = axis.barh(places, [r["ms"] for r in rungs], color=[RED if r["rung"] in ("fp32", "tf32") else BLUE if "compile" not in r["rung"]
-                     and "diffusers" not in r["rung"] else ORANGE for r in rungs], height=0.7,
-                     xerr=[[max(0.0, r["ms"] - r["p10"]) for r in rungs], [max(0.0, r["p90"] - r["ms"]) for r in rungs]], ecolor="#444444")
+    bars = axis.barh(
+        places,
+        [r["ms"] for r in rungs],
+        color=[
+            RED
+            if r["rung"] in ("fp32", "tf32")
+            else BLUE
+            if "compile" not in r["rung"] and "diffusers" not in r["rung"]
+            else ORANGE
+            for r in rungs
+        ],
+        height=0.7,
+        xerr=[[max(0.0, r["ms"] - r["p10"]) for r in rungs], [max(0.0, r["p90"] - r["ms"]) for r in rungs]],
+        ecolor="#444444",
+    )
     plain_log(axis.xaxis, floor_ms / 1.6, max(r["ms"] for r in rungs) * 1.7)
     for bar, row in zip(bars, rungs):
-        axis.annotate(number(row["ms"]), (row["p90"], bar.get_y() + bar.get_height() / 2), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+        axis.annotate(
+            number(row["ms"]),
+            (row["p90"], bar.get_y() + bar.get_height() / 2),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     axis.axvline(floor_ms, color=BLACK, linestyle="--", linewidth=1.2)
     axis.annotate(f" {floor_name}: {floor_ms:.1f}", (floor_ms, -0.75), fontsize=9, va="center")
     axis.set_yticks(places, [r["rung"] for r in rungs], fontsize=9)
@@ -73,11 +109,22 @@ def kinds(profiles):
             total, left = sum(parts.values()), 0.0
             for kind in every:
                 value = parts.get(kind, 0.0) * (100 / total if share else 1)
-                axis.bar(place, value, bottom=left, width=0.62, color=KIND_COLOURS.get(kind, YELLOW), hatch=HATCHES.get(kind), edgecolor="white", linewidth=0.5,
-                         label=kind if place == 0 else None)
+                axis.bar(
+                    place,
+                    value,
+                    bottom=left,
+                    width=0.62,
+                    color=KIND_COLOURS.get(kind, YELLOW),
+                    hatch=HATCHES.get(kind),
+                    edgecolor="white",
+                    linewidth=0.5,
+                    label=kind if place == 0 else None,
+                )
                 left += value
             if not share:
-                axis.annotate(number(left), (place, left), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9)
+                axis.annotate(
+                    number(left), (place, left), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9
+                )
         axis.set_xticks(range(len(profiles)), list(profiles), fontsize=9)
         axis.set_ylabel("share of a step, %" if share else "ms a step")
     missing = [kind for kind in every if kind not in next(iter(profiles.values()))]
@@ -96,18 +143,41 @@ def error_against_speed(points, bars, part="grid"):
     ceiling = 10 + max([60.0, *(p["psnr"] for p in points if math.isfinite(p["psnr"]))])
     least = min([1e-3, *(p["mae"] for p in points if p["mae"] > 0)]) / 2
     for index, point in enumerate(points):
-        style = dict(marker=marks[index % len(marks)], color=list(KIND_COLOURS.values())[index % 6], s=60, zorder=3, edgecolor="black", linewidth=0.5)
+        style = dict(
+            marker=marks[index % len(marks)],
+            color=list(KIND_COLOURS.values())[index % 6],
+            s=60,
+            zorder=3,
+            edgecolor="black",
+            linewidth=0.5,
+        )
         for axis, value in zip(axes, (min(point["psnr"], ceiling), max(point["mae"], least))):
             axis.scatter(point["speedup"], value, **style)
-            axis.annotate(point["tier"], (point["speedup"], value), xytext=(7, 5), textcoords="offset points", fontsize=9)
+            axis.annotate(
+                point["tier"], (point["speedup"], value), xytext=(7, 5), textcoords="offset points", fontsize=9
+            )
     axes[0].axhline(bars["contest"]["psnr"], color=RED, linestyle="--", linewidth=1.2)
-    axes[0].annotate("both gates: above 40 dB", (0.98, bars["contest"]["psnr"]), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    axes[0].annotate(
+        "both gates: above 40 dB",
+        (0.98, bars["contest"]["psnr"]),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        fontsize=8,
+    )
     axes[0].set_ylim(min(bars["contest"]["psnr"], *(p["psnr"] for p in points)) - 5, ceiling + 4)
     axes[0].set_ylabel(f"worst {part}'s PSNR, dB")
     for gate, line in (("contest", "--"), ("strict", ":")):
         bar = bars[gate]["mae"] * 255
         axes[1].axhline(bar, color=RED, linestyle=line, linewidth=1.2)
-        axes[1].annotate(f"{gate} gate: {bar:.2g}", (0.98, bar), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        axes[1].annotate(
+            f"{gate} gate: {bar:.2g}",
+            (0.98, bar),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
     plain_log(axes[1].yaxis, least / 2, max(bars["contest"]["mae"] * 255, *(p["mae"] for p in points)) * 4)
     axes[1].set_ylabel(f"worst {part}'s MAE, levels of 255")
     reach = max(p["speedup"] for p in points)
@@ -121,13 +191,22 @@ def error_against_speed(points, bars, part="grid"):
 def growth(by_pictures, by_size):
     """ms a step and a picture, as pictures grow in number (rows of one size) and in size."""
     figure, axes = canvas([by_pictures, by_size], 8, 3.4, 2)
-    for axis, rows, key, label in ((axes[0], by_pictures, "pictures", "pictures at a time (with guidance, twice as many rows)"),
-                                   (axes[1], by_size, "image_size", "side of a picture, px")):
+    for axis, rows, key, label in (
+        (axes[0], by_pictures, "pictures", "pictures at a time (with guidance, twice as many rows)"),
+        (axes[1], by_size, "image_size", "side of a picture, px"),
+    ):
         x = [row[key] for row in rows]
         axis.plot(x, [row["ms"] for row in rows], "o-", color=BLUE, label="ms a step")
         axis.plot(x, [row["ms_a_picture"] for row in rows], "s--", color=ORANGE, label="ms a step and picture")
         for row in rows:
-            axis.annotate(number(row["ms"]), (row[key], row["ms"]), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
+            axis.annotate(
+                number(row["ms"]),
+                (row[key], row["ms"]),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
         axis.set_xscale("log", base=2)
         values = [row[name] for row in rows for name in ("ms", "ms_a_picture")]
         plain_log(axis.yaxis, min(values) / 1.4, max(values) * 1.6)
@@ -147,12 +226,20 @@ def scaling(series):
     axis.plot([1, most], [1, most], color=BLACK, linestyle="--", linewidth=1.1, label="ideal")
     for index, (name, points) in enumerate(series.items()):
         x = sorted(points)
-        axis.plot(x, [points[n] for n in x], marker="osD^vPX*"[index % 8], color=[BLUE, ORANGE, GREEN, RED, SKY, PINK][index % 6], label=name,
-                  linestyle=["-", "-.", ":"][index // 6 % 3])
+        axis.plot(
+            x,
+            [points[n] for n in x],
+            marker="osD^vPX*"[index % 8],
+            color=[BLUE, ORANGE, GREEN, RED, SKY, PINK][index % 6],
+            label=name,
+            linestyle=["-", "-.", ":"][index // 6 % 3],
+        )
     axis.set_xticks(range(1, most + 1))
     axis.set_xlabel("GPUs")
     axis.set_ylabel("speed over one GPU, same path")
     axis.set_ylim(0, most * 1.08)
     axis.grid(True, color="#dddddd", linewidth=0.6)
-    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the lines, however many
+    axis.legend(
+        fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0)
+    )  # beside the lines, however many
     return png(figure)

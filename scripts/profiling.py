@@ -23,7 +23,15 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 
 import models
 from accel import engine, precision, vae, work
-from accel.options import OneLineParser, SamplingOptions, UsageError, check_writable, partial_file, positive, user_errors
+from accel.options import (
+    OneLineParser,
+    SamplingOptions,
+    UsageError,
+    check_writable,
+    partial_file,
+    positive,
+    user_errors,
+)
 from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
 from models import DiT_models
@@ -53,7 +61,9 @@ OPERATORS = (
     ("copies", r"copy|::to$|::cat$|clone|contiguous|::fill|::zero"),
 )
 WAITS = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cudaMemcpy(2D)?Async")
-STAGED = 50  # microseconds: an asynchronous copy from or to the host that takes it longer than this has waited for the GPU
+STAGED = (
+    50  # microseconds: an asynchronous copy from or to the host that takes it longer than this has waited for the GPU
+)
 
 
 def kind_of(name, table=KINDS):
@@ -80,7 +90,10 @@ def union(intervals):
 
 def by_total(rows, count):
     """name → durations, as the `count` most expensive: name, calls, total and average in ms."""
-    table = [dict(name=name, calls=len(times), total_ms=sum(times) / 1e3, average_ms=sum(times) / len(times) / 1e3) for name, times in rows.items()]
+    table = [
+        dict(name=name, calls=len(times), total_ms=sum(times) / 1e3, average_ms=sum(times) / len(times) / 1e3)
+        for name, times in rows.items()
+    ]
     return sorted(table, key=lambda row: -row["total_ms"])[:count]
 
 
@@ -105,12 +118,18 @@ def analyse(events, steps):
     """Times by kind, the most expensive functions and the host's waits, of a trace whose first `steps` ProfilerStep ranges are denoising
     steps and whose next one, if there is one, decodes pictures. Milliseconds; `kinds` are a step's."""
     events = [event for event in events if event.get("ph") == "X"]
-    ranges = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep"))
+    ranges = sorted(
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep")
+    )
     if len(ranges) < steps:
         raise UsageError(f"the trace holds {len(ranges)} steps, not {steps}; profile again")
     begin, end = ranges[0][0], ranges[steps - 1][1]
     decoding = ranges[steps] if len(ranges) > steps else None
-    drains = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"] == DRAIN)
+    drains = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"] == DRAIN
+    )
 
     def draining(event):
         index = bisect.bisect(drains, (event["ts"], float("inf"))) - 1
@@ -118,8 +137,15 @@ def analyse(events, steps):
 
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and e["ts"] >= begin]
     on_steps = [e for e in device if e["ts"] < (decoding[0] if decoding else float("inf"))]
-    host = list(self_times([e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")
-                            and e["ts"] >= begin and not draining(e)]))
+    host = list(
+        self_times(
+            [
+                e
+                for e in events
+                if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver") and e["ts"] >= begin and not draining(e)
+            ]
+        )
+    )
     in_steps = [one for one in host if one[0]["ts"] < end]
     result = dict(steps=steps, window_ms=(end - begin) / steps / 1e3)
 
@@ -138,7 +164,10 @@ def analyse(events, steps):
         if wait:
             waits[" → ".join([*outer, event["name"]])].append(own)
     result["host"] = by_total(functions, 10)
-    result["waits"] = [dict(where=row["name"], per_step=row["calls"] / steps, ms_per_step=row["total_ms"] / steps) for row in by_total(waits, 10)]
+    result["waits"] = [
+        dict(where=row["name"], per_step=row["calls"] / steps, ms_per_step=row["total_ms"] / steps)
+        for row in by_total(waits, 10)
+    ]
 
     times = defaultdict(float)
     if device:
@@ -148,7 +177,9 @@ def analyse(events, steps):
             kernels[event["name"]].append(event["dur"])
         result["kernels"] = by_total(kernels, 10)
         result["launches_per_step"] = len(on_steps) / steps
-        result["host_copies_ms"] = sum(e["dur"] for e in on_steps if re.match(r"Memcpy (HtoD|DtoH)", e["name"])) / steps / 1e3
+        result["host_copies_ms"] = (
+            sum(e["dur"] for e in on_steps if re.match(r"Memcpy (HtoD|DtoH)", e["name"])) / steps / 1e3
+        )
         times["idle"] = end - begin - union([(e["ts"], e["ts"] + e["dur"]) for e in on_steps])
     else:
         for event, own, _ in in_steps:
@@ -172,11 +203,15 @@ class UploadingDiffusion(SpacedDiffusion):
 
     def _at(self, name, t, x):
         import numpy as np
+
         table = np.log(self.betas) if name == "log_betas" else getattr(self, name)
         return torch.from_numpy(table).to(t.device)[t.long()].float().view(-1, *[1] * (x.ndim - 1))
 
     def _posterior_mean(self, x_start, x_t, t):
-        self._at("posterior_variance", t, x_t), self._at("posterior_log_variance_clipped", t, x_t)  # looked up there, and not used
+        (
+            self._at("posterior_variance", t, x_t),
+            self._at("posterior_log_variance_clipped", t, x_t),
+        )  # looked up there, and not used
         return super()._posterior_mean(x_start, x_t, t)
 
     def original_timesteps(self, t):
@@ -192,7 +227,9 @@ def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, progress):
     try:
         for index in reversed(range(diffusion.num_timesteps)):
             t = torch.tensor([index] * len(x), device=z.device)
-            x = diffusion.p_sample(model.forward_with_cfg, x, t, clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=cfg_scale))["sample"]
+            x = diffusion.p_sample(
+                model.forward_with_cfg, x, t, clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=cfg_scale)
+            )["sample"]
             progress()
     finally:
         models._frequencies = frequencies
@@ -255,8 +292,14 @@ def record(loop, decode, steps, device, handler):
         if done == total:
             raise Enough
 
-    with profile(activities=activities, record_shapes=True, profile_memory=True, on_trace_ready=handler, acc_events=True,
-                 schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps + (decode is not None), repeat=1)) as profiler:
+    with profile(
+        activities=activities,
+        record_shapes=True,
+        profile_memory=True,
+        on_trace_ready=handler,
+        acc_events=True,
+        schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps + (decode is not None), repeat=1),
+    ) as profiler:
         until(loop, progress)
         if decode is not None:
             decode()
@@ -282,7 +325,7 @@ def ceilings(tier, device):
             torch.mm(a, b, out=out)
         engine.synchronize(device)
         rates.append(5 * 2 * side**3 / products / (time.perf_counter() - begin) / 1e12)
-    late = rates[len(rates) // 2:]
+    late = rates[len(rates) // 2 :]
     return dict(product_tflops=statistics.median(late), product=f"{side}³ {tier}", copy_tb_s=copy_rate(device))
 
 
@@ -340,8 +383,10 @@ def clip(name, width=72):
 
 
 def function_lines(title, rows):
-    return [f"{title:74}{'calls':>7}{'total ms':>11}{'average ms':>12}",
-            *(f"  {clip(row['name']):72}{row['calls']:7}{row['total_ms']:11.3f}{row['average_ms']:12.4f}" for row in rows)]
+    return [
+        f"{title:74}{'calls':>7}{'total ms':>11}{'average ms':>12}",
+        *(f"  {clip(row['name']):72}{row['calls']:7}{row['total_ms']:11.3f}{row['average_ms']:12.4f}" for row in rows),
+    ]
 
 
 def speed(row):
@@ -354,21 +399,36 @@ def speed(row):
 
 def describe(record):
     """The lines that a profile prints."""
-    where = record["gpu"] or f"CPU, {record['threads']} threads (no GPU here: times by operator, nothing about kernels or idle)"
+    where = (
+        record["gpu"]
+        or f"CPU, {record['threads']} threads (no GPU here: times by operator, nothing about kernels or idle)"
+    )
     about = "upstream's arithmetic and its host→device copies" if record["baseline"] else "as sample.py runs it"
     unit = "GPU time" if record["gpu"] else "time"
-    lines = [f"{record['model']} · {record['image_size']} px · {record['rows']} rows · {record['tier']} · {about} · {where} · torch {record['torch']}",
-             f"{record['timed']['ms']:.2f} ms a step [{record['timed']['least']:.2f}, {record['timed']['most']:.2f}]; under the profiler "
-             f"{record['window_ms']:.2f}; floor {record['floor_ms']:.2f} ({record['ceilings']['product']} product "
-             f"{record['ceilings']['product_tflops']:.3g} TFLOP/s, copy {record['ceilings']['copy_tb_s']:.3g} TB/s, both measured here)", "",
-             *(function_lines(f"Ten most expensive kernels, {record['steps']} steps", record["kernels"]) + [""] if "kernels" in record else []),
-             *function_lines(f"Ten most expensive host functions, own time, {record['steps']} steps", record["host"]), "",
-             f"Where {unit} goes, a step{'ms':>12}{'share':>8}   work that must be done / time"]
-    lines += [f"  {kind:24}{row['ms']:12.3f}{row['share']:8.1%}   {speed(row)}" for kind, row in record["kinds"].items()]
+    lines = [
+        f"{record['model']} · {record['image_size']} px · {record['rows']} rows · {record['tier']} · {about} · {where} · torch {record['torch']}",
+        f"{record['timed']['ms']:.2f} ms a step [{record['timed']['least']:.2f}, {record['timed']['most']:.2f}]; under the profiler "
+        f"{record['window_ms']:.2f}; floor {record['floor_ms']:.2f} ({record['ceilings']['product']} product "
+        f"{record['ceilings']['product_tflops']:.3g} TFLOP/s, copy {record['ceilings']['copy_tb_s']:.3g} TB/s, both measured here)",
+        "",
+        *(
+            function_lines(f"Ten most expensive kernels, {record['steps']} steps", record["kernels"]) + [""]
+            if "kernels" in record
+            else []
+        ),
+        *function_lines(f"Ten most expensive host functions, own time, {record['steps']} steps", record["host"]),
+        "",
+        f"Where {unit} goes, a step{'ms':>12}{'share':>8}   work that must be done / time",
+    ]
+    lines += [
+        f"  {kind:24}{row['ms']:12.3f}{row['share']:8.1%}   {speed(row)}" for kind, row in record["kinds"].items()
+    ]
     parts = job(record)
     total = sum(parts.values())
-    lines += [f"The job, {record['num_sampling_steps']} steps and {record['pictures']} pictures decoded: {total:.2f} s = " + " + ".join(
-        f"{kind} {seconds:.2f}" for kind, seconds in sorted(parts.items(), key=lambda item: -item[1]))]
+    lines += [
+        f"The job, {record['num_sampling_steps']} steps and {record['pictures']} pictures decoded: {total:.2f} s = "
+        + " + ".join(f"{kind} {seconds:.2f}" for kind, seconds in sorted(parts.items(), key=lambda item: -item[1]))
+    ]
     lines += ["", *wait_lines(record)]
     return lines
 
@@ -378,10 +438,14 @@ def wait_lines(record):
         return []
     if not record["waits"]:
         return ["The host never waits for the GPU in these steps."]
-    lines = [f"WARNING: the host waits for the GPU {sum(w['per_step'] for w in record['waits']):.1f} times a step, "
-             f"{sum(w['ms_per_step'] for w in record['waits']):.2f} ms of it. This is the queue of kernels draining, not the named operators' work: "
-             f"the copies between host and GPU themselves take {record['host_copies_ms']:.3f} ms a step."]
-    return lines + [f"  {wait['ms_per_step']:9.3f} ms, {wait['per_step']:.1f} × a step: {wait['where']}" for wait in record["waits"]]
+    lines = [
+        f"WARNING: the host waits for the GPU {sum(w['per_step'] for w in record['waits']):.1f} times a step, "
+        f"{sum(w['ms_per_step'] for w in record['waits']):.2f} ms of it. This is the queue of kernels draining, not the named operators' work: "
+        f"the copies between host and GPU themselves take {record['host_copies_ms']:.3f} ms a step."
+    ]
+    return lines + [
+        f"  {wait['ms_per_step']:9.3f} ms, {wait['per_step']:.1f} × a step: {wait['where']}" for wait in record["waits"]
+    ]
 
 
 def compare(paths):
@@ -392,7 +456,9 @@ def compare(paths):
             record = json.loads(Path(path).read_text())
             record["kinds"], record["timed"], record["waits"]  # noqa: B018
         except OSError as error:
-            raise UsageError(f"--compare {path}: {error.strerror}; make it with scripts/profile.py --output {path}") from None
+            raise UsageError(
+                f"--compare {path}: {error.strerror}; make it with scripts/profile.py --output {path}"
+            ) from None
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"--compare {path}: not a file of scripts/profile.py --output") from None
         records.append(record)
@@ -400,7 +466,10 @@ def compare(paths):
     names = [Path(path).stem for path in paths]
     lines = [f"{'':26}{names[0][:24]:>26}{names[1][:24]:>26}{'ratio':>9}"]
     for what in ("gpu", "torch", "model", "image_size", "rows", "tier", "commit"):
-        lines.append(f"{what:26}{str(a[what])[:24]:>26}{str(b[what])[:24]:>26}" + "   differ" * (a[what] != b[what] and what not in ("tier", "commit")))
+        lines.append(
+            f"{what:26}{str(a[what])[:24]:>26}{str(b[what])[:24]:>26}"
+            + "   differ" * (a[what] != b[what] and what not in ("tier", "commit"))
+        )
 
     def row(name, first, second):
         ratio = f"{first / second:8.2f}×" if first and second else ""
@@ -422,18 +491,36 @@ def compare(paths):
 
 
 def driver():
-    done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
     return done.stdout.split("\n")[0]
 
 
 def prepare(args, device):
     """→ loop(progress), decode(), tier, the network's shape and options."""
-    tier = args.precision or ("tf32" if args.baseline and precision.supports("tf32", device) else "fp32" if args.baseline
-                              else precision.default_tier(device))
+    tier = args.precision or (
+        "tf32"
+        if args.baseline and precision.supports("tf32", device)
+        else "fp32"
+        if args.baseline
+        else precision.default_tier(device)
+    )
     if args.baseline and tier not in ("fp32", "tf32"):
-        raise UsageError(f"--precision {tier}: upstream samples in fp32 or tf32; leave out --baseline or choose one of these")
-    options = SamplingOptions(model=args.model, image_size=args.image_size, num_classes=args.num_classes, ckpt=args.ckpt, vae=args.vae, device=str(device), precision=tier,
-                              labels=(0,), num_sampling_steps=args.num_sampling_steps).resolve()
+        raise UsageError(
+            f"--precision {tier}: upstream samples in fp32 or tf32; leave out --baseline or choose one of these"
+        )
+    options = SamplingOptions(
+        model=args.model,
+        image_size=args.image_size,
+        num_classes=args.num_classes,
+        ckpt=args.ckpt,
+        vae=args.vae,
+        device=str(device),
+        precision=tier,
+        labels=(0,),
+        num_sampling_steps=args.num_sampling_steps,
+    ).resolve()
     engine.choose_precision(options, device)
     _, model = network_of(args, device)
     shape = work.Shape.of(model, 2 * args.pictures)
@@ -454,18 +541,26 @@ def prepare(args, device):
 
     decode = None
     if not args.no_decoder:
-        decoder = random_decoder(device) if args.vae is None and options.vae == "ema" else vae.load_vae(vae.find_vae(options.vae), device)
+        decoder = (
+            random_decoder(device)
+            if args.vae is None and options.vae == "ema"
+            else vae.load_vae(vae.find_vae(options.vae), device)
+        )
         if not args.baseline:
-            decoder = vae.CheckedDecoder(decoder, precision.decoder_precision("auto", tier, device), precision.float32_decoder(tier, device))
+            decoder = vae.CheckedDecoder(
+                decoder, precision.decoder_precision("auto", tier, device), precision.float32_decoder(tier, device)
+            )
 
         def decode():
             vae.decode(decoder, z[:1])
+
     return loop, decode, tier, shape, options
 
 
 def fast_switches(tier):
     """What sample.py gives a tier: the accelerated network for the half tiers, models.DiT for the others."""
     from accel.fast import Optimisations
+
     return Optimisations() if tier in precision.FAST else None
 
 
@@ -480,8 +575,10 @@ def run(args, device):
         record(loop, None, 1, device, lambda profiler: profiler.export_chrome_trace(str(probe)))
         size = probe.stat().st_size
         if size * (args.steps + 1) > TRACE_LIMIT:
-            raise UsageError(f"--steps {args.steps}: the trace would have about {size * (args.steps + 1) / 1e6:.0f} MB, which no viewer opens "
-                             f"({TRACE_LIMIT / 1e6:.0f} MB is the limit); use --steps {max(1, int(TRACE_LIMIT / size) - 1)} or fewer")
+            raise UsageError(
+                f"--steps {args.steps}: the trace would have about {size * (args.steps + 1) / 1e6:.0f} MB, which no viewer opens "
+                f"({TRACE_LIMIT / 1e6:.0f} MB is the limit); use --steps {max(1, int(TRACE_LIMIT / size) - 1)} or fewer"
+            )
         timed = time_steps(loop, device, args.load)
         ceiling = ceilings(tier, device)
         folder = args.tensorboard or work_folder
@@ -493,32 +590,71 @@ def run(args, device):
             with partial_file(beside) as partial:
                 partial.write_bytes(trace.read_bytes())
     rates(result, shape, narrow, ceiling)
-    return dict(kind="profile", gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads=torch.get_num_threads(),
-                driver=driver() if device.type == "cuda" else None, torch=torch.__version__, commit=args.commit,
-                command=" ".join(["python", *sys.argv]), model=args.model, weights=options.ckpt and Path(options.ckpt).name or "random, seed 0",
-                image_size=options.image_size, pictures=args.pictures, rows=shape.rows, tier=tier, baseline=args.baseline,
-                num_sampling_steps=options.num_sampling_steps, shape=vars(shape), timed=timed, ceilings=ceiling, **result)
+    return dict(
+        kind="profile",
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        threads=torch.get_num_threads(),
+        driver=driver() if device.type == "cuda" else None,
+        torch=torch.__version__,
+        commit=args.commit,
+        command=" ".join(["python", *sys.argv]),
+        model=args.model,
+        weights=options.ckpt and Path(options.ckpt).name or "random, seed 0",
+        image_size=options.image_size,
+        pictures=args.pictures,
+        rows=shape.rows,
+        tier=tier,
+        baseline=args.baseline,
+        num_sampling_steps=options.num_sampling_steps,
+        shape=vars(shape),
+        timed=timed,
+        ceilings=ceiling,
+        **result,
+    )
 
 
 def main():
     parser = OneLineParser(prog="profile.py", description="Where the time of sampling goes, by kind of work.")
     parser.add_argument("--model", default="DiT-XL/2", choices=DiT_models, help="network to profile")
     parser.add_argument("--ckpt", help="its weights (default: random, not zero; the demo's own)")
-    parser.add_argument("--vae", help="decoder: ema, mse or a folder (default: random weights of the same size; the demo's own)")
+    parser.add_argument(
+        "--vae", help="decoder: ema, mse or a folder (default: random weights of the same size; the demo's own)"
+    )
     parser.add_argument("--no-decoder", action="store_true", help="leave out the decoder")
     parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
     parser.add_argument("--num-classes", type=int, help="number of classes")
-    parser.add_argument("--pictures", type=positive, default=8, help="pictures at a time; with guidance twice as many rows")
-    parser.add_argument("--num-sampling-steps", type=positive, default=SamplingOptions.num_sampling_steps, help="steps of the job that is extrapolated to")
-    parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier (default: sample.py's; with --baseline upstream's)")
-    parser.add_argument("--baseline", action="store_true", help="upstream's arithmetic and its host→device copies, instead of the fast path")
+    parser.add_argument(
+        "--pictures", type=positive, default=8, help="pictures at a time; with guidance twice as many rows"
+    )
+    parser.add_argument(
+        "--num-sampling-steps",
+        type=positive,
+        default=SamplingOptions.num_sampling_steps,
+        help="steps of the job that is extrapolated to",
+    )
+    parser.add_argument(
+        "--precision", choices=tuple(precision.TIERS), help="tier (default: sample.py's; with --baseline upstream's)"
+    )
+    parser.add_argument(
+        "--baseline",
+        action="store_true",
+        help="upstream's arithmetic and its host→device copies, instead of the fast path",
+    )
     parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
     parser.add_argument("--load", type=seconds, default=4.0, help="seconds of steps before those that are timed")
     parser.add_argument("--tensorboard", metavar="DIR", help="also leave the trace where TensorBoard's profiler looks")
-    parser.add_argument("--output", metavar="FILE.json", help="write the figures; the trace goes beside it, as FILE.trace.json.gz")
-    parser.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="put two profiles side by side; runs nothing")
+    parser.add_argument(
+        "--output", metavar="FILE.json", help="write the figures; the trace goes beside it, as FILE.trace.json.gz"
+    )
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("A.json", "B.json"), help="put two profiles side by side; runs nothing"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-    parser.add_argument("--commit", default=git("describe", "--always", "--dirty"), help="what to record as the commit, where git is not at hand")
+    parser.add_argument(
+        "--commit",
+        default=git("describe", "--always", "--dirty"),
+        help="what to record as the commit, where git is not at hand",
+    )
     args = parser.parse_args()
     with user_errors(parser):
         if args.compare:

@@ -8,6 +8,9 @@ at the published VAEs' scale of 0.18215; then the DiT on those latents, with thi
 one CUDA graph: the network is so small that launching its kernels one by one would take longer than running them.
 """
 
+if not __package__:
+    __import__("_as_module")
+
 import copy
 import json
 import math
@@ -18,22 +21,30 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from safetensors.torch import save_file
 
-import torch  # noqa: E402
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from accel.options import DEMO, OneLineParser, partial_file
+from accel.vae import SCALE
+from diffusion import create_diffusion
+from models import DiT_models
+from scripts.demo_pictures import CLASSES, SIZE, from_bytes, render_all
 
-from accel.options import DEMO, OneLineParser, partial_file  # noqa: E402
-from accel.vae import SCALE  # noqa: E402
-from diffusion import create_diffusion  # noqa: E402
-from models import DiT_models  # noqa: E402
-from scripts.demo_pictures import CLASSES, SIZE, from_bytes, render_all  # noqa: E402
-
-VAE_CONFIG = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=1,
-                  block_out_channels=[32, 64, 80, 80], norm_num_groups=16, latent_channels=4, sample_size=SIZE, scaling_factor=SCALE)
+VAE_CONFIG = dict(
+    down_block_types=["DownEncoderBlock2D"] * 4,
+    up_block_types=["UpDecoderBlock2D"] * 4,
+    layers_per_block=1,
+    block_out_channels=[32, 64, 80, 80],
+    norm_num_groups=16,
+    latent_channels=4,
+    sample_size=SIZE,
+    scaling_factor=SCALE,
+)
 VAE_RATE, DIT_RATE = 1e-3, 1e-3  # peak learning rates
-KL_WEIGHT = 1.5e-4  # against L1 per pixel: latents get a little noise, so that the decoder forgives the DiT's small errors
+KL_WEIGHT = (
+    1.5e-4  # against L1 per pixel: latents get a little noise, so that the decoder forgives the DiT's small errors
+)
 EMA_DECAY = 0.9995
 
 
@@ -49,14 +60,17 @@ class Phase:
     rate always ends near zero.
     """
 
-    def __init__(self, name, loss, parameters, rate, steps, minutes, device, after_step=lambda: None, save=lambda: None):
+    def __init__(
+        self, name, loss, parameters, rate, steps, minutes, device, after_step=lambda: None, save=lambda: None
+    ):
         self.name, self.steps, self.minutes, self.device, self.save = name, steps, minutes, device, save
         self.start = time.perf_counter()
         parameters = [p for p in parameters if p.requires_grad]
         self.peak, self.rate = rate, torch.tensor(0.0, device=device)
         cuda = device.type == "cuda"
-        optimiser = torch.optim.AdamW(parameters, lr=self.rate if cuda else rate, betas=(0.9, 0.99), weight_decay=0.0,
-                                      fused=cuda, capturable=cuda)
+        optimiser = torch.optim.AdamW(
+            parameters, lr=self.rate if cuda else rate, betas=(0.9, 0.99), weight_decay=0.0, fused=cuda, capturable=cuda
+        )
         self.groups = optimiser.param_groups
         self.mean_loss = torch.tensor(float("nan"), device=device)  # running
 
@@ -93,12 +107,19 @@ class Phase:
             if not math.isfinite(loss):
                 sys.exit(f"train_demo.py: {self.name} diverged at step {done}")
             if done % 1000 < 20:
-                print(f"{self.name} {done:6d}: loss {loss:.4f}, {1e3 * (time.perf_counter() - begun) / done:.1f} ms/step", flush=True)
+                print(
+                    f"{self.name} {done:6d}: loss {loss:.4f}, {1e3 * (time.perf_counter() - begun) / done:.1f} ms/step",
+                    flush=True,
+                )
             if time.perf_counter() - saved > 60:
                 self.save()
                 saved = time.perf_counter()
         self.save()
-        return {"steps": done, "loss": round(self.mean_loss.item(), 5), "seconds": round(time.perf_counter() - self.start, 1)}
+        return {
+            "steps": done,
+            "loss": round(self.mean_loss.item(), 5),
+            "seconds": round(time.perf_counter() - self.start, 1),
+        }
 
 
 def capture(step):
@@ -147,7 +168,9 @@ def train_vae(pictures, args, device):
         return error.abs().mean() + edges + KL_WEIGHT * kl
 
     report = Phase("vae", loss, vae.parameters(), VAE_RATE, args.vae_steps, args.minutes[0], device).run()
-    trained = AutoencoderKL(**VAE_CONFIG).to(device).eval()  # another object: the compiled one would compile again for other batches
+    trained = (
+        AutoencoderKL(**VAE_CONFIG).to(device).eval()
+    )  # another object: the compiled one would compile again for other batches
     trained.load_state_dict(vae.state_dict())
     return trained, report | {"batch": args.vae_batch, "learning_rate": VAE_RATE}
 
@@ -183,7 +206,7 @@ def reconstruction_psnr(vae, pictures):
     for part in pictures.split(64):
         decoded = vae.decode(vae.encode(from_bytes(part)).latent_dist.mean).sample
         error = (decoded.clamp(-1, 1) + 1) * 127.5 - part
-        values.append(10 * torch.log10(255 ** 2 / error.square().mean(dim=(1, 2, 3))))
+        values.append(10 * torch.log10(255**2 / error.square().mean(dim=(1, 2, 3))))
     return torch.cat(values).mean().item()
 
 
@@ -210,7 +233,7 @@ def train_dit(mean, std, labels, args, device):
 
     def loss():
         index = torch.randint(len(labels), (args.dit_batch,), device=device)
-        x = torch.addcmul(mean[index], std[index], torch.randn_like(mean[:args.dit_batch])) * SCALE
+        x = torch.addcmul(mean[index], std[index], torch.randn_like(mean[: args.dit_batch])) * SCALE
         t = torch.randint(diffusion.num_timesteps, (args.dit_batch,), device=device)
         return diffusion.training_losses(network, x, t, dict(y=labels[index]))["loss"].mean()
 
@@ -222,23 +245,42 @@ def train_dit(mean, std, labels, args, device):
         with partial_file(args.output / "dit.safetensors") as partial:
             save_file({name: value.cpu().contiguous() for name, value in average.state_dict().items()}, partial)
 
-    report = Phase("dit", loss, model.parameters(), DIT_RATE, args.dit_steps, args.minutes[1], device, after_step, save).run()
+    report = Phase(
+        "dit", loss, model.parameters(), DIT_RATE, args.dit_steps, args.minutes[1], device, after_step, save
+    ).run()
     return report | {"batch": args.dit_batch, "learning_rate": DIT_RATE, "ema_decay": EMA_DECAY}
 
 
 def main():
     parser = OneLineParser(description="Train DiT-Demo/2 and its VAE on drawn pictures.")
-    parser.add_argument("--output", type=Path, default=DEMO, help="folder for dit.safetensors, vae/ and training.json (default: %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to train (default: a GPU if there is one)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=DEMO,
+        help="folder for dit.safetensors, vae/ and training.json (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to train (default: a GPU if there is one)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of pictures, weights and training (default: 0)")
     parser.add_argument("--pictures", type=int, default=16384, help="pictures a class (default: %(default)s)")
     parser.add_argument("--vae-steps", type=int, default=9620, help="steps of the VAE (default: %(default)s)")
     parser.add_argument("--dit-steps", type=int, default=21620, help="steps of the DiT (default: %(default)s)")
     parser.add_argument("--vae-batch", type=int, default=48, help="pictures a step of the VAE (default: %(default)s)")
     parser.add_argument("--dit-batch", type=int, default=1024, help="latents a step of the DiT (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, nargs=2, default=(60, 120), metavar=("VAE", "DIT"),
-                        help="most minutes for each; the learning rate's schedule is hurried to end in time (default: 60 120)")
-    parser.add_argument("--compile", action="store_true", help="compile the networks: a minute, then steps of half the time")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        nargs=2,
+        default=(60, 120),
+        metavar=("VAE", "DIT"),
+        help="most minutes for each; the learning rate's schedule is hurried to end in time (default: 60 120)",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the networks: a minute, then steps of half the time"
+    )
     args = parser.parse_args()
     device, start = torch.device(args.device), time.perf_counter()
     torch.manual_seed(args.seed)
@@ -259,15 +301,25 @@ def main():
     print(f"vae: PSNR of {len(fresh)} fresh pictures {vae_report['psnr_db']} dB", flush=True)
 
     mean, std = posteriors(vae, pictures)
-    print(f"latents: standard deviation {(mean * SCALE).std():.3f}, of which noise {(std * SCALE).square().mean().sqrt():.3f}", flush=True)
+    print(
+        f"latents: standard deviation {(mean * SCALE).std():.3f}, of which noise {(std * SCALE).square().mean().sqrt():.3f}",
+        flush=True,
+    )
     del pictures
     dit_report = train_dit(mean, std, labels, args, device)
 
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     commit = git.stdout.strip() if git.returncode == 0 else None
     report = {
-        "classes": CLASSES, "pictures": len(labels), "seed": args.seed, "vae": vae_report, "dit": dit_report,
-        "seconds": round(time.perf_counter() - start, 1), "date": date.today().isoformat(), "commit": commit, "torch": torch.__version__,
+        "classes": CLASSES,
+        "pictures": len(labels),
+        "seed": args.seed,
+        "vae": vae_report,
+        "dit": dit_report,
+        "seconds": round(time.perf_counter() - start, 1),
+        "date": date.today().isoformat(),
+        "commit": commit,
+        "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "command": "python scripts/train_demo.py " + " ".join(sys.argv[1:]),
     }

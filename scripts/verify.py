@@ -11,6 +11,9 @@ all of whose pictures pass is recommended. Pictures, a heatmap of each tier's wo
 Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could not be computed (LPIPS without its weights), so nothing passes.
 """
 
+if not __package__:
+    __import__("_as_module")
+
 import gc
 import json
 import math
@@ -22,16 +25,23 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import numpy as np
+import torch
+from PIL import Image
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from PIL import Image  # noqa: E402
-
-import evaluate  # noqa: E402
-from accel import engine, precision, vae  # noqa: E402
-from accel.forecast import read_plan  # noqa: E402
-from accel.options import OneLineParser, UsageError, add_arguments, check_writable, options_from, partial_file, positive, user_errors  # noqa: E402
+import evaluate
+from accel import engine, precision, vae
+from accel.forecast import read_plan
+from accel.options import (
+    OneLineParser,
+    UsageError,
+    add_arguments,
+    check_writable,
+    options_from,
+    partial_file,
+    positive,
+    user_errors,
+)
 
 AGAIN = "fp32 again"  # what a device without other tiers is held to: itself
 
@@ -55,7 +65,10 @@ def sample(options, seeds, device):
 def parts(a, b):
     """The pictures to hold to the gate: the grid, then each tile, as (name, a, b)."""
     tiles = evaluate.find_tiles(a, b, None)
-    return [("grid", a, b)] + [(name, np.ascontiguousarray(a[rows, columns]), np.ascontiguousarray(b[rows, columns])) for name, rows, columns in tiles]
+    return [("grid", a, b)] + [
+        (name, np.ascontiguousarray(a[rows, columns]), np.ascontiguousarray(b[rows, columns]))
+        for name, rows, columns in tiles
+    ]
 
 
 def judge(want, got, lpips):
@@ -70,13 +83,28 @@ def judge(want, got, lpips):
                 holds = evaluate.judge(values, bars).values()
                 verdict[gate] = "FAIL" if False in holds else "NONE" if None in holds else "PASS"
             rows.append(dict(seed=seed, part=name, **values, verdict=verdict))
-    verdicts = {gate: "FAIL" if any(row["verdict"][gate] == "FAIL" for row in rows) else
-                "NONE" if any(row["verdict"][gate] == "NONE" for row in rows) else "PASS" for gate in evaluate.GATES}
+    verdicts = {
+        gate: "FAIL"
+        if any(row["verdict"][gate] == "FAIL" for row in rows)
+        else "NONE"
+        if any(row["verdict"][gate] == "NONE" for row in rows)
+        else "PASS"
+        for gate in evaluate.GATES
+    }
     worst = {"mae": max, "lpips": max, "psnr": min, "ssim": min}
-    return dict(verdicts=verdicts, parts=rows, reasons=reasons,
-                worst={where: {m: pick([row[m] for row in rows if (row["part"] == "grid") == (where == "grid")] or [math.nan])
-                               for m, pick in worst.items()} for where in ("grid", "tile")},
-                worst_seed=min((row for row in rows if row["part"] == "grid"), key=lambda row: row["psnr"])["seed"])
+    return dict(
+        verdicts=verdicts,
+        parts=rows,
+        reasons=reasons,
+        worst={
+            where: {
+                m: pick([row[m] for row in rows if (row["part"] == "grid") == (where == "grid")] or [math.nan])
+                for m, pick in worst.items()
+            }
+            for where in ("grid", "tile")
+        },
+        worst_seed=min((row for row in rows if row["part"] == "grid"), key=lambda row: row["psnr"])["seed"],
+    )
 
 
 def choose_tiers(asked, device, forecast="off"):
@@ -107,19 +135,36 @@ def line(record):
     if "refused" in record:
         return f"  {record['tier']:22}{record['refused']}"
     worst = record["worst"]
-    return (f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   MAE {worst['grid']['mae']:.4f}  LPIPS {worst['grid']['lpips']:.4f}  "
-            f"PSNR {worst['grid']['psnr']:6.2f} dB  SSIM {worst['grid']['ssim']:.4f}   tile {worst['tile']['psnr']:6.2f} dB   "
-            + "   ".join(f"{gate} {verdict}" for gate, verdict in record["verdicts"].items()))
+    return (
+        f"  {record['tier']:22}{record['seconds']['median']:9.2f} s{record['speedup']:8.2f}×   MAE {worst['grid']['mae']:.4f}  LPIPS {worst['grid']['lpips']:.4f}  "
+        f"PSNR {worst['grid']['psnr']:6.2f} dB  SSIM {worst['grid']['ssim']:.4f}   tile {worst['tile']['psnr']:6.2f} dB   "
+        + "   ".join(f"{gate} {verdict}" for gate, verdict in record["verdicts"].items())
+    )
 
 
 def main():
     parser = OneLineParser(description=__doc__.splitlines()[0])
     add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "compile", "seed"))
-    parser.add_argument("--precision", nargs="+", choices=tuple(precision.TIERS), help="tiers to hold against fp32 (default: all that the device has)")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=tuple(precision.TIERS),
+        help="tiers to hold against fp32 (default: all that the device has)",
+    )
     parser.add_argument("--seeds", type=positive, default=3, help="grids to make, from seeds 0, 1, …")
-    parser.add_argument("--gate", choices=tuple(evaluate.GATES), default="contest", help="which gate a recommended tier must pass (default: contest)")
+    parser.add_argument(
+        "--gate",
+        choices=tuple(evaluate.GATES),
+        default="contest",
+        help="which gate a recommended tier must pass (default: contest)",
+    )
     parser.add_argument("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
-    parser.add_argument("--output", default="output/verify", metavar="DIR", help="where pictures and verify.json land (default: output/verify)")
+    parser.add_argument(
+        "--output",
+        default="output/verify",
+        metavar="DIR",
+        help="where pictures and verify.json land (default: output/verify)",
+    )
     parser.add_argument("--commit", help="what to record as the commit, where git is not at hand")
     args = parser.parse_args()
     with user_errors(parser):
@@ -139,24 +184,55 @@ def main():
 
 def verify(args, options, tiers, device, out):
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{options.model} · {options.image_size} px · {len(options.labels)} labels · {options.num_sampling_steps} steps · cfg {options.cfg_scale:g} · "
-          f"{args.seeds} seeds{f' · forecast {options.forecast}' * (options.forecast != 'off')} · {where} · torch {torch.__version__}")
+    print(
+        f"{options.model} · {options.image_size} px · {len(options.labels)} labels · {options.num_sampling_steps} steps · cfg {options.cfg_scale:g} · "
+        f"{args.seeds} seeds{f' · forecast {options.forecast}' * (options.forecast != 'off')} · {where} · torch {torch.__version__}"
+    )
     if tiers == [AGAIN]:
         print(f"There is nothing but fp32 to run on {device}: it is held against a second run of itself.")
     lpips, seeds = evaluate.Lpips(args.vgg_weights), range(args.seeds)
     want, times = sample(replace(options, forecast="off", forecast_plan=None), seeds, device)
     reference = spread(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference")
-    commit = args.commit or subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    record = dict(kind="verify", gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None, torch=torch.__version__, commit=commit,
-                  command=" ".join(["python", *sys.argv]), model=options.model, weights=Path(options.ckpt).name if options.ckpt else "published",
-                  image_size=options.image_size, pictures=len(options.labels), num_sampling_steps=options.num_sampling_steps, seeds=args.seeds,
-                  forecast=options.forecast, gate=args.gate, reference=dict(tier="fp32", seconds=reference), tiers=[])
+    commit = (
+        args.commit
+        or subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
+    )
+    record = dict(
+        kind="verify",
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        torch=torch.__version__,
+        commit=commit,
+        command=" ".join(["python", *sys.argv]),
+        model=options.model,
+        weights=Path(options.ckpt).name if options.ckpt else "published",
+        image_size=options.image_size,
+        pictures=len(options.labels),
+        num_sampling_steps=options.num_sampling_steps,
+        seeds=args.seeds,
+        forecast=options.forecast,
+        gate=args.gate,
+        reference=dict(tier="fp32", seconds=reference),
+        tiers=[],
+    )
 
     def save():
         with partial_file(out / "verify.json") as partial:
-            partial.write_text(json.dumps(evaluate.json_ready({**record, "vgg_weights": lpips.source and {
-                "sha256": lpips.source["sha256"][:8], "published": lpips.source["published"]}}), indent=1) + "\n")
+            partial.write_text(
+                json.dumps(
+                    evaluate.json_ready(
+                        {
+                            **record,
+                            "vgg_weights": lpips.source
+                            and {"sha256": lpips.source["sha256"][:8], "published": lpips.source["published"]},
+                        }
+                    ),
+                    indent=1,
+                )
+                + "\n"
+            )
 
     # First all the sampling, so that its times are the GPU's alone and pictures are on disk before they are judged.
     grids = {}
@@ -172,7 +248,9 @@ def verify(args, options, tiers, device, out):
             print(line(record["tiers"][-1]), flush=True)
         else:
             times = grids[tier][1]
-            record["tiers"].append(dict(tier=tier, seconds=spread(times), speedup=reference["median"] / statistics.median(times)))
+            record["tiers"].append(
+                dict(tier=tier, seconds=spread(times), speedup=reference["median"] / statistics.median(times))
+            )
             for seed, grid in grids[tier][0].items():
                 Image.fromarray(grid).save(out / f"seed{seed}-{safe(tier)}.png")
         save()
@@ -183,7 +261,14 @@ def verify(args, options, tiers, device, out):
         one |= judge(want, got, lpips)
         seed = one["worst_seed"]
         values = next(row for row in one["parts"] if row["seed"] == seed and row["part"] == "grid")
-        evaluate.heatmap(out / f"heatmap-{safe(tier)}.png", want[seed], got[seed], values, (f"fp32, seed {seed}", tier), one["verdicts"][args.gate])
+        evaluate.heatmap(
+            out / f"heatmap-{safe(tier)}.png",
+            want[seed],
+            got[seed],
+            values,
+            (f"fp32, seed {seed}", tier),
+            one["verdicts"][args.gate],
+        )
         print(line(one), flush=True)
         save()
     record["recommended"] = best = recommend(record["tiers"], args.gate)
@@ -196,8 +281,10 @@ def verify(args, options, tiers, device, out):
     if best:
         speedup = next(one["speedup"] for one in record["tiers"] if one["tier"] == best)
         flags = "fp32" if best == AGAIN else best.replace(", ", " --")
-        print(f"RECOMMENDED: --precision {flags} ({speedup:.2f} times fp32's speed; every grid and tile of {args.seeds} seeds "
-              f"passes gate {args.gate})")
+        print(
+            f"RECOMMENDED: --precision {flags} ({speedup:.2f} times fp32's speed; every grid and tile of {args.seeds} seeds "
+            f"passes gate {args.gate})"
+        )
         return 0
     if "NONE" in verdicts:
         print(f"RECOMMENDED: nothing yet: a metric of gate {args.gate} could not be computed")

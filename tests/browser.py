@@ -9,7 +9,10 @@ import tempfile
 
 
 def find():
-    return next((path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))), None)
+    return next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))),
+        None,
+    )
 
 
 class Browser:
@@ -25,9 +28,26 @@ class Browser:
             os.dup2(low, 3), os.dup2(high, 4)
 
         self.process = subprocess.Popen(
-            [find(), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}",
-             "about:blank"], preexec_fn=as_3_and_4, pass_fds=(3, 4, theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            [
+                find(),
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-quic",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-sync",
+                "--disable-dev-shm-usage",
+                "--remote-debugging-pipe",
+                f"--user-data-dir={self.profile.name}",
+                "about:blank",
+            ],
+            preexec_fn=as_3_and_4,
+            pass_fds=(3, 4, theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(theirs_in), os.close(theirs_out)
         self.reader, self.writer = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
         self.count, self.session, self.problems, self.events, self.rest = 0, None, [], [], b""
@@ -54,9 +74,12 @@ class Browser:
         one, self.rest = self.rest.split(b"\0", 1)
         message = json.loads(one)
         method, details = message.get("method"), message.get("params", {})
-        if method == "Runtime.exceptionThrown" or method == "Network.loadingFailed" or (
-                method == "Log.entryAdded" and details["entry"]["level"] == "error") or (
-                method == "Runtime.consoleAPICalled" and details["type"] in ("error", "assert")):
+        if (
+            method == "Runtime.exceptionThrown"
+            or method == "Network.loadingFailed"
+            or (method == "Log.entryAdded" and details["entry"]["level"] == "error")
+            or (method == "Runtime.consoleAPICalled" and details["type"] in ("error", "assert"))
+        ):
             self.problems.append(details)
         if method:
             self.events.append(method)
@@ -64,7 +87,9 @@ class Browser:
 
     def call(self, method, **params):
         self.count += 1
-        message = dict(id=self.count, method=method, params=params, **({"sessionId": self.session} if self.session else {}))
+        message = dict(
+            id=self.count, method=method, params=params, **({"sessionId": self.session} if self.session else {})
+        )
         self.writer.write(json.dumps(message).encode() + b"\0")
         self.writer.flush()
         while (answer := self._message()).get("id") != self.count:
@@ -74,7 +99,9 @@ class Browser:
         return answer["result"]
 
     def open(self, path, width, height=900):
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         self.events.clear()
         self.call("Page.navigate", url=f"file://{path}")
         while "Page.loadEventFired" not in self.events:

@@ -31,10 +31,20 @@ def fill(model, seed=0):
 @pytest.fixture
 def run():
     """Run a command of the repository in a fresh process: run("sample.py", "--seed", 1) → CompletedProcess."""
+
     def run(script, *args, cwd=None, timeout=240, **environment):
         return subprocess.run(
-            [sys.executable, str(ROOT / script), *map(str, args)], cwd=cwd or ROOT, timeout=timeout, text=True, capture_output=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), **environment})
+            [sys.executable, str(ROOT / script), *map(str, args)],
+            cwd=cwd or ROOT,
+            timeout=timeout,
+            text=True,
+            capture_output=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+                **environment,
+            },
+        )
 
     return run
 
@@ -43,8 +53,15 @@ def run():
 def tiny_vae(tmp_path_factory):
     """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent channels), saved in diffusers' layout."""
     from diffusers import AutoencoderKL
+
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("vae")
-    AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=1,
-                  block_out_channels=[8, 8, 16, 16], norm_num_groups=4, latent_channels=4).save_pretrained(folder)
+    AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        layers_per_block=1,
+        block_out_channels=[8, 8, 16, 16],
+        norm_num_groups=4,
+        latent_channels=4,
+    ).save_pretrained(folder)
     return folder

@@ -48,27 +48,29 @@ def dit(state, x, t, y, heads, patch):
     tokens = torch.zeros(n, side_h * side_w, dim, dtype=torch.float64)
     for row in range(side_h):
         for column in range(side_w):
-            cut = x.double()[:, :, row * patch:(row + 1) * patch, column * patch:(column + 1) * patch]
+            cut = x.double()[:, :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
             tokens[:, row * side_w + column] = torch.einsum("nchw,dchw->nd", cut, kernel) + p["x_embedder.proj.bias"]
     tokens = tokens + p["pos_embed"]
 
     half = 128
     angles = torch.stack([t.double() * math.exp(-math.log(10000) * i / half) for i in range(half)], dim=1)
-    time = linear(silu(linear(torch.cat([torch.cos(angles), torch.sin(angles)], dim=1), "t_embedder.mlp.0")), "t_embedder.mlp.2")
+    time = linear(
+        silu(linear(torch.cat([torch.cos(angles), torch.sin(angles)], dim=1), "t_embedder.mlp.0")), "t_embedder.mlp.2"
+    )
     condition = silu(time + p["y_embedder.embedding_table.weight"][y])
 
     depth = sum(name.endswith("attn.qkv.weight") for name in state)
     for b in range(depth):
         m = linear(condition, f"blocks.{b}.adaLN_modulation.1")
-        shift1, scale1, gate1, shift2, scale2, gate2 = (m[:, None, i * dim:(i + 1) * dim] for i in range(6))
+        shift1, scale1, gate1, shift2, scale2, gate2 = (m[:, None, i * dim : (i + 1) * dim] for i in range(6))
         qkv = linear(layer_norm(tokens) * (1 + scale1) + shift1, f"blocks.{b}.attn.qkv")
         d = dim // heads
         mixed = torch.zeros_like(tokens)
         for h in range(heads):
-            q, k, v = (qkv[..., part * dim + h * d: part * dim + (h + 1) * d] for part in range(3))
+            q, k, v = (qkv[..., part * dim + h * d : part * dim + (h + 1) * d] for part in range(3))
             scores = torch.einsum("nid,njd->nij", q, k) / math.sqrt(d)
             weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            mixed[..., h * d:(h + 1) * d] = torch.einsum("nij,njd->nid", weights / weights.sum(-1, keepdim=True), v)
+            mixed[..., h * d : (h + 1) * d] = torch.einsum("nij,njd->nid", weights / weights.sum(-1, keepdim=True), v)
         tokens = tokens + gate1 * linear(mixed, f"blocks.{b}.attn.proj")
         hidden = gelu(linear(layer_norm(tokens) * (1 + scale2) + shift2, f"blocks.{b}.mlp.fc1"))
         tokens = tokens + gate2 * linear(hidden, f"blocks.{b}.mlp.fc2")
@@ -80,7 +82,9 @@ def dit(state, x, t, y, heads, patch):
     for row in range(side_h):
         for column in range(side_w):
             token = out[:, row * side_w + column].reshape(n, patch, patch, c)
-            picture[:, :, row * patch:(row + 1) * patch, column * patch:(column + 1) * patch] = token.permute(0, 3, 1, 2)
+            picture[:, :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch] = token.permute(
+                0, 3, 1, 2
+            )
     return picture
 
 

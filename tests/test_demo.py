@@ -7,9 +7,8 @@ the strict gate (accuracy that no display shows), far below what any change of t
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-
 from conftest import ROOT
+from PIL import Image
 
 DEMO = ROOT / "pretrained_models" / "demo"
 
@@ -21,7 +20,19 @@ def golden(kind):
 def check(kind, run, tmp_path, *flags):
     """All 250 steps through the command, latents and picture."""
     latents, picture = golden(kind)
-    done = run("sample.py", "--model", "DiT-Demo/2", "--device", kind, *flags, "--output-type", "latent", "--output", tmp_path / "z.npy", timeout=900)
+    done = run(
+        "sample.py",
+        "--model",
+        "DiT-Demo/2",
+        "--device",
+        kind,
+        *flags,
+        "--output-type",
+        "latent",
+        "--output",
+        tmp_path / "z.npy",
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr
     made = np.load(tmp_path / "z.npy")
     assert made.shape == latents.shape == (8, 4, 16, 16) and latents.std() > 0.3
@@ -32,6 +43,7 @@ def check(kind, run, tmp_path, *flags):
 @pytest.mark.timeout(1000)
 def test_golden_on_the_cpu(run, tmp_path):
     from accel import vae
+
     made, picture = check("cpu", run, tmp_path)
     decoder = vae.load_vae(vae.find_vae(str(DEMO / "vae")), torch.device("cpu"))
     grid = vae.to_grid(vae.decode(decoder, torch.from_numpy(made))).numpy().astype(int)

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
+from conftest import fill
 from safetensors.torch import save_file
 
 from accel.options import UsageError
-from conftest import fill
 from models import DiT
 from pretrained_models import download
 from pretrained_models.download import download_model, find_model
@@ -37,7 +37,15 @@ def test_training_checkpoint_gives_its_ema_and_loads_strictly(tmp_path, state):
     """The layout that DiT's train.py writes: model, ema, opt, args (an argparse.Namespace)."""
     path = tmp_path / "0050000.pt"
     other = {key: value + 1 for key, value in state.items()}
-    torch.save({"model": other, "ema": state, "opt": {"state": {}, "param_groups": []}, "args": argparse.Namespace(model="x", lr=1e-4)}, path)
+    torch.save(
+        {
+            "model": other,
+            "ema": state,
+            "opt": {"state": {}, "param_groups": []},
+            "args": argparse.Namespace(model="x", lr=1e-4),
+        },
+        path,
+    )
     found = find_model(str(path))
     assert same(found, state)
     assert DiT(**SMALL).load_state_dict(found, strict=True)
@@ -60,7 +68,7 @@ def test_pt_is_memory_mapped(tmp_path):
     before = rss()
     found = find_model(path)
     assert rss() - before < 100
-    assert found["w"][::1 << 20].sum() == 128
+    assert found["w"][:: 1 << 20].sum() == 128
 
 
 def rss():
@@ -155,7 +163,10 @@ def test_download_is_whole_or_absent(tmp_path, state):
         path.unlink()
         with pytest.raises(UsageError, match="404"):
             download_model("DiT-XL-2-512x512.pt", url + "x", folder)
-    with Server(body[:-100], promised=len(body)) as url, pytest.raises(UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at"):
+    with (
+        Server(body[:-100], promised=len(body)) as url,
+        pytest.raises(UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at"),
+    ):
         download_model("DiT-XL-2-512x512.pt", url, folder)
     with pytest.raises(UsageError, match="download failed"):
         download_model("DiT-XL-2-512x512.pt", url, folder)  # the server is gone

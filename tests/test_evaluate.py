@@ -1,4 +1,5 @@
 """evaluate.py: its numbers are torchmetrics', and nothing that is not a pass may say PASS."""
+
 import json
 import math
 import os
@@ -30,7 +31,9 @@ def vgg(tmp_path_factory):
         if not width:
             index += 1
             continue
-        state[f"features.{index}.weight"] = torch.randn(width, channels, 3, 3, generator=g) * (2 / (9 * channels)) ** 0.5
+        state[f"features.{index}.weight"] = (
+            torch.randn(width, channels, 3, 3, generator=g) * (2 / (9 * channels)) ** 0.5
+        )
         state[f"features.{index}.bias"] = torch.randn(width, generator=g) * 0.1
         channels, index = width, index + 2
     for layer, (out, into) in {0: (4096, 25088), 3: (4096, 4096), 6: (1000, 4096)}.items():
@@ -43,20 +46,27 @@ def vgg(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(vgg):
     """torchmetrics as the contest's script sets it up, on the same checkpoint; its own loader reads it."""
-    from torchmetrics.image import (LearnedPerceptualImagePatchSimilarity, PeakSignalNoiseRatio,
-                                    StructuralSimilarityIndexMeasure)
+    from torchmetrics.image import (
+        LearnedPerceptualImagePatchSimilarity,
+        PeakSignalNoiseRatio,
+        StructuralSimilarityIndexMeasure,
+    )
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_HOME", str(vgg[0]))
         network = LearnedPerceptualImagePatchSimilarity(net_type="vgg", normalize=True)
 
     def metrics(a, b, dtype=torch.float32):
         a, b = (torch.from_numpy(x.copy()).permute(2, 0, 1)[None].float().div(255).to(dtype) for x in (a, b))
-        values = {"psnr": PeakSignalNoiseRatio()(a, b).item(),
-                  "ssim": StructuralSimilarityIndexMeasure().set_dtype(dtype)(a, b).item()}
+        values = {
+            "psnr": PeakSignalNoiseRatio()(a, b).item(),
+            "ssim": StructuralSimilarityIndexMeasure().set_dtype(dtype)(a, b).item(),
+        }
         if min(a.shape[2:]) >= 16 and dtype == torch.float32:
             network.reset()
             values["lpips"] = network(a, b).item()
         return values
+
     return metrics
 
 
@@ -104,7 +114,10 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_numbers_are_torchmetrics(name, vgg, reference):
     a, b = PAIRS[name]
-    theirs, (ours, _) = reference(a, b), evaluate.with_lpips(evaluate.measure(a, b), lambda: evaluate.Lpips(vgg[1])(a, b))
+    theirs, (ours, _) = (
+        reference(a, b),
+        evaluate.with_lpips(evaluate.measure(a, b), lambda: evaluate.Lpips(vgg[1])(a, b)),
+    )
     # Bright pictures of a narrow range: torchmetrics' own float32 is off by more than 1e-4 from its float64.
     exact = reference(a, b, torch.float64)["ssim"]
     assert ours["ssim"] == pytest.approx(exact, abs=1e-8)
@@ -130,6 +143,7 @@ def test_ssim_of_a_narrow_range_is_the_exact_one(levels, reference):
 def test_strips_change_nothing(vgg, monkeypatch):
     """A picture cut in many strips against lpips' own forward pass, odd sides included."""
     import lpips
+
     a, b = scene(203, 77, 6), noisy(scene(203, 77, 6), 12)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_HOME", str(vgg[0]))
@@ -137,13 +151,14 @@ def test_strips_change_nothing(vgg, monkeypatch):
     tensors = [torch.from_numpy(x).permute(2, 0, 1)[None].float() / 127.5 - 1 for x in (a, b)]
     with torch.no_grad():
         expected = whole(*tensors).item()
-    for strip, tiles in ((1, 1), (2 ** 16, 40), (2 ** 30, 10 ** 6)):
+    for strip, tiles in ((1, 1), (2**16, 40), (2**30, 10**6)):
         monkeypatch.setattr(evaluate, "STRIP", strip)
         monkeypatch.setattr(evaluate, "WINOGRAD_TILES", tiles)
         assert evaluate.Lpips(vgg[1])(a, b) == pytest.approx(expected, abs=1e-5)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
+
 
 def save(path, array, **options):
     Image.fromarray(array).save(path, **options)
@@ -167,6 +182,7 @@ def command(vgg, tmp_path, monkeypatch, capsys):
         if status != 0:
             assert "VERDICT: PASS" not in out
         return status, out, err
+
     return run
 
 
@@ -174,18 +190,23 @@ def test_identical_pictures_print_the_contests_block(command):
     save("a.png", BASE), save("b.png", BASE, compress_level=0)  # other bytes, same pixels
     status, out, err = command("a.png", "b.png")
     assert (status, err) == (0, "")
-    assert """=== Image Comparison Metrics ===
+    assert (
+        """=== Image Comparison Metrics ===
 Pixel-wise Mean Absolute Difference: 0.0000
 LPIPS (VGG):                        0.0000
 PSNR:                              inf dB
 SSIM:                              1.0000
-""" in out
+"""
+        in out
+    )
     assert out.endswith("VERDICT: PASS (gate contest)\n")
 
 
 def test_identical_pictures_need_no_torch(tmp_path):
     path = save(tmp_path / "a.png", BASE)
-    code = f"import sys, evaluate; s = evaluate.main([{str(path)!r}] * 2); assert 'torch' not in sys.modules; sys.exit(s)"
+    code = (
+        f"import sys, evaluate; s = evaluate.main([{str(path)!r}] * 2); assert 'torch' not in sys.modules; sys.exit(s)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=PROGRAM.parent, capture_output=True).returncode == 0
 
 
@@ -195,19 +216,25 @@ def test_gates(command):
     assert status == 0 and "VERDICT: PASS (gate contest; not the published VGG16)" in out
     status, out, _ = command("a.png", "b.png", "--gate", "strict")
     assert status == 1 and "VERDICT: FAIL" in out
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith("  ") and ("<=" in line or ">" in line)] \
-        == ["FAIL", "PASS", "PASS", "PASS"]
+    assert [
+        line.split()[-1] for line in out.splitlines() if line.startswith("  ") and ("<=" in line or ">" in line)
+    ] == ["FAIL", "PASS", "PASS", "PASS"]
     status, out, _ = command("a.png", "b.png", "--gate", "strict", "--max-mae", "0.01")
     assert status == 0 and "own bars for MAE" in out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("flag, at, beyond", [
-    ("--max-mae", 0.5, 0.4999), ("--max-lpips", 2.0, 1e-9), ("--min-psnr", 3, 99), ("--min-ssim", -1, 0.99999)])
+@pytest.mark.parametrize(
+    "flag, at, beyond",
+    [("--max-mae", 0.5, 0.4999), ("--max-lpips", 2.0, 1e-9), ("--min-psnr", 3, 99), ("--min-ssim", -1, 0.99999)],
+)
 def test_each_bar_alone_decides(command, flag, at, beyond):
     save("a.png", BASE), save("b.png", 255 - BASE)
     loose = {"--max-mae": 1, "--max-lpips": 9, "--min-psnr": -99, "--min-ssim": -1}
     mean = evaluate.mae(BASE, 255 - BASE) / 255
-    for value, status in ((mean if flag == "--max-mae" else at, 0), (mean * 0.999 if flag == "--max-mae" else beyond, 1)):
+    for value, status in (
+        (mean if flag == "--max-mae" else at, 0),
+        (mean * 0.999 if flag == "--max-mae" else beyond, 1),
+    ):
         bars = {**loose, flag: value}
         assert command("a.png", "b.png", *(f"{f}={v}" for f, v in bars.items()))[0] == status
 
@@ -251,6 +278,7 @@ def test_tiny_pictures(command):
 
 # ---- VGG16 ---------------------------------------------------------------------------------------------------------
 
+
 def test_no_network_and_no_weights(command, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
     save("a.png", BASE), save("b.png", noisy(BASE, 1)), Path("many").mkdir()
@@ -268,7 +296,9 @@ def test_vgg_weights_from_anywhere(command, vgg, monkeypatch, tmp_path):
     cached = command("a.png", "b.png", "--json", "1.json")[0]
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
     legacy = torch.load(vgg[1], weights_only=True)  # the published file is in the older format
-    torch.save({k: v for k, v in legacy.items() if k.startswith("features")}, "old.pth", _use_new_zipfile_serialization=False)
+    torch.save(
+        {k: v for k, v in legacy.items() if k.startswith("features")}, "old.pth", _use_new_zipfile_serialization=False
+    )
     assert cached == command("a.png", "b.png", "--vgg-weights", "old.pth", "--json", "2.json")[0] == 0
     first, second = (json.loads(Path(f).read_text())["mean"]["lpips"] for f in ("1.json", "2.json"))
     assert first == second > 0
@@ -291,7 +321,7 @@ def test_damaged_weights_give_no_verdict(command, vgg, damage):
     if damage == "text":
         Path("w.pth").write_text("404 not found")
     elif damage == "truncated":
-        Path("w.pth").write_bytes(vgg[1].read_bytes()[:10 ** 6])
+        Path("w.pth").write_bytes(vgg[1].read_bytes()[: 10**6])
     save("a.png", BASE), save("b.png", noisy(BASE, 1))
     status, _, err = command("a.png", "b.png", "--vgg-weights", "w.pth")
     assert status == 3 and "w.pth" in err and err.count("\n") == 1
@@ -306,13 +336,18 @@ def test_a_crash_is_not_a_verdict(command, monkeypatch):
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
+
 def chunk(name, data):
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
 def png(width, height, depth, color, rows):
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)) \
-        + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def test_unreadable_files(command):
@@ -320,9 +355,17 @@ def test_unreadable_files(command):
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     save("whole.jpg", BASE)
-    bad = {"none.png": None, "text.png": b"not a picture", "empty.png": b"", "cut.png": whole[:len(whole) // 2],
-           "header.png": whole[:20], "flipped.png": bytes(flipped), "cut.jpg": Path("whole.jpg").read_bytes()[:1500],
-           "bomb.png": png(60000, 60000, 8, 2, b"\0" * 100), "large.png": png(9000, 9000, 8, 2, b"\0" * 100)}
+    bad = {
+        "none.png": None,
+        "text.png": b"not a picture",
+        "empty.png": b"",
+        "cut.png": whole[: len(whole) // 2],
+        "header.png": whole[:20],
+        "flipped.png": bytes(flipped),
+        "cut.jpg": Path("whole.jpg").read_bytes()[:1500],
+        "bomb.png": png(60000, 60000, 8, 2, b"\0" * 100),
+        "large.png": png(9000, 9000, 8, 2, b"\0" * 100),
+    }
     for name, data in bad.items():
         if data is not None:
             Path(name).write_bytes(data)
@@ -408,8 +451,10 @@ def test_no_old_verdict_is_left(command):
 
 # ---- tiles, heatmap, latents ---------------------------------------------------------------------------------------
 
+
 def sheet(pictures, columns=4):
     from torchvision.utils import make_grid
+
     stack = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
     return make_grid(stack, nrow=columns).permute(1, 2, 0).numpy().copy()
 
@@ -474,13 +519,25 @@ def test_latents(command):
     assert status == 0 and "VERDICT: NONE" in out
     assert latents["max"] == pytest.approx(0.5, rel=1e-6)
     assert latents["relative_error"] == pytest.approx(0.5 / np.linalg.norm(a.astype(float)), rel=1e-6)
-    assert latents["cosine"] == pytest.approx(a.ravel().astype(float) @ b.ravel() / np.linalg.norm(a) / np.linalg.norm(b), 1e-6)
+    assert latents["cosine"] == pytest.approx(
+        a.ravel().astype(float) @ b.ravel() / np.linalg.norm(a) / np.linalg.norm(b), 1e-6
+    )
     np.save("nan.npy", np.where(b > 3, np.nan, b)), np.save("inf.npy", np.where(b > 3, np.inf, b))
     np.save("short.npy", a[:4]), np.save("zero.npy", a * 0), np.save("int.npy", np.arange(4))
     np.save("object.npy", np.array([{}, 1], object), allow_pickle=True)
     Path("cut.npy").write_bytes(Path("a.npy").read_bytes()[:1000]), np.savez("two.npz", a=a)
     save("picture.png", BASE)
-    for bad in ("nan.npy", "inf.npy", "short.npy", "int.npy", "object.npy", "cut.npy", "two.npz", "none.npy", "picture.png"):
+    for bad in (
+        "nan.npy",
+        "inf.npy",
+        "short.npy",
+        "int.npy",
+        "object.npy",
+        "cut.npy",
+        "two.npz",
+        "none.npy",
+        "picture.png",
+    ):
         status, _, err = command("--latents", "a.npy", bad)
         assert status == 2 and bad in err and err.count("\n") == 1 and "pickle" not in err, bad
     assert command("--latents", "zero.npy", "a.npy")[0] == 3

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_fast import build, error, guided, inputs
 
 from accel import engine, precision
 from accel.fast import FastDiT, Optimisations, accelerate
 from accel.options import SamplingOptions, UsageError
-from test_fast import build, error, guided, inputs
 
 
 def bar(own):
@@ -33,9 +33,9 @@ def strain(model):
     for block in model.blocks:
         qkv, fc1, fc2, proj = block.attn.qkv, block.mlp.fc1, block.mlp.fc2, block.attn.proj
         dim = qkv.weight.shape[1]
-        qkv.weight.data[:5] *= 1e3 * dim ** 0.5  # q's rows, against k's
-        qkv.weight.data[dim:dim + 5] *= 1e-4
-        qkv.weight.data[2 * dim:2 * dim + 5] *= 1e6  # v's, against proj's columns
+        qkv.weight.data[:5] *= 1e3 * dim**0.5  # q's rows, against k's
+        qkv.weight.data[dim : dim + 5] *= 1e-4
+        qkv.weight.data[2 * dim : 2 * dim + 5] *= 1e6  # v's, against proj's columns
         proj.weight.data[:, :5] *= 1e-6
         fc1.weight.data[7:12] *= 1e4
         fc2.weight.data[:, 7:12] *= 1e-4
@@ -62,7 +62,7 @@ def test_weights_of_any_scale_by_the_twins():
 
 def too_large(model):
     """The second block's MLP sees tokens of 1e+6, fifty times what its terms have room for."""
-    model.blocks[1].adaLN_modulation[1].bias.data[3 * model.pos_embed.shape[-1]:4 * model.pos_embed.shape[-1]] = 1e6
+    model.blocks[1].adaLN_modulation[1].bias.data[3 * model.pos_embed.shape[-1] : 4 * model.pos_embed.shape[-1]] = 1e6
     return model
 
 
@@ -79,7 +79,9 @@ def test_overflow_names_the_layer_by_the_twins():
 
 def test_the_commands_know_the_tier(tmp_path):
     """Without tensor cores it is refused, with the compiler too, in one line."""
-    options = SamplingOptions(model="DiT-Demo/2", precision="exact", device="cpu", output=str(tmp_path / "x.png")).resolve()
+    options = SamplingOptions(
+        model="DiT-Demo/2", precision="exact", device="cpu", output=str(tmp_path / "x.png")
+    ).resolve()
     with pytest.raises(UsageError, match="--precision exact: cpu has no float16 tensor cores .*; choose fp32"):
         engine.Engine(options)
     with pytest.raises(UsageError, match="--compile: .* another --precision"):
@@ -90,7 +92,12 @@ def test_no_tf32_but_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(precision, "supports", lambda tier, device: True)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
-        for tier, products, convolutions in (("fp32", False, False), ("exact", False, False), ("tf32", True, True), ("fp16", False, True)):
+        for tier, products, convolutions in (
+            ("fp32", False, False),
+            ("exact", False, False),
+            ("tf32", True, True),
+            ("fp16", False, True),
+        ):
             precision.apply_precision(tier, torch.device("cuda"))
             assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (products, convolutions)
     finally:
@@ -111,8 +118,15 @@ def routes():
 
 
 @gpu
-@pytest.mark.parametrize("name, arguments, n", (("DiT-Demo/2", {}, 16), ("DiT-S/8", dict(input_size=32), 6), ("DiT-L/2", dict(input_size=16), 2),
-                                                ("DiT-XL/2", dict(input_size=32), 4)))
+@pytest.mark.parametrize(
+    "name, arguments, n",
+    (
+        ("DiT-Demo/2", {}, 16),
+        ("DiT-S/8", dict(input_size=32), 6),
+        ("DiT-L/2", dict(input_size=16), 2),
+        ("DiT-XL/2", dict(input_size=32), 4),
+    ),
+)
 def test_accuracy(name, arguments, n):
     """By every route: at most five times float32's error, and a twentieth of TF32's; the same bits by a graph's replay."""
     model = build(name, **arguments).cuda()
@@ -139,6 +153,7 @@ def test_accuracy(name, arguments, n):
 def test_strict_gate():
     """64 pictures of the demo after 250 steps: not one in a hundred pixels off by a level, in any picture."""
     from scripts.benchmark import Gate
+
     found = Gate(1, torch.device("cuda")).judge("exact", Optimisations())
     assert found["pictures"] == 64 and found["strict"] and found["worst"]["psnr"] > 60, found
 
@@ -152,8 +167,14 @@ def test_weights_of_any_scale():
 def test_overflow_names_the_layer(tmp_path):
     check_overflow_names_the_layer("cuda")
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    options = SamplingOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), num_sampling_steps=5, output_type="latent", precision="exact",
-                              output=str(tmp_path / "x.npy")).resolve()
+    options = SamplingOptions(
+        model="DiT-Demo/2",
+        ckpt=str(tmp_path / "large.pt"),
+        num_sampling_steps=5,
+        output_type="latent",
+        precision="exact",
+        output=str(tmp_path / "x.npy"),
+    ).resolve()
     with pytest.raises(UsageError, match="--precision exact: blocks.1.mlp.fc1 gives values .*; use --precision fp32"):
         engine.Engine(options)
 
@@ -178,4 +199,8 @@ def test_no_tf32_kernel_runs():
     assert names and not [name for name in names if "tf32" in name.lower() or "s1688" in name], names
     if torch.cuda.get_device_capability() == (9, 0):
         assert {"split_linear", "split_attention"} <= set(names), names
-        assert not [name for name in names if "hopper" not in name and ("attention" in name.lower() and name != "split_attention")], names
+        assert not [
+            name
+            for name in names
+            if "hopper" not in name and ("attention" in name.lower() and name != "split_attention")
+        ], names

@@ -7,20 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT, fill
+from reference_dit import dit
 
-from accel import engine, fast as fast_module, graphs
+from accel import engine, graphs
+from accel import fast as fast_module
 from accel.conditioning import HoistedConditioning
 from accel.fast import FastDiT, Optimisations, accelerate, hoist_conditioning
 from accel.kernels.linear import linear
 from accel.options import SamplingOptions, UsageError
-from conftest import ROOT, fill
 from diffusion import create_diffusion
 from models import DiT, DiT_models
-from reference_dit import dit
 
 CPU = torch.device("cpu")
-SMALL = (("DiT-Demo/2", {}), ("DiT-S/4", dict(input_size=8)), ("DiT-S/8", dict(input_size=32)),
-         ("DiT-S/2", dict(input_size=6, learn_sigma=False, num_classes=5)))
+SMALL = (
+    ("DiT-Demo/2", {}),
+    ("DiT-S/4", dict(input_size=8)),
+    ("DiT-S/8", dict(input_size=32)),
+    ("DiT-S/2", dict(input_size=6, learn_sigma=False, num_classes=5)),
+)
 
 
 def build(name, seed=0, **arguments):
@@ -39,7 +44,7 @@ def inputs(model, n, device="cpu", seed=1, same_t=False):
     x = torch.randn(n, 4, side, side, generator=generator)
     t = torch.randint(0, 1000, (1 if same_t else n,), generator=generator).expand(n).contiguous()
     y = torch.randint(0, classes, (n,), generator=generator)
-    y[n // 2:] = classes
+    y[n // 2 :] = classes
     return x.to(device), t.to(device), y.to(device)
 
 
@@ -130,7 +135,9 @@ def test_in_upstreams_loops(sampler, guidance):
         z = torch.randn(4, 4, 8, 8)
         arguments = dict(y=y, cfg_scale=2.0) if guidance else dict(y=y)
         call = network.forward_with_cfg if guidance else network.forward
-        pictures.append(getattr(diffusion, sampler)(call, z.shape, z, clip_denoised=False, model_kwargs=arguments, device="cpu"))
+        pictures.append(
+            getattr(diffusion, sampler)(call, z.shape, z, clip_denoised=False, model_kwargs=arguments, device="cpu")
+        )
     assert error(pictures[1], pictures[0].double()) < 1e-5
 
 
@@ -140,10 +147,20 @@ def test_in_our_loop(guided):
     model, diffusion = small(), create_diffusion("6")
     z, labels = torch.randn(3, 4, 8, 8), torch.tensor([0, 3, 3])
     results = []
-    for network in (model, FastDiT(model.state_dict(), 2, torch.float32, CPU), FastDiT(model.state_dict(), 2, torch.float32, CPU, Optimisations(hoist=False))):
+    for network in (
+        model,
+        FastDiT(model.state_dict(), 2, torch.float32, CPU),
+        FastDiT(model.state_dict(), 2, torch.float32, CPU, Optimisations(hoist=False)),
+    ):
         torch.manual_seed(1)
         sums = torch.zeros(6)
-        results.append((engine.denoise(network, diffusion, z, labels, 3.0, 8, guided=guided, sums=sums), sums, torch.get_rng_state()))
+        results.append(
+            (
+                engine.denoise(network, diffusion, z, labels, 3.0, 8, guided=guided, sums=sums),
+                sums,
+                torch.get_rng_state(),
+            )
+        )
     for latents, sums, state in results[1:]:
         assert error(latents, results[0][0].double()) < 1e-5 and torch.equal(state, results[0][2])
         assert torch.allclose(sums[-1], latents.sum())
@@ -152,8 +169,15 @@ def test_in_our_loop(guided):
 
 def test_latents_that_are_not_finite_name_the_step(tmp_path, monkeypatch):
     torch.save(fill(DiT_models["DiT-Demo/2"]()).state_dict(), tmp_path / "x.pt")
-    options = SamplingOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "x.pt"), num_sampling_steps=5, labels=(1,), output_type="latent",
-                              output=str(tmp_path / "x.npy"), device="cpu").resolve()
+    options = SamplingOptions(
+        model="DiT-Demo/2",
+        ckpt=str(tmp_path / "x.pt"),
+        num_sampling_steps=5,
+        labels=(1,),
+        output_type="latent",
+        output=str(tmp_path / "x.npy"),
+        device="cpu",
+    ).resolve()
     run = engine.Engine(options)
     forward = run.network.forward_with_cfg
     run.network.forward_with_cfg = lambda x, t, y, scale: forward(x, t, y, scale) * (float("nan") if t[0] < 600 else 1)
@@ -162,7 +186,9 @@ def test_latents_that_are_not_finite_name_the_step(tmp_path, monkeypatch):
     run.precision = "fp16"  # on a GPU, with bfloat16 and, like a V100, without
     for supported, remedy in ((True, "bf16"), (False, "fp32")):
         monkeypatch.setattr(engine.precision, "supports", lambda tier, device: supported)
-        with pytest.raises(UsageError, match=f"--precision fp16: .* not finite from step 3 of 5 on; use --precision {remedy}"):
+        with pytest.raises(
+            UsageError, match=f"--precision fp16: .* not finite from step 3 of 5 on; use --precision {remedy}"
+        ):
             run.run()
 
 
@@ -179,18 +205,28 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     options = SamplingOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
     states = small().state_dict(), large_inside(small()).state_dict()
     before = torch.get_rng_state()
-    found = [[engine.overflows(FastDiT(state, 2, dtype, CPU), options, CPU) for dtype in (torch.float16, torch.bfloat16, torch.float32)] for state in states]
+    found = [
+        [
+            engine.overflows(FastDiT(state, 2, dtype, CPU), options, CPU)
+            for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        ]
+        for state in states
+    ]
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("where", ("sampling", "loading"))
 def test_too_little_memory_is_one_line(where, monkeypatch):
-    options = SamplingOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=2, labels=(0, 1, 2), output_type="latent").resolve()
+    options = SamplingOptions(
+        model="DiT-Demo/2", device="cpu", num_sampling_steps=2, labels=(0, 1, 2), output_type="latent"
+    ).resolve()
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")
 
-    with pytest.raises(UsageError, match="^--labels: DiT-Demo/2 with 3 pictures of 128 px at a time does not fit .* sample fewer.*$"):
+    with pytest.raises(
+        UsageError, match="^--labels: DiT-Demo/2 with 3 pictures of 128 px at a time does not fit .* sample fewer.*$"
+    ):
         if where == "loading":
             monkeypatch.setattr(engine, "load_model", full)
         run = engine.Engine(options)
@@ -200,9 +236,11 @@ def test_too_little_memory_is_one_line(where, monkeypatch):
 
 def test_loading_weights_imports_no_compiler():
     """Making the network on the meta device, to check the weights against, must not cost seconds."""
-    code = ("import sys, torch\nfrom accel import engine\nfrom accel.options import SamplingOptions\n"
-            "model = engine.load_model(SamplingOptions(model='DiT-Demo/2').resolve(), torch.device('cpu'))\n"
-            "print(model.pos_embed.shape, 'torch._dynamo' in sys.modules)")
+    code = (
+        "import sys, torch\nfrom accel import engine\nfrom accel.options import SamplingOptions\n"
+        "model = engine.load_model(SamplingOptions(model='DiT-Demo/2').resolve(), torch.device('cpu'))\n"
+        "print(model.pos_embed.shape, 'torch._dynamo' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "torch.Size([1, 64, 216]) False", done.stdout + done.stderr
 
@@ -239,12 +277,16 @@ class TestHoistedConditioning:
             for t, labels in (([900, 499], [1, 8]), ([900, 500], [1, 2]), ([5000, -3], [1, 8])):
                 out = fast(x, torch.tensor(t), torch.tensor(labels))
                 assert out[-1].isnan().all()
-        assert fast(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()  # outside, every pair is known again
+        assert (
+            fast(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()
+        )  # outside, every pair is known again
 
     def test_more_labels_than_a_table_usually_holds(self, fast, monkeypatch):
         """A large batch of an FID job. What is captured on the old table is dropped, and what fits the usual size is computed in the same chunks
         whether or not a larger batch came before: the bits do not depend on what came before."""
-        monkeypatch.setattr(fast_module, "HoistedConditioning", lambda c, **how: HoistedConditioning(c, 5 * c.bias.numel() * 8, **how))
+        monkeypatch.setattr(
+            fast_module, "HoistedConditioning", lambda c, **how: HoistedConditioning(c, 5 * c.bias.numel() * 8, **how)
+        )
         fast.captured["a step"] = step = SimpleNamespace(captured={})
         x, y = torch.randn(9, 4, 8, 8, dtype=torch.float64), torch.arange(9)
         found = []
@@ -277,9 +319,16 @@ gpu = pytest.mark.gpu
 
 @gpu
 @pytest.mark.parametrize("precision, tolerance", (("fp16", 1.5e-3), ("bf16", 1e-2)))
-@pytest.mark.parametrize("name, arguments, n", (
-    ("DiT-Demo/2", {}, 16), ("DiT-S/8", dict(input_size=32), 7), ("DiT-B/4", dict(input_size=32), 1), ("DiT-L/2", dict(input_size=16), 2),
-    ("DiT-XL/2", dict(input_size=32), 4)))
+@pytest.mark.parametrize(
+    "name, arguments, n",
+    (
+        ("DiT-Demo/2", {}, 16),
+        ("DiT-S/8", dict(input_size=32), 7),
+        ("DiT-B/4", dict(input_size=32), 1),
+        ("DiT-L/2", dict(input_size=16), 2),
+        ("DiT-XL/2", dict(input_size=32), 4),
+    ),
+)
 def test_half_precision(name, arguments, n, precision, tolerance):
     model = build(name, **arguments).cuda()
     x, t, y = inputs(model, n, "cuda")
@@ -299,17 +348,28 @@ def test_every_switch_computes_the_same(n):
     with torch.no_grad():
         want = model.double().forward_with_cfg(x.double(), t, y, 4.0).cpu()
     plain = Optimisations(rows="torch", products="plain", ends="torch", graph=False)
-    for change in ({}, dict(rows="triton"), dict(ends="triton"), dict(products="epilogue"), dict(products="tuned"), dict(graph=True)):
+    for change in (
+        {},
+        dict(rows="triton"),
+        dict(ends="triton"),
+        dict(products="epilogue"),
+        dict(products="tuned"),
+        dict(graph=True),
+    ):
         fast = accelerate(model, "fp16", optimisations=replace(plain, **change))
-        assert error(fast.forward_with_cfg(x, t, y, 4.0), want) < 3e-3, change  # guidance of 4 multiplies a forward's error
+        assert error(fast.forward_with_cfg(x, t, y, 4.0), want) < 3e-3, (
+            change
+        )  # guidance of 4 multiplies a forward's error
 
 
 @gpu
 def test_the_graph_changes_no_bit():
     """Launched or replayed, on fresh inputs every time."""
     model = build("DiT-Demo/2").cuda()
-    parts = [accelerate(model, "fp16", optimisations=Optimisations(graph=graph, reset_once=once))
-             for graph, once in ((False, False), (True, False), (True, True))]
+    parts = [
+        accelerate(model, "fp16", optimisations=Optimisations(graph=graph, reset_once=once))
+        for graph, once in ((False, False), (True, False), (True, True))
+    ]
     for seed in range(5):
         x, t, y = inputs(model, 128, "cuda", seed)
         first, second, third = (fast.forward_with_cfg(x, t, y, 4.0) for fast in parts)
@@ -343,17 +403,23 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
     """All steps, over chunks of the table, twice through the same graph with other labels and noise, and one share of the batch."""
     model, device = build("DiT-Demo/2").cuda(), torch.device("cuda")
     diffusion = create_diffusion("25")
-    direct, captured = (FastDiT(model.state_dict(), 3, torch.float16, device, Optimisations(graph=graph)) for graph in (False, True))
+    direct, captured = (
+        FastDiT(model.state_dict(), 3, torch.float16, device, Optimisations(graph=graph)) for graph in (False, True)
+    )
     for fast in (direct, captured):
         fast.table = HoistedConditioning(fast.conditioning, 60 * fast.conditioning.bias.numel() * 4)
     for seed, labels in ((0, [0, 1, 2, 3]), (1, [7, 7, 2, 5])):
         z = torch.randn(4, 4, 16, 16, generator=torch.Generator().manual_seed(seed)).cuda()
         y = torch.tensor(labels, device=device)
         for rows in (slice(None), slice(1, 3)):
-            (want, sums), (got, graph_sums) = (prepared(fast, diffusion, z, y, guided=guided, rows=rows) for fast in (direct, captured))
+            (want, sums), (got, graph_sums) = (
+                prepared(fast, diffusion, z, y, guided=guided, rows=rows) for fast in (direct, captured)
+            )
             again, _ = prepared(direct, diffusion, z, y, guided=guided, rows=rows)
             assert want.isfinite().all() and torch.equal(again, want), "the direct run itself varies"
-            assert torch.equal(graph_sums, sums), f"the first step that differs: {int((graph_sums != sums).nonzero()[0])}"
+            assert torch.equal(graph_sums, sums), (
+                f"the first step that differs: {int((graph_sums != sums).nonzero()[0])}"
+            )
             assert torch.equal(got, want)
     assert [len(replayed.captured) for replayed in captured.captured.values()] == [2]  # two shapes, each captured once
 
@@ -362,12 +428,22 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
 @pytest.mark.parametrize("guided", (True, False))
 def test_a_step_ends_in_the_kernel_as_in_p_sample(guided, monkeypatch):
     from accel.kernels import ancestral
+
     launched, kernel = [], ancestral._triton
     monkeypatch.setattr(ancestral, "_triton", lambda *arguments: launched.append(1) or kernel(*arguments))
     model, device, diffusion = build("DiT-Demo/2").cuda(), torch.device("cuda"), create_diffusion("25")
     z, y = torch.randn(4, 4, 16, 16, device=device), torch.arange(4, device=device)
-    got, want = (prepared(FastDiT(model.state_dict(), 3, torch.float32, device, Optimisations(ends=ends, graph=False)), diffusion, z, y,
-                          guided=guided, rows=slice(1, 4))[0] for ends in ("auto", "torch"))
+    got, want = (
+        prepared(
+            FastDiT(model.state_dict(), 3, torch.float32, device, Optimisations(ends=ends, graph=False)),
+            diffusion,
+            z,
+            y,
+            guided=guided,
+            rows=slice(1, 4),
+        )[0]
+        for ends in ("auto", "torch")
+    )
     assert len(launched) == 25 and error(got, want.double().cpu()) < 1e-4
 
 
@@ -385,7 +461,9 @@ def test_no_copy_and_no_wait_between_the_steps():
             y, x = torch.cat([labels, torch.full_like(labels, 8)]), z
             for index in range(10):
                 table.reach(index)
-                x = replayed(x, torch.full((4,), 9 - index, device=device), y, torch.randn(8, 4, 16, 16, device=device)[:4])
+                x = replayed(
+                    x, torch.full((4,), 9 - index, device=device), y, torch.randn(8, 4, 16, 16, device=device)[:4]
+                )
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert x.isfinite().all()
@@ -394,8 +472,13 @@ def test_no_copy_and_no_wait_between_the_steps():
 @gpu
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    options = SamplingOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), num_sampling_steps=5, output_type="latent",
-                              output=str(tmp_path / "x.npy"))
+    options = SamplingOptions(
+        model="DiT-Demo/2",
+        ckpt=str(tmp_path / "large.pt"),
+        num_sampling_steps=5,
+        output_type="latent",
+        output=str(tmp_path / "x.npy"),
+    )
     chosen = engine.Engine(replace(options).resolve())
     assert chosen.precision == "bf16" and "overflow" in capsys.readouterr().out and chosen.run().isfinite().all()
     with pytest.raises(UsageError, match="--precision fp16: overflows.*bf16"):

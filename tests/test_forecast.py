@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, fill
 from safetensors.torch import save_file
 
 from accel import engine
@@ -17,7 +18,6 @@ from accel.conditioning import HoistedConditioning
 from accel.fast import FastDiT, Optimisations
 from accel.forecast import KIND, Auto, Plan, plan_path, read_plan, settings_of, write_plan
 from accel.options import DistributedOptions, SamplingOptions, UsageError
-from conftest import ROOT, fill
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 from scripts import calibrate
@@ -35,7 +35,9 @@ def weights(tmp_path_factory):
 
 
 def options_of(weights, **more):
-    return SamplingOptions(**{"model": "DiT-Demo/2", "ckpt": str(weights), "num_sampling_steps": 10, "forecast": "plan", **more}).resolve()
+    return SamplingOptions(
+        **{"model": "DiT-Demo/2", "ckpt": str(weights), "num_sampling_steps": 10, "forecast": "plan", **more}
+    ).resolve()
 
 
 @pytest.fixture
@@ -50,7 +52,9 @@ def plan(weights):
 
 def sample(network, diffusion, forecast, device=CPU, guided=True, **how):
     z = engine.draw_latents(3, 8, 4, device)
-    return engine.denoise(network, diffusion, z, torch.tensor([1, 5, 2], device=device), 3.0, 8, guided=guided, forecast=forecast, **how)
+    return engine.denoise(
+        network, diffusion, z, torch.tensor([1, 5, 2], device=device), 3.0, 8, guided=guided, forecast=forecast, **how
+    )
 
 
 def small():
@@ -76,7 +80,11 @@ def test_calls_are_counted_and_tiers_agree():
     forward, model.forward = model.forward, lambda x, t, y: (seen.append(int(t[0])), forward(x, t, y))[1]
     ticks = []
     want = sample(model, diffusion, Plan(diffusion, STRIDES), progress=lambda: ticks.append(1))
-    assert seen == Plan(diffusion, STRIDES).timesteps() and len(seen) == Plan(diffusion, STRIDES).calls == 6 and len(ticks) == 10
+    assert (
+        seen == Plan(diffusion, STRIDES).timesteps()
+        and len(seen) == Plan(diffusion, STRIDES).calls == 6
+        and len(ticks) == 10
+    )
     assert seen[0] == diffusion.timestep_map[-1] and all(a > b for a, b in zip(seen, seen[1:]))
     assert torch.allclose(want, sample(fast, diffusion, Plan(diffusion, STRIDES)), atol=1e-4 * float(want.abs().max()))
     part = sample(model, diffusion, Plan(diffusion, STRIDES), rows=slice(1, 3))
@@ -89,9 +97,16 @@ def test_auto_calls_more_for_less_error_and_decides_ahead():
     for tolerance in (1e-9, 1, 1e9):
         auto = Auto(diffusion, tolerance)
         taken, observe = [], auto.observe
-        auto.observe = lambda error, index, kind: (taken.append((kind, float(error.max()))), observe(error, index, kind))
+        auto.observe = lambda error, index, kind: (
+            taken.append((kind, float(error.max()))),
+            observe(error, index, kind),
+        )
         latents = sample(fast, diffusion, auto)
-        assert sum(k for (k, _), _ in taken) == 60 and latents.isfinite().all() and auto.calls == sum(calls for (_, calls), _ in taken)
+        assert (
+            sum(k for (k, _), _ in taken) == 60
+            and latents.isfinite().all()
+            and auto.calls == sum(calls for (_, calls), _ in taken)
+        )
         counts.append(auto.calls)
         # The last error that a stride was chosen from is that of the last but one.
         rates = [error / k for (k, _), error in taken]
@@ -114,8 +129,12 @@ def test_a_small_table_serves_strides_whose_calls_lie_far_apart():
         network.table = HoistedConditioning(network.conditioning, vector * entries)
     want, got = (sample(network, diffusion, Auto(diffusion, 1e9)) for network in networks[:2])
     assert torch.equal(want, got)
-    assert torch.equal(sample(networks[0], diffusion, Plan(diffusion, plan)), sample(networks[1], diffusion, Plan(diffusion, plan)))
-    assert torch.equal(sample(networks[0], diffusion, Plan(diffusion, plan)), sample(networks[2], diffusion, Plan(diffusion, plan)))
+    assert torch.equal(
+        sample(networks[0], diffusion, Plan(diffusion, plan)), sample(networks[1], diffusion, Plan(diffusion, plan))
+    )
+    assert torch.equal(
+        sample(networks[0], diffusion, Plan(diffusion, plan)), sample(networks[2], diffusion, Plan(diffusion, plan))
+    )
 
 
 #################################################################################
@@ -169,7 +188,12 @@ def test_the_demos_plan_is_for_the_demo():
     options = SamplingOptions(model="DiT-Demo/2", forecast="plan").resolve()
     strides = read_plan(options, options.ckpt)
     evidence = json.loads(plan_path(options).read_text())["evidence"]
-    assert sum(k for k, _ in strides) == 250 and evidence["passes"] and evidence["grids_over_40"] >= 0.99 and evidence["tiles_over_40"] >= 0.93
+    assert (
+        sum(k for k, _ in strides) == 250
+        and evidence["passes"]
+        and evidence["grids_over_40"] >= 0.99
+        and evidence["tiles_over_40"] >= 0.93
+    )
     assert len(evidence["tile_psnr"]) == evidence["pictures"] == 512 and len(evidence["seeds"]) == 16
     assert np.mean(np.array(evidence["tile_psnr"]) > 40) == evidence["tiles_over_40"]
     assert evidence["calibration"]["seed"] not in evidence["seeds"]
@@ -182,13 +206,54 @@ def test_the_demos_plan_is_for_the_demo():
 
 def test_ranks_follow_one_plan(weights, plan, tmp_path, run):
     """Two ranks make sample.py's latents, by a plan and by errors that are measured on both."""
-    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--output-type", "latent", "--labels", 1, 5, 2, "--num-sampling-steps", 10]
+    common = [
+        "--model",
+        "DiT-Demo/2",
+        "--device",
+        "cpu",
+        "--ckpt",
+        weights,
+        "--output-type",
+        "latent",
+        "--labels",
+        1,
+        5,
+        2,
+        "--num-sampling-steps",
+        10,
+    ]
     for forecast in (["plan"], ["auto", "--forecast-tolerance", 1000]):
-        one = run("sample.py", *common, "--forecast", *forecast, "--repeats", 2, "--output", tmp_path / "one.npy", OMP_NUM_THREADS="1")  # with a warm-up
+        one = run(
+            "sample.py",
+            *common,
+            "--forecast",
+            *forecast,
+            "--repeats",
+            2,
+            "--output",
+            tmp_path / "one.npy",
+            OMP_NUM_THREADS="1",
+        )  # with a warm-up
         assert one.returncode == 0, one.stderr
-        two = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "sample_ddp.py"),
-                              *map(str, common), "--forecast", *map(str, forecast), "--output", str(tmp_path / "two.npy")], cwd=ROOT,
-                             capture_output=True, text=True, timeout=120)
+        two = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node=2",
+                str(ROOT / "sample_ddp.py"),
+                *map(str, common),
+                "--forecast",
+                *map(str, forecast),
+                "--output",
+                str(tmp_path / "two.npy"),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert two.returncode == 0, two.stderr
         assert ("(6 calls)" if forecast == ["plan"] else "calls by error") in one.stdout and "2 ranks" in two.stdout
         want, got = np.load(tmp_path / "one.npy"), np.load(tmp_path / "two.npy")
@@ -197,8 +262,27 @@ def test_ranks_follow_one_plan(weights, plan, tmp_path, run):
 
 def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_vae, tmp_path, run):
     def job(*more, where):
-        return run("sample_ddp.py", "--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--vae", tiny_vae, "--num-sampling-steps", 10,
-                   "--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", where, *more, OMP_NUM_THREADS="1")
+        return run(
+            "sample_ddp.py",
+            "--model",
+            "DiT-Demo/2",
+            "--device",
+            "cpu",
+            "--ckpt",
+            weights,
+            "--vae",
+            tiny_vae,
+            "--num-sampling-steps",
+            10,
+            "--num-fid-samples",
+            4,
+            "--per-proc-batch-size",
+            2,
+            "--sample-dir",
+            where,
+            *more,
+            OMP_NUM_THREADS="1",
+        )
 
     done = job("--forecast", "plan", where=tmp_path / "a")
     assert done.returncode == 0, done.stderr
@@ -220,7 +304,12 @@ def test_the_best_plan_is_the_best_of_all():
     table, sensitivity = {kind: generator.random(7) for kind in kinds_up_to(4)}, generator.random(8)
     table[1, 1][:] = 0
     assert set(table) == {(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2)}
-    every = [plan for count in range(2, 8) for plan in itertools.product(table, repeat=count) if sum(k for k, _ in plan) == 7 and plan[0] == (1, 1)]
+    every = [
+        plan
+        for count in range(2, 8)
+        for plan in itertools.product(table, repeat=count)
+        if sum(k for k, _ in plan) == 7 and plan[0] == (1, 1)
+    ]
 
     def loss(plan):
         ends = np.cumsum([k for k, _ in plan])
@@ -235,9 +324,15 @@ def test_the_best_plan_is_the_best_of_all():
             assert sum(k for k, _ in plans[calls]) == 7 and sum(c for _, c in plans[calls]) == calls
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--plan", "/proc/x.json"], "--plan /proc/x.json: cannot write"), (["--first-seed", str(2**63)], "--first-seed"), (["--margin", "nan"], "--margin nan"),
-    (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--plan", "/proc/x.json"], "--plan /proc/x.json: cannot write"),
+        (["--first-seed", str(2**63)], "--first-seed"),
+        (["--margin", "nan"], "--margin nan"),
+        (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few"),
+    ],
+)
 def test_calibrate_refuses_before_any_work(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "Bench", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(sys, "argv", ["calibrate.py", "--model", "DiT-Demo/2", "--device", "cpu", *arguments])
@@ -248,13 +343,52 @@ def test_calibrate_refuses_before_any_work(arguments, words, monkeypatch, capsys
 
 
 def test_calibrate_writes_a_plan_that_sample_follows(tmp_path, run):
-    plan, demo = tmp_path / "p.json", ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4]
-    done = run("scripts/calibrate.py", *demo, "--pictures", 2, "--seeds", 1, "--each", 8, "--longest", 3, "--margin", -25, "--plan", plan)
+    plan, demo = (
+        tmp_path / "p.json",
+        ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4],
+    )
+    done = run(
+        "scripts/calibrate.py",
+        *demo,
+        "--pictures",
+        2,
+        "--seeds",
+        1,
+        "--each",
+        8,
+        "--longest",
+        3,
+        "--margin",
+        -25,
+        "--plan",
+        plan,
+    )
     assert done.returncode == 0, done.stderr
     made = json.loads(plan.read_text())
-    assert made["strides"][0] == [1, 1] and made["calls"] == sum(c for _, c in made["strides"]) and made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
-    assert made["weights"] == settings_of(SamplingOptions(model="DiT-Demo/2").resolve(), ROOT / "pretrained_models/demo/dit.safetensors")["weights"]
-    follow = run("sample.py", *demo, "--forecast", "plan", "--forecast-plan", plan, "--output-type", "latent", "--output", tmp_path / "l.npy")
+    assert (
+        made["strides"][0] == [1, 1]
+        and made["calls"] == sum(c for _, c in made["strides"])
+        and made["evidence"]["seeds"] == [10_002]
+        and len(made["evidence"]["tried"]) > 2
+    )
+    assert (
+        made["weights"]
+        == settings_of(SamplingOptions(model="DiT-Demo/2").resolve(), ROOT / "pretrained_models/demo/dit.safetensors")[
+            "weights"
+        ]
+    )
+    follow = run(
+        "sample.py",
+        *demo,
+        "--forecast",
+        "plan",
+        "--forecast-plan",
+        plan,
+        "--output-type",
+        "latent",
+        "--output",
+        tmp_path / "l.npy",
+    )
     assert follow.returncode == 0 and f"({made['calls']} calls)" in follow.stdout, follow.stderr
 
 
@@ -268,7 +402,9 @@ def test_calibrate_writes_a_plan_that_sample_follows(tmp_path, run):
 def test_captured_strides_are_the_direct_ones_bit_for_bit(guided):
     device, state, diffusion = torch.device("cuda"), small().state_dict(), create_diffusion("10")
     direct, captured = (FastDiT(state, 2, torch.float16, device, Optimisations(graph=graph)) for graph in (False, True))
-    plain = FastDiT(state, 2, torch.float16, device, Optimisations(ends="torch"))  # strides end in tensor operations, as p_sample does
+    plain = FastDiT(
+        state, 2, torch.float16, device, Optimisations(ends="torch")
+    )  # strides end in tensor operations, as p_sample does
     off = sample(plain, diffusion, None, device, guided)
     assert torch.equal(off, sample(plain, diffusion, Plan(diffusion, [(1, 1)] * 10), device, guided))
     plan = Plan(diffusion, STRIDES)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from conftest import ROOT
 
 OURS = {"models", "diffusion", "accel", "pretrained_models", "sample", "sample_ddp", "evaluate", "scripts"}
@@ -30,8 +29,19 @@ RULES = {
     "accel/__init__.py": {"accel.fast"},
     "accel/forecast.py": {"accel.options", "diffusion", "pretrained_models"},
     "accel/fid.py": {"accel.kernels", "accel.options", "accel.parallel.group", "accel.vae"},
-    "accel/engine.py": {"accel.fast", "accel.forecast", "accel.graphs", "accel.kernels", "accel.meta", "accel.options", "accel.precision", "accel.vae", "diffusion", "models",
-                        "pretrained_models"},
+    "accel/engine.py": {
+        "accel.fast",
+        "accel.forecast",
+        "accel.graphs",
+        "accel.kernels",
+        "accel.meta",
+        "accel.options",
+        "accel.precision",
+        "accel.vae",
+        "diffusion",
+        "models",
+        "pretrained_models",
+    },
     "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision"},
     "pretrained_models/": {"accel.options", "models"},
 }
@@ -56,7 +66,9 @@ def imports(path):
 
 def tracked(pattern):
     files = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    return [file for file in files if (ROOT / file).is_file()] or [str(p.relative_to(ROOT)) for p in ROOT.glob(pattern) if ".venv" not in p.parts]
+    return [file for file in files if (ROOT / file).is_file()] or [
+        str(p.relative_to(ROOT)) for p in ROOT.glob(pattern) if ".venv" not in p.parts
+    ]
 
 
 @pytest.mark.parametrize("file", tracked("*.py"))
@@ -67,14 +79,18 @@ def test_imports_follow_the_rules(file):
         return  # which may import anything
     own = rule.rstrip("/").replace("/", ".") if rule.endswith("/") else None
     for name in imports(ROOT / file):
-        allowed = any(name == other or name.startswith(other + ".") for other in RULES[rule] | ({own} if own else set()))
+        allowed = any(
+            name == other or name.startswith(other + ".") for other in RULES[rule] | ({own} if own else set())
+        )
         assert allowed, f"{file} imports {name}; it may import {sorted(RULES[rule]) or 'nothing of ours'}"
 
 
 def test_the_rule_reader_sees_what_it_must(tmp_path):
     """Held against a file that breaks the rules in every way an import can be written."""
     broken = ROOT / "diffusion" / "_broken.py"
-    broken.write_text("import models\nfrom accel import engine\ndef f():\n    from ..accel.kernels import norm\nfrom . import respace\n")
+    broken.write_text(
+        "import models\nfrom accel import engine\ndef f():\n    from ..accel.kernels import norm\nfrom . import respace\n"
+    )
     try:
         assert {"models", "accel.engine", "diffusion.respace"} <= set(imports(broken))
     finally:
@@ -82,12 +98,26 @@ def test_the_rule_reader_sees_what_it_must(tmp_path):
 
 
 def loaded(code):
-    done = subprocess.run([sys.executable, "-c", code + "\nimport sys; print(*sorted({m.split('.')[0] for m in sys.modules}))"],
-                          cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code + "\nimport sys; print(*sorted({m.split('.')[0] for m in sys.modules}))"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(done.stdout.split())
 
 
 def test_cold_start_imports_nothing_heavy():
     """Slow imports stay off the way to the first denoising step."""
     assert not loaded("import sample, accel.options") & {"torch", "numpy", "diffusers", "PIL"}
-    assert not loaded("import accel.engine") & {"timm", "diffusers", "torchvision", "triton", "lpips", "skimage", "matplotlib", "transformers"}
+    assert not loaded("import accel.engine") & {
+        "timm",
+        "diffusers",
+        "torchvision",
+        "triton",
+        "lpips",
+        "skimage",
+        "matplotlib",
+        "transformers",
+    }

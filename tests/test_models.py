@@ -3,11 +3,11 @@ import copy
 import numpy as np
 import pytest
 import torch
+from conftest import fill
+from reference_dit import dit, position_table, relative_error
 
 import models
-from conftest import fill
 from models import DiT, DiT_models
-from reference_dit import dit, position_table, relative_error
 
 SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10)
 
@@ -15,11 +15,21 @@ SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10
 def batch(n=4, side=8, classes=10, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 4, side, side, generator=generator)
-    return x, torch.randint(0, 1000, (n,), generator=generator), torch.randint(0, classes + 1, (n,), generator=generator)
+    return (
+        x,
+        torch.randint(0, 1000, (n,), generator=generator),
+        torch.randint(0, classes + 1, (n,), generator=generator),
+    )
 
 
-@pytest.mark.parametrize("config", [SMALL, {**SMALL, "patch_size": 4, "learn_sigma": False}, {**SMALL, "patch_size": 1, "in_channels": 4,
-                                                                                             "mlp_ratio": 2.0}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        {**SMALL, "patch_size": 4, "learn_sigma": False},
+        {**SMALL, "patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0},
+    ],
+)
 def test_forward_equals_the_papers_equations(config):
     model = fill(DiT(**config))
     x, t, y = batch()
@@ -50,10 +60,21 @@ def test_parity_would_fail_if_adaln_stayed_zero():
 
 def test_equals_diffusers_where_its_deviations_are_neutralised():
     from diffusers import DiTTransformer2DModel
+
     from pretrained_models.download import to_diffusers
+
     model = fill(DiT(**SMALL))
-    theirs = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=72, in_channels=4, out_channels=8, num_layers=3, sample_size=8,
-                                   patch_size=2, num_embeds_ada_norm=10, norm_eps=1e-6).eval()
+    theirs = DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=72,
+        in_channels=4,
+        out_channels=8,
+        num_layers=3,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_eps=1e-6,
+    ).eval()
     theirs.load_state_dict(to_diffusers(model.state_dict()), strict=True)
     for block in theirs.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0  # it divides by half - 1 unless told otherwise
@@ -72,13 +93,28 @@ def test_configurations_keys_and_shapes(size, patch):
     with torch.device("meta"):
         model = DiT_models[f"DiT-{size}/{patch}"](input_size=32)
         same = getattr(models, f"DiT_{size}_{patch}")(input_size=32)
-    want = {"pos_embed": (1, (32 // patch) ** 2, width), "x_embedder.proj.weight": (width, 4, patch, patch), "x_embedder.proj.bias": (width,),
-            "t_embedder.mlp.0.weight": (width, 256), "t_embedder.mlp.0.bias": (width,), "t_embedder.mlp.2.weight": (width, width),
-            "t_embedder.mlp.2.bias": (width,), "y_embedder.embedding_table.weight": (1001, width),
-            "final_layer.linear.weight": (patch * patch * 8, width), "final_layer.linear.bias": (patch * patch * 8,),
-            "final_layer.adaLN_modulation.1.weight": (2 * width, width), "final_layer.adaLN_modulation.1.bias": (2 * width,)}
+    want = {
+        "pos_embed": (1, (32 // patch) ** 2, width),
+        "x_embedder.proj.weight": (width, 4, patch, patch),
+        "x_embedder.proj.bias": (width,),
+        "t_embedder.mlp.0.weight": (width, 256),
+        "t_embedder.mlp.0.bias": (width,),
+        "t_embedder.mlp.2.weight": (width, width),
+        "t_embedder.mlp.2.bias": (width,),
+        "y_embedder.embedding_table.weight": (1001, width),
+        "final_layer.linear.weight": (patch * patch * 8, width),
+        "final_layer.linear.bias": (patch * patch * 8,),
+        "final_layer.adaLN_modulation.1.weight": (2 * width, width),
+        "final_layer.adaLN_modulation.1.bias": (2 * width,),
+    }
     for n in range(depth):
-        for name, rows, columns in (("attn.qkv", 3, 1), ("attn.proj", 1, 1), ("mlp.fc1", 4, 1), ("mlp.fc2", 1, 4), ("adaLN_modulation.1", 6, 1)):
+        for name, rows, columns in (
+            ("attn.qkv", 3, 1),
+            ("attn.proj", 1, 1),
+            ("mlp.fc1", 4, 1),
+            ("mlp.fc2", 1, 4),
+            ("adaLN_modulation.1", 6, 1),
+        ):
             want[f"blocks.{n}.{name}.weight"] = (rows * width, columns * width)
             want[f"blocks.{n}.{name}.bias"] = (rows * width,)
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == want
@@ -125,13 +161,18 @@ def test_label_dropout_and_training():
     fill(model).train()
     x, t, y = batch()
     model(x, t, y % 10).square().mean().backward()
-    without = [name for name, value in model.named_parameters() if value.requires_grad and (value.grad is None or not value.grad.any())]
+    without = [
+        name
+        for name, value in model.named_parameters()
+        if value.requires_grad and (value.grad is None or not value.grad.any())
+    ]
     assert without == []
 
 
 def test_learns():
     """A few steps of the usual training loop lower the loss: gradients flow through every part with the initial zeros in place."""
     from diffusion import create_diffusion
+
     torch.manual_seed(0)
     model, diffusion = DiT(**{**SMALL, "depth": 1}).train(), create_diffusion("")
     x = torch.randn(8, 4, 8, 8)

@@ -39,7 +39,9 @@ def ancestral_update(tokens, x, noise, t, coefficients, cfg_scale=None, route="a
 
 def _torch(tokens, x, noise, t, coefficients, cfg_scale, patch):
     n, channels, height, width = x.shape
-    out = tokens.unflatten(-1, (patch, patch, 2 * channels)).unflatten(1, (height // patch, width // patch))  # (N, h, w, p, p, 2C)
+    out = tokens.unflatten(-1, (patch, patch, 2 * channels)).unflatten(
+        1, (height // patch, width // patch)
+    )  # (N, h, w, p, p, 2C)
     out = out.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), 2 * channels, height, width)
     eps, value = out[:n].split(channels, dim=1)
     if cfg_scale is not None:
@@ -61,16 +63,45 @@ def _triton(tokens, x, noise, t, coefficients, cfg_scale, patch):
     out, each = torch.empty_like(x), channels * height * width
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _ancestral[(triton.cdiv(each, BLOCK), n)](
-            tokens, x, noise, t, t.stride(0), coefficients, out, n, 0.0 if cfg_scale is None else cfg_scale, CHANNELS=channels, HEIGHT=height,
-            WIDTH=width, PATCH=patch, GUIDANCE=0 if cfg_scale is None else GUIDED, BLOCK=BLOCK)
+            tokens,
+            x,
+            noise,
+            t,
+            t.stride(0),
+            coefficients,
+            out,
+            n,
+            0.0 if cfg_scale is None else cfg_scale,
+            CHANNELS=channels,
+            HEIGHT=height,
+            WIDTH=width,
+            PATCH=patch,
+            GUIDANCE=0 if cfg_scale is None else GUIDED,
+            BLOCK=BLOCK,
+        )
     return out
 
 
 if triton:
 
     @triton.jit(do_not_specialize=["t_stride", "n"])
-    def _ancestral(tokens_ptr, x_ptr, noise_ptr, t_ptr, t_stride, coefficients_ptr, out_ptr, n, cfg_scale, CHANNELS: tl.constexpr,
-                   HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PATCH: tl.constexpr, GUIDANCE: tl.constexpr, BLOCK: tl.constexpr):
+    def _ancestral(
+        tokens_ptr,
+        x_ptr,
+        noise_ptr,
+        t_ptr,
+        t_stride,
+        coefficients_ptr,
+        out_ptr,
+        n,
+        cfg_scale,
+        CHANNELS: tl.constexpr,
+        HEIGHT: tl.constexpr,
+        WIDTH: tl.constexpr,
+        PATCH: tl.constexpr,
+        GUIDANCE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         picture = tl.program_id(1).to(tl.int64)
         t = tl.load(t_ptr + picture * t_stride)
         row = coefficients_ptr + t * 6

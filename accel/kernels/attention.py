@@ -12,8 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-BACKENDS = dict(math=SDPBackend.MATH, efficient=SDPBackend.EFFICIENT_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
-                cudnn=SDPBackend.CUDNN_ATTENTION)
+BACKENDS = dict(
+    math=SDPBackend.MATH,
+    efficient=SDPBackend.EFFICIENT_ATTENTION,
+    flash=SDPBackend.FLASH_ATTENTION,
+    cudnn=SDPBackend.CUDNN_ATTENTION,
+)
 ROUTES = ("auto", *BACKENDS, "hopper")
 HALF = (torch.float16, torch.bfloat16)
 
@@ -37,6 +41,7 @@ def attention(qkv, num_heads, route="auto"):
         return _sdpa(qkv, num_heads)
     if route == "hopper":
         from accel.kernels.attention_hopper import attention_hopper
+
         return attention_hopper(qkv.contiguous(), num_heads)[0]
     with sdpa_kernel(BACKENDS[route]):
         return _sdpa(qkv, num_heads)
@@ -51,6 +56,7 @@ def attention_to(qkv, kv, num_heads, route="auto"):
         refuse(route, qkv.device, qkv.dtype, dim)
     if route == "hopper":
         from accel.kernels.attention_hopper import attention_hopper
+
         return attention_hopper(qkv, num_heads, kv=kv)[0]
     q, k, v = _heads(qkv, kv, num_heads)
     with sdpa_kernel(BACKENDS[route]) if route != "default" else nullcontext():
@@ -59,7 +65,7 @@ def attention_to(qkv, kv, num_heads, route="auto"):
 
 def _heads(qkv, kv, num_heads):
     """The queries of qkv (N, h, t, d) and the keys and values of kv, each (N, h, T, d), as views."""
-    q = qkv[..., :qkv.shape[-1] // 3].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    q = qkv[..., : qkv.shape[-1] // 3].unflatten(-1, (num_heads, -1)).transpose(1, 2)
     return q, *kv.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -73,6 +79,7 @@ def attention_lse(qkv, kv, num_heads, route="auto"):
         refuse(route, qkv.device, qkv.dtype, dim)
     if route == "hopper":
         from accel.kernels.attention_hopper import attention_hopper
+
         return attention_hopper(qkv, num_heads, kv=kv)
     q, k, v = _heads(qkv, kv, num_heads)
     if route == "default" or route == "flash" and not qkv.is_cuda:
@@ -85,7 +92,9 @@ def attention_lse(qkv, kv, num_heads, route="auto"):
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
     else:
         raise ValueError(f"attention: route {route!r} gives no log-sum-exp")
-    return out.transpose(1, 2).flatten(2), lse.reshape(len(q), num_heads, -1)[..., :q.shape[2]]  # some pad it, some keep a last 1
+    return out.transpose(1, 2).flatten(2), lse.reshape(len(q), num_heads, -1)[
+        ..., : q.shape[2]
+    ]  # some pad it, some keep a last 1
 
 
 def _sdpa(qkv, num_heads):
@@ -115,12 +124,22 @@ def refuse(route, device, dtype, dim, gradient=False):
     modern = capability >= (8, 0) and dtype in HALF
     runs, takes = {
         "math": (True, ""),
-        "efficient": (capability > (0, 0) and dtype in (torch.float32, torch.float16) or modern, "float32 or half precision on a GPU"),
+        "efficient": (
+            capability > (0, 0) and dtype in (torch.float32, torch.float16) or modern,
+            "float32 or half precision on a GPU",
+        ),
         "flash": (device.type == "cpu" or modern, "half precision on a GPU from sm_80 on, or a CPU"),
-        "cudnn": (modern and dim <= 128 and dim % 8 == 0, "half precision on a GPU from sm_80 on, head dim up to 128 in eights"),
-        "hopper": (modern and capability == (9, 0) and dim == 72 and not gradient, "half precision at head dim 72 on a GPU of capability 9.0, "
-                                                                                   "without a gradient"),
+        "cudnn": (
+            modern and dim <= 128 and dim % 8 == 0,
+            "half precision on a GPU from sm_80 on, head dim up to 128 in eights",
+        ),
+        "hopper": (
+            modern and capability == (9, 0) and dim == 72 and not gradient,
+            "half precision at head dim 72 on a GPU of capability 9.0, without a gradient",
+        ),
     }[route]
     if not runs:
-        raise ValueError(f"attention: route {route!r} takes {takes}, not {str(dtype).removeprefix('torch.')} at head dim {dim} on {device}"
-                         f"{' with a gradient' if gradient else ''}; take 'auto'")
+        raise ValueError(
+            f"attention: route {route!r} takes {takes}, not {str(dtype).removeprefix('torch.')} at head dim {dim} on {device}"
+            f"{' with a gradient' if gradient else ''}; take 'auto'"
+        )

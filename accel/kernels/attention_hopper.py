@@ -18,6 +18,7 @@ HEAD_DIM = 72
 
 class Config(NamedTuple):
     """Compile-time shape of the kernel; attention_hopper.cu says what each means."""
+
     warpgroups: int
     keys: int
     stages: int
@@ -36,14 +37,18 @@ class Config(NamedTuple):
 
 # Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json): blocks of 256 queries read keys and values half as often as blocks of 128, but leave warpgroups
 # idle, or multiprocessors, where there are few queries: one picture's on one of several GPUs.
-LONG, SHORT, SINGLE = Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True), Config(warpgroups=2, keys=64, stages=2, blocks=2), \
-    Config(warpgroups=1, keys=64, stages=3, blocks=2)
+LONG, SHORT, SINGLE = (
+    Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True),
+    Config(warpgroups=2, keys=64, stages=2, blocks=2),
+    Config(warpgroups=1, keys=64, stages=3, blocks=2),
+)
 SHORT_TOKENS = 256
 
 
 def choose(heads, queries, multiprocessors):
     """The configuration for so many heads (of all samples) with so many queries each: the largest blocks of which there are enough for every
     multiprocessor, nearly."""
+
     def enough(config):
         return heads * -(-queries // (64 * config.warpgroups)) >= 0.75 * multiprocessors
 
@@ -55,10 +60,22 @@ def choose(heads, queries, multiprocessors):
 def source(config, dtype):
     """The whole CUDA text for one configuration and dtype."""
     half = hopper.HALF[dtype]
-    constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, BLOCKS=config.blocks,
-                     PIPELINED=int(config.pipelined), **hopper.registers(config.warpgroups, blocks=config.blocks))
-    return hopper.text(SOURCE, constants, hopper.product("multiply_qk", config.keys, half, False, False, False),
-                       hopper.product("multiply_pv", HEAD_DIM, half, True, True, True), hopper.conversions(half))
+    constants = dict(
+        HEAD=HEAD_DIM,
+        KEYS=config.keys,
+        WARPGROUPS=config.warpgroups,
+        STAGES=config.stages,
+        BLOCKS=config.blocks,
+        PIPELINED=int(config.pipelined),
+        **hopper.registers(config.warpgroups, blocks=config.blocks),
+    )
+    return hopper.text(
+        SOURCE,
+        constants,
+        hopper.product("multiply_qk", config.keys, half, False, False, False),
+        hopper.product("multiply_pv", HEAD_DIM, half, True, True, True),
+        hopper.conversions(half),
+    )
 
 
 def compile_cubin(config, dtype):
@@ -79,8 +96,14 @@ BOX_ROWS = 32
 def packed_map(pointer, dtype, n, tokens, parts, columns, swizzle):
     """How the copy engine sees the packed tensor: (N, T, 3·H, d), of which one copy takes (1, 32, 1, columns)."""
     row = HEAD_DIM * 2
-    return hopper.tensor_map(pointer, dtype, (HEAD_DIM, parts, tokens, n), (row, parts * row, tokens * parts * row), (columns, 1, BOX_ROWS, 1),
-                             swizzle)
+    return hopper.tensor_map(
+        pointer,
+        dtype,
+        (HEAD_DIM, parts, tokens, n),
+        (row, parts * row, tokens * parts * row),
+        (columns, 1, BOX_ROWS, 1),
+        swizzle,
+    )
 
 
 def attention_hopper(qkv, num_heads, config=None, kv=None):
@@ -95,17 +118,34 @@ def attention_hopper(qkv, num_heads, config=None, kv=None):
     if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in (qkv, keys)):
         raise ValueError("attention: route 'hopper' takes contiguous tensors, aligned to 16 bytes")
     tokens = keys.shape[1]
-    config = config or choose(n * num_heads, queries, torch.cuda.get_device_properties(qkv.device).multi_processor_count)
+    config = config or choose(
+        n * num_heads, queries, torch.cuda.get_device_properties(qkv.device).multi_processor_count
+    )
     out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(n, num_heads, queries, device=qkv.device)
     if out.numel() == 0:
         return out, lse
     function, most = _kernel(config, qkv.dtype, qkv.device)
     items = n * num_heads * -(-queries // (64 * config.warpgroups))
-    maps = [packed_map(tensor.data_ptr(), qkv.dtype, n, tensor.shape[1], tensor.shape[2] // HEAD_DIM, columns, swizzle)
-            for tensor in (qkv, keys) for columns, swizzle in ((64, hopper.SWIZZLE_128), (16, hopper.SWIZZLE_32))]
+    maps = [
+        packed_map(tensor.data_ptr(), qkv.dtype, n, tensor.shape[1], tensor.shape[2] // HEAD_DIM, columns, swizzle)
+        for tensor in (qkv, keys)
+        for columns, swizzle in ((64, hopper.SWIZZLE_128), (16, hopper.SWIZZLE_32))
+    ]
     scale = 1 / (math.sqrt(HEAD_DIM) * math.log(2))  # of a score in powers of two
-    numbers = (queries, tokens, num_heads, num_heads if kv is None else 0, items)  # the fourth: at which of its parts the keys begin
-    hopper.launch(function, min(items, most), config.threads, config.shared_bytes, qkv.device,
-                  (*maps, out, lse, *map(ctypes.c_int, numbers), ctypes.c_float(scale)))
+    numbers = (
+        queries,
+        tokens,
+        num_heads,
+        num_heads if kv is None else 0,
+        items,
+    )  # the fourth: at which of its parts the keys begin
+    hopper.launch(
+        function,
+        min(items, most),
+        config.threads,
+        config.shared_bytes,
+        qkv.device,
+        (*maps, out, lse, *map(ctypes.c_int, numbers), ctypes.c_float(scale)),
+    )
     return out, lse

@@ -30,7 +30,7 @@ def patch_embed(x, weight, position, first=0, copies=1, route="auto"):
 
 
 def _torch(x, weight, position, first, copies, patch):
-    patches = F.pixel_unshuffle(x, patch).flatten(2).transpose(1, 2)[:, first:first + len(position)]  # (n, T, C·p·p)
+    patches = F.pixel_unshuffle(x, patch).flatten(2).transpose(1, 2)[:, first : first + len(position)]  # (n, T, C·p·p)
     tokens = F.linear(patches, weight)
     return (tokens.expand(copies, *tokens.shape) + position).flatten(0, 1)
 
@@ -45,16 +45,45 @@ def _triton(x, weight, position, first, copies, patch):
     out = torch.empty(copies * n, tokens, columns, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _patch_embed[(triton.cdiv(columns, COLUMNS), triton.cdiv(tokens, TOKENS), n)](
-            x, weight, position, out, n, first, tokens, CHANNELS=channels, HEIGHT=height, WIDTH=width, PATCH=patch, D=columns, COPIES=copies, TOKENS=TOKENS,
-            COLUMNS=COLUMNS)
+            x,
+            weight,
+            position,
+            out,
+            n,
+            first,
+            tokens,
+            CHANNELS=channels,
+            HEIGHT=height,
+            WIDTH=width,
+            PATCH=patch,
+            D=columns,
+            COPIES=copies,
+            TOKENS=TOKENS,
+            COLUMNS=COLUMNS,
+        )
     return out
 
 
 if triton:
 
     @triton.jit(do_not_specialize=["n", "first"])
-    def _patch_embed(x_ptr, weight_ptr, position_ptr, out_ptr, n, first, tokens, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-                     PATCH: tl.constexpr, D: tl.constexpr, COPIES: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
+    def _patch_embed(
+        x_ptr,
+        weight_ptr,
+        position_ptr,
+        out_ptr,
+        n,
+        first,
+        tokens,
+        CHANNELS: tl.constexpr,
+        HEIGHT: tl.constexpr,
+        WIDTH: tl.constexpr,
+        PATCH: tl.constexpr,
+        D: tl.constexpr,
+        COPIES: tl.constexpr,
+        TOKENS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
         SIDE: tl.constexpr = WIDTH // PATCH
         DEPTH: tl.constexpr = CHANNELS * PATCH * PATCH
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -67,7 +96,11 @@ if triton:
         token += first
         corner = picture * (CHANNELS * HEIGHT * WIDTH) + token // SIDE * PATCH * WIDTH + token % SIDE * PATCH
         for k in range(DEPTH):  # products of tensor cores would be TF32 or float16
-            pixel = tl.load(x_ptr + corner + k // (PATCH * PATCH) * (HEIGHT * WIDTH) + k // PATCH % PATCH * WIDTH + k % PATCH, in_token, 0.0)
+            pixel = tl.load(
+                x_ptr + corner + k // (PATCH * PATCH) * (HEIGHT * WIDTH) + k // PATCH % PATCH * WIDTH + k % PATCH,
+                in_token,
+                0.0,
+            )
             total += pixel[:, None] * tl.load(weight_ptr + column * DEPTH + k, in_column, 0.0)[None, :]
         for copy in tl.static_range(COPIES):
             tl.store(out_ptr + (copy * n + picture) * tokens * D + place, total, inside)

@@ -24,6 +24,7 @@ PROGRAMS = 1024  # of a pass that takes statistics, about: enough for the larges
 
 class Sum(NamedTuple):
     """What `add` gives and `group_norm` takes."""
+
     value: torch.Tensor  # (1, C, H, W)
     bias: torch.Tensor | None  # (C,) float32, not yet in `value`
     partial: torch.Tensor | None  # (2, parts, C) float32: each stretch's mean, and sum of squares about it
@@ -41,7 +42,9 @@ def add(x, bias, branch=None, dtype=None, statistics=True, route="auto"):
 
 def group_norm(total, weight, bias, groups, silu=True, dtype=torch.float16, route="auto"):
     """GroupNorm with ε = 1e-6 over a Sum, then SiLU if asked for → (1, C, H, W) in `dtype`, channels innermost. weight, bias (C,) float32."""
-    return {"triton": _norm_triton, "torch": _norm_torch}[_choose(route, total.value)](total, weight, bias, groups, silu, dtype)
+    return {"triton": _norm_triton, "torch": _norm_torch}[_choose(route, total.value)](
+        total, weight, bias, groups, silu, dtype
+    )
 
 
 def _choose(route, x):
@@ -84,8 +87,22 @@ def _add_triton(x, bias, branch, dtype, statistics):
     partial = torch.empty(2, parts, channels, device=x.device) if statistics else None
     with torch.cuda.device_of(x):
         _add[(parts, triton.cdiv(channels, CHANNELS))](
-            x, x if branch is None else branch, bias, out, bias if partial is None else partial, height * width, channels, turns, parts * channels,
-            BRANCH=branch is not None, WRITE=dtype is not None, STATISTICS=statistics, PLACES=PLACES, CHANNELS=CHANNELS, num_warps=WARPS)
+            x,
+            x if branch is None else branch,
+            bias,
+            out,
+            bias if partial is None else partial,
+            height * width,
+            channels,
+            turns,
+            parts * channels,
+            BRANCH=branch is not None,
+            WRITE=dtype is not None,
+            STATISTICS=statistics,
+            PLACES=PLACES,
+            CHANNELS=CHANNELS,
+            num_warps=WARPS,
+        )
     return Sum(out, bias if dtype is None else None, partial)
 
 
@@ -97,10 +114,25 @@ def _norm_triton(total, weight, bias, groups, silu, dtype):
     out, affine = torch.empty_like(x, dtype=dtype), torch.empty(2, channels, device=x.device)
     in_group = max(16, triton.next_power_of_2(channels // groups))  # one compiled kernel for all that decoders have
     with torch.cuda.device_of(x):
-        _join[(groups,)](partial, weight if pending is None else pending, weight, affine, height * width, channels, parts, turns * PLACES,
-                         channels // groups, float(pending is not None), IN_GROUP=in_group, ROWS=max(1, 2048 // in_group), EPS=EPS, num_warps=4)
+        _join[(groups,)](
+            partial,
+            weight if pending is None else pending,
+            weight,
+            affine,
+            height * width,
+            channels,
+            parts,
+            turns * PLACES,
+            channels // groups,
+            float(pending is not None),
+            IN_GROUP=in_group,
+            ROWS=max(1, 2048 // in_group),
+            EPS=EPS,
+            num_warps=4,
+        )
         _normalise[(triton.cdiv(height * width, PLACES), triton.cdiv(channels, CHANNELS))](
-            x, affine, bias, out, height * width, channels, int(silu), PLACES=PLACES, CHANNELS=CHANNELS, num_warps=WARPS)
+            x, affine, bias, out, height * width, channels, int(silu), PLACES=PLACES, CHANNELS=CHANNELS, num_warps=WARPS
+        )
     return out
 
 
@@ -109,20 +141,69 @@ def compile_ahead(device):
     sampling. Nothing is loaded to the GPU, which would wait there for the steps that are queued."""
     half, wide, tile = torch.float16, torch.float32, dict(PLACES=PLACES, CHANNELS=CHANNELS, num_warps=WARPS, grid=(1,))
     with torch.cuda.device(device):
-        kernels = [_add.warmup(x, branch or x, wide, out or x, wide, 1024, 128, 1, 1024, BRANCH=branch is not None, WRITE=out is not None,
-                               STATISTICS=out != half, **tile)
-                   for x, branch, out in ((half, None, None), (wide, half, wide), (half, half, wide), (wide, half, half))]
-        kernels.append(_join.warmup(wide, wide, wide, wide, 1024, 128, 1, 1024, 4, 1.0, IN_GROUP=16, ROWS=128, EPS=EPS, num_warps=4, grid=(1,)))
+        kernels = [
+            _add.warmup(
+                x,
+                branch or x,
+                wide,
+                out or x,
+                wide,
+                1024,
+                128,
+                1,
+                1024,
+                BRANCH=branch is not None,
+                WRITE=out is not None,
+                STATISTICS=out != half,
+                **tile,
+            )
+            for x, branch, out in ((half, None, None), (wide, half, wide), (half, half, wide), (wide, half, half))
+        ]
+        kernels.append(
+            _join.warmup(
+                wide,
+                wide,
+                wide,
+                wide,
+                1024,
+                128,
+                1,
+                1024,
+                4,
+                1.0,
+                IN_GROUP=16,
+                ROWS=128,
+                EPS=EPS,
+                num_warps=4,
+                grid=(1,),
+            )
+        )
         kernels += [_normalise.warmup(x, wide, wide, half, 1024, 128, 1, **tile) for x in (half, wide)]
         for kernel in kernels:
-            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # the host's part, which a C compiler makes
+            triton.runtime.driver.active.launcher_cls(
+                kernel.src, kernel.metadata
+            )  # the host's part, which a C compiler makes
 
 
 if triton:
 
     @triton.jit(do_not_specialize=["places", "turns", "partial_stride"])
-    def _add(x_ptr, branch_ptr, bias_ptr, out_ptr, partial_ptr, places, channels, turns, partial_stride, BRANCH: tl.constexpr, WRITE: tl.constexpr,
-             STATISTICS: tl.constexpr, PLACES: tl.constexpr, CHANNELS: tl.constexpr):
+    def _add(
+        x_ptr,
+        branch_ptr,
+        bias_ptr,
+        out_ptr,
+        partial_ptr,
+        places,
+        channels,
+        turns,
+        partial_stride,
+        BRANCH: tl.constexpr,
+        WRITE: tl.constexpr,
+        STATISTICS: tl.constexpr,
+        PLACES: tl.constexpr,
+        CHANNELS: tl.constexpr,
+    ):
         part = tl.program_id(0)
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         row = tl.arange(0, PLACES)
@@ -149,15 +230,32 @@ if triton:
         if STATISTICS:
             first = part * turns * PLACES
             count = tl.minimum(places - first, turns * PLACES)
-            mine = tl.maximum((count - row + PLACES - 1) // PLACES, 0).to(tl.float32)[:, None]  # places that a lane has seen
+            mine = tl.maximum((count - row + PLACES - 1) // PLACES, 0).to(tl.float32)[
+                :, None
+            ]  # places that a lane has seen
             whole = tl.sum(mine * mean, 0) / count
             away = mean - whole[None, :]
             tl.store(partial_ptr + part * channels + channel, whole, inside)
-            tl.store(partial_ptr + partial_stride + part * channels + channel, tl.sum(square + mine * away * away, 0), inside)
+            tl.store(
+                partial_ptr + partial_stride + part * channels + channel, tl.sum(square + mine * away * away, 0), inside
+            )
 
     @triton.jit(do_not_specialize=["places", "channels", "parts", "stretch", "in_group", "is_pending"])
-    def _join(partial_ptr, pending_ptr, weight_ptr, affine_ptr, places, channels, parts, stretch, in_group, is_pending, IN_GROUP: tl.constexpr,
-              ROWS: tl.constexpr, EPS: tl.constexpr):
+    def _join(
+        partial_ptr,
+        pending_ptr,
+        weight_ptr,
+        affine_ptr,
+        places,
+        channels,
+        parts,
+        stretch,
+        in_group,
+        is_pending,
+        IN_GROUP: tl.constexpr,
+        ROWS: tl.constexpr,
+        EPS: tl.constexpr,
+    ):
         """One group: its mean, less the bias that its channels still wait for, and weight over deviation, by channel."""
         lane = tl.arange(0, IN_GROUP)
         inside = lane < in_group
@@ -180,14 +278,18 @@ if triton:
             count = tl.maximum(tl.minimum(places - part * stretch, stretch), 0).to(tl.float32)[:, None]
             offset = part[:, None] * channels + channel[None, :]
             away = tl.load(partial_ptr + offset, here, 0.0) - mean
-            total += tl.where(here, tl.load(partial_ptr + parts * channels + offset, here, 0.0) + count * away * away, 0.0)
+            total += tl.where(
+                here, tl.load(partial_ptr + parts * channels + offset, here, 0.0) + count * away * away, 0.0
+            )
             first += ROWS
         scale = tl.rsqrt(tl.sum(total) / size + EPS)
         tl.store(affine_ptr + channel, mean - is_pending * tl.load(pending_ptr + channel, inside, 0.0), inside)
         tl.store(affine_ptr + channels + channel, scale * tl.load(weight_ptr + channel, inside, 0.0), inside)
 
     @triton.jit(do_not_specialize=["places", "silu"])
-    def _normalise(x_ptr, affine_ptr, bias_ptr, out_ptr, places, channels, silu, PLACES: tl.constexpr, CHANNELS: tl.constexpr):
+    def _normalise(
+        x_ptr, affine_ptr, bias_ptr, out_ptr, places, channels, silu, PLACES: tl.constexpr, CHANNELS: tl.constexpr
+    ):
         place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         inside = channel < channels

@@ -22,7 +22,9 @@ def product(name, columns, half, a_in_registers, accumulate, b_along_columns):
     """A device function around one warpgroup product, 64 × columns × 16; inline assembly must spell out every register.
     `accumulate`: always, or by a last argument; `b_along_columns`: B lies in memory column beside column."""
     count = columns // 2
-    inputs = ["unsigned a0", "unsigned a1", "unsigned a2", "unsigned a3"] if a_in_registers else ["unsigned long long a"]
+    inputs = (
+        ["unsigned a0", "unsigned a1", "unsigned a2", "unsigned a3"] if a_in_registers else ["unsigned long long a"]
+    )
     inputs += ["unsigned long long b"] + ([] if accumulate else ["int accumulate"])
     number = iter(range(count, count + 6))
     a = "{" + ", ".join(f"%{next(number)}" for _ in range(4)) + "}" if a_in_registers else f"%{next(number)}"
@@ -62,8 +64,12 @@ def registers(warpgroups, copying=None, blocks=1):
 
 def text(file, constants, *functions):
     """The whole CUDA text: constants, functions made for them, what all kernels share, and the kernel's own file."""
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + "".join(functions) + \
-        Path(__file__).with_suffix(".cuh").read_text() + file.read_text()
+    return (
+        "".join(f"#define {name} {value}\n" for name, value in constants.items())
+        + "".join(functions)
+        + Path(__file__).with_suffix(".cuh").read_text()
+        + file.read_text()
+    )
 
 
 def compile_cubin(text, name):
@@ -102,7 +108,9 @@ def _nvrtc():
         folder = Path(torch.__file__).parents[1] / "nvidia"
         found = sorted(folder.glob(f"*/lib/libnvrtc.so.{major}"))
         if not found:
-            raise RuntimeError(f"no libnvrtc.so.{major} for the routes 'hopper'; pip install nvidia-cuda-nvrtc, or name other routes")
+            raise RuntimeError(
+                f"no libnvrtc.so.{major} for the routes 'hopper'; pip install nvidia-cuda-nvrtc, or name other routes"
+            ) from None
         return ctypes.CDLL(str(found[0]))
 
 
@@ -139,14 +147,18 @@ def _driver():
 def load(text, name, entry, shared_bytes, device):
     """The kernel `entry` of a text, on a device. Not while a graph is being captured."""
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{name}: the kernel was first met inside a CUDA graph; run the step once before capturing it")
+        raise RuntimeError(
+            f"{name}: the kernel was first met inside a CUDA graph; run the step once before capturing it"
+        )
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the device's context
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         call("cuModuleLoadData", ctypes.byref(module), _cubin(text, name))
         call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
         call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        call("cuFuncSetAttribute", function, _PREFERRED_SHARED_MEMORY_CARVEOUT, 100)  # all alike: one can be set up beside another
+        call(
+            "cuFuncSetAttribute", function, _PREFERRED_SHARED_MEMORY_CARVEOUT, 100
+        )  # all alike: one can be set up beside another
     return function
 
 
@@ -155,9 +167,21 @@ def tensor_map(pointer, dtype, sizes, strides, box, swizzle):
     room = ctypes.create_string_buffer(192)
     address = (ctypes.addressof(room) + 63) // 64 * 64  # the driver asks for this alignment
     rank = len(sizes)
-    call("cuTensorMapEncodeTiled", ctypes.c_void_p(address), _ENCODED[dtype], rank, ctypes.c_void_p(pointer), (ctypes.c_uint64 * rank)(*sizes),
-         (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle,
-         _L2_PROMOTION_128, 0)
+    call(
+        "cuTensorMapEncodeTiled",
+        ctypes.c_void_p(address),
+        _ENCODED[dtype],
+        rank,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,
+        swizzle,
+        _L2_PROMOTION_128,
+        0,
+    )
     return (ctypes.c_char * 128).from_buffer_copy(ctypes.string_at(address, 128))
 
 
@@ -166,8 +190,14 @@ class _Attribute(ctypes.Structure):  # CUlaunchAttribute of cuda.h
 
 
 class _Launch(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
-                ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint)]
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_…
@@ -175,10 +205,12 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRI
 
 def _configuration(blocks, threads, shared_bytes, stream, cluster, overlap):
     attributes = (_Attribute * 2)()
-    chosen = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] * (cluster > 1) + [(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] * overlap
+    chosen = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] * (cluster > 1) + [
+        (_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
+    ] * overlap
     for attribute, (kind, value) in zip(attributes, chosen):
         attribute.kind = kind
-        attribute.value[:len(value)] = value
+        attribute.value[: len(value)] = value
     return _Launch((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, len(chosen))
 
 
@@ -187,16 +219,31 @@ def clusters(function, cluster, threads, shared_bytes, device):
     count = ctypes.c_int(torch.cuda.get_device_properties(device).multi_processor_count)
     if cluster > 1:
         with torch.cuda.device(device):
-            call("cuOccupancyMaxActiveClusters", ctypes.byref(count), function,
-                 ctypes.byref(_configuration(cluster, threads, shared_bytes, None, cluster, False)))
+            call(
+                "cuOccupancyMaxActiveClusters",
+                ctypes.byref(count),
+                function,
+                ctypes.byref(_configuration(cluster, threads, shared_bytes, None, cluster, False)),
+            )
     return count.value
 
 
 def launch(function, blocks, threads, shared_bytes, device, values, cluster=1, overlap=False):
     """Launch on the device's current stream; values: the kernel's arguments as ctypes objects, a tensor for its pointer, None for no pointer.
     `cluster`: how many blocks make one; `overlap`: programmatic dependent launch, for a kernel that awaits what it depends on itself."""
-    values = [ctypes.c_void_p(None if value is None else value.data_ptr()) if value is None or torch.is_tensor(value) else value for value in values]
+    values = [
+        ctypes.c_void_p(None if value is None else value.data_ptr())
+        if value is None or torch.is_tensor(value)
+        else value
+        for value in values
+    ]
     arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
-        call("cuLaunchKernelEx", ctypes.byref(_configuration(blocks, threads, shared_bytes, stream, cluster, overlap)), function, arguments, None)
+        call(
+            "cuLaunchKernelEx",
+            ctypes.byref(_configuration(blocks, threads, shared_bytes, stream, cluster, overlap)),
+            function,
+            arguments,
+            None,
+        )

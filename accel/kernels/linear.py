@@ -63,6 +63,7 @@ _SUGGESTIONS = 16  # asked for; the library gives about 8
 
 class Algorithm(NamedTuple):
     """One of cuBLASLt's algorithms, fully configured: the library's opaque 64 bytes, and the workspace it needs."""
+
     words: tuple
     workspace: int
 
@@ -70,18 +71,30 @@ class Algorithm(NamedTuple):
 # Winners after seconds of load, when an H200 at 700 W runs at three quarters of its clock and the least energy wins: GPU → (M, N, K, GELU) →
 # a tile of our own kernel, or (tile, stages, custom option, cluster shape) as cuBLASLt numbers them. In XL/2 at 512 px these are
 # 16, 4, 2, 1 and half a row. Measured in log/products-h200.json and log/products-few-rows-h200.json.
-KNOWN = {"NVIDIA H200": {
-    (16384, 3456, 1152, False): (20, 35, 1, 3), (16384, 1152, 1152, False): (28, 35, 0, 3),
-    (16384, 4608, 1152, True): (20, 35, 1, 3), (16384, 1152, 4608, False): (209, 35, 4, 3),
-    (4096, 3456, 1152, False): (20, 35, 1, 3), (4096, 1152, 1152, False): Tile(256, 144, 4, cluster=2),
-    (4096, 4608, 1152, True): (20, 35, 1, 3), (4096, 1152, 4608, False): Tile(256, 144, 4, cluster=2),
-    (2048, 3456, 1152, False): Tile(128, 216, 3), (2048, 1152, 1152, False): Tile(128, 144, 6, cluster=2),
-    (2048, 4608, 1152, True): Tile(256, 144, 3, cluster=2), (2048, 1152, 4608, False): Tile(128, 144, 6, cluster=2),
-    (1024, 3456, 1152, False): Tile(256, 112, 4, cluster=2), (1024, 1152, 1152, False): Tile(128, 72, 8, cluster=2),
-    (1024, 4608, 1152, True): Tile(256, 144, 4, cluster=2), (1024, 1152, 4608, False): Tile(128, 72, 8, cluster=2),
-    (512, 3456, 1152, False): Tile(128, 112, 7, cluster=2), (512, 1152, 1152, False): Tile(64, 72, 8, cluster=2, warpgroups=1),
-    (512, 4608, 1152, True): Tile(128, 144, 6, cluster=2), (512, 1152, 4608, False): Tile(64, 72, 8, cluster=2, warpgroups=1),
-}}
+KNOWN = {
+    "NVIDIA H200": {
+        (16384, 3456, 1152, False): (20, 35, 1, 3),
+        (16384, 1152, 1152, False): (28, 35, 0, 3),
+        (16384, 4608, 1152, True): (20, 35, 1, 3),
+        (16384, 1152, 4608, False): (209, 35, 4, 3),
+        (4096, 3456, 1152, False): (20, 35, 1, 3),
+        (4096, 1152, 1152, False): Tile(256, 144, 4, cluster=2),
+        (4096, 4608, 1152, True): (20, 35, 1, 3),
+        (4096, 1152, 4608, False): Tile(256, 144, 4, cluster=2),
+        (2048, 3456, 1152, False): Tile(128, 216, 3),
+        (2048, 1152, 1152, False): Tile(128, 144, 6, cluster=2),
+        (2048, 4608, 1152, True): Tile(256, 144, 3, cluster=2),
+        (2048, 1152, 4608, False): Tile(128, 144, 6, cluster=2),
+        (1024, 3456, 1152, False): Tile(256, 112, 4, cluster=2),
+        (1024, 1152, 1152, False): Tile(128, 72, 8, cluster=2),
+        (1024, 4608, 1152, True): Tile(256, 144, 4, cluster=2),
+        (1024, 1152, 4608, False): Tile(128, 72, 8, cluster=2),
+        (512, 3456, 1152, False): Tile(128, 112, 7, cluster=2),
+        (512, 1152, 1152, False): Tile(64, 72, 8, cluster=2, warpgroups=1),
+        (512, 4608, 1152, True): Tile(128, 144, 6, cluster=2),
+        (512, 1152, 4608, False): Tile(64, 72, 8, cluster=2, warpgroups=1),
+    }
+}
 
 
 def _configuration(algorithm):
@@ -89,21 +102,36 @@ def _configuration(algorithm):
     words, value, size = (ctypes.c_uint64 * 8)(*algorithm.words), [], ctypes.c_size_t()
     for attribute, kind in ((1, ctypes.c_uint32), (6, ctypes.c_uint32), (5, ctypes.c_uint32), (8, ctypes.c_uint16)):
         value.append(kind())
-        _call("cublasLtMatmulAlgoConfigGetAttribute", words, attribute, ctypes.byref(value[-1]), ctypes.c_size_t(ctypes.sizeof(kind)),
-              ctypes.byref(size))
+        _call(
+            "cublasLtMatmulAlgoConfigGetAttribute",
+            words,
+            attribute,
+            ctypes.byref(value[-1]),
+            ctypes.c_size_t(ctypes.sizeof(kind)),
+            ctypes.byref(size),
+        )
     return tuple(one.value for one in value)
 
 
 class _Heuristic(ctypes.Structure):
-    _fields_ = [("words", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("status", ctypes.c_int),
-                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+    _fields_ = [
+        ("words", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
 
 
 @lru_cache(None)
 def _library():
     """The cuBLASLt that torch has mapped into this process: any other copy could be another version."""
     maps = Path("/proc/self/maps")
-    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line} if maps.exists() else ()
+    paths = (
+        {line.split()[-1] for line in maps.read_text().splitlines() if "libcublasLt.so" in line}
+        if maps.exists()
+        else ()
+    )
     if not paths:
         raise RuntimeError("linear: no cuBLASLt in this process for route 'tuned'; take 'epilogue'")
     library = ctypes.CDLL(min(paths))
@@ -127,8 +155,14 @@ def _handle(device):
 
 def _matrix(dtype, rows, columns):
     layout = ctypes.c_void_p()
-    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _CUDA_TYPE[dtype], ctypes.c_uint64(rows), ctypes.c_uint64(columns),
-          ctypes.c_int64(rows))
+    _call(
+        "cublasLtMatrixLayoutCreate",
+        ctypes.byref(layout),
+        _CUDA_TYPE[dtype],
+        ctypes.c_uint64(rows),
+        ctypes.c_uint64(columns),
+        ctypes.c_int64(rows),
+    )
     return layout
 
 
@@ -141,7 +175,12 @@ class Product:
 
     def __init__(self, m, n, k, dtype, gelu, device, route="tuned"):
         self.shape, self.dtype, self.gelu, self.device, self.route = (m, n, k), dtype, gelu, device, route
-        self.operands = _matrix(dtype, k, n), _matrix(dtype, k, m), _matrix(dtype, n, m), _matrix(dtype, n, m)  # Wᵀ, xᵀ, C, yᵀ
+        self.operands = (
+            _matrix(dtype, k, n),
+            _matrix(dtype, k, m),
+            _matrix(dtype, n, m),
+            _matrix(dtype, n, m),
+        )  # Wᵀ, xᵀ, C, yᵀ
         self.description = ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, _CUDA_R_32F)
         self._set(_DESC_TRANSA, ctypes.c_int32(_TRANSPOSED))
@@ -149,20 +188,42 @@ class Product:
         self._set(_DESC_BIAS_TYPE, ctypes.c_int32(_CUDA_TYPE[dtype]))
 
     def _set(self, attribute, value):
-        _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+        _call(
+            "cublasLtMatmulDescSetAttribute",
+            self.description,
+            attribute,
+            ctypes.byref(value),
+            ctypes.c_size_t(ctypes.sizeof(value)),
+        )
 
     def suggestions(self):
         """Algorithms that the library proposes, best by its own estimate first."""
         preference, found, count = ctypes.c_void_p(), (_Heuristic * _SUGGESTIONS)(), ctypes.c_int()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         # Partial sums of a split K stay float32 and are added in a fixed order: the same bits on every run.
-        for attribute, value in ((_PREFERENCE_WORKSPACE, ctypes.c_size_t(_WORKSPACE_BYTES)),
-                                 (_PREFERENCE_REDUCTION, ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE))):
-            _call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
-        _call("cublasLtMatmulAlgoGetHeuristic", _handle(self.device), self.description, *self.operands, preference, _SUGGESTIONS, found,
-              ctypes.byref(count))
+        for attribute, value in (
+            (_PREFERENCE_WORKSPACE, ctypes.c_size_t(_WORKSPACE_BYTES)),
+            (_PREFERENCE_REDUCTION, ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE)),
+        ):
+            _call(
+                "cublasLtMatmulPreferenceSetAttribute",
+                preference,
+                attribute,
+                ctypes.byref(value),
+                ctypes.c_size_t(ctypes.sizeof(value)),
+            )
+        _call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            _handle(self.device),
+            self.description,
+            *self.operands,
+            preference,
+            _SUGGESTIONS,
+            found,
+            ctypes.byref(count),
+        )
         _call("cublasLtMatmulPreferenceDestroy", preference)
-        return [Algorithm(tuple(one.words), one.workspace) for one in found[:count.value] if one.status == 0]
+        return [Algorithm(tuple(one.words), one.workspace) for one in found[: count.value] if one.status == 0]
 
     def candidates(self):
         """What the route may take: the library's suggestions, then those for neighbouring shapes that run here too (they bring other tiles, and
@@ -177,11 +238,19 @@ class Product:
     def _of_the_library(self):
         m, n, k = self.shape
         found = self.suggestions()
-        for shape in ((m, k, n), *((max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n)))):
+        for shape in (
+            (m, k, n),
+            *((max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n))),
+        ):
             for algorithm in Product(*shape, self.dtype, self.gelu, self.device).suggestions():
                 result = _Heuristic()
-                if not _library().cublasLtMatmulAlgoCheck(_handle(self.device), self.description, *self.operands,
-                                                         (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.byref(result)):
+                if not _library().cublasLtMatmulAlgoCheck(
+                    _handle(self.device),
+                    self.description,
+                    *self.operands,
+                    (ctypes.c_uint64 * 8)(*algorithm.words),
+                    ctypes.byref(result),
+                ):
                     found.append(Algorithm(algorithm.words, result.workspace))
         return [algorithm for algorithm in dict.fromkeys(found) if algorithm.workspace <= _WORKSPACE_BYTES]
 
@@ -194,24 +263,51 @@ class Product:
         if _counters and 0 < algorithm.workspace <= COUNTER_BYTES:
             workspace = _counters.pop()
         else:
-            workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)  # the stream's own
+            workspace = torch.empty(
+                max(1, algorithm.workspace), dtype=torch.uint8, device=self.device
+            )  # the stream's own
         self._set(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
         wt, xt, ct, yt = self.operands
-        _call("cublasLtMatmul", _handle(self.device), self.description, ctypes.byref(one), a, wt, b, xt, ctypes.byref(zero), c, ct, d, yt,
-              (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(algorithm.workspace),
-              ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream))
+        _call(
+            "cublasLtMatmul",
+            _handle(self.device),
+            self.description,
+            ctypes.byref(one),
+            a,
+            wt,
+            b,
+            xt,
+            ctypes.byref(zero),
+            c,
+            ct,
+            d,
+            yt,
+            (ctypes.c_uint64 * 8)(*algorithm.words),
+            ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.c_size_t(algorithm.workspace),
+            ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream),
+        )
 
     def fastest(self):
         """The candidate with the least time on random operands. Another than the library's first must win by 3 %: timings jitter, and a short
         burst says little about a GPU at its power limit."""
         m, n, k = self.shape
-        generator = torch.Generator(self.device).manual_seed(0)  # its own: a run's random stream must not notice a measurement
-        x, weight, bias = (torch.randn(shape, generator=generator, device=self.device).to(self.dtype) for shape in ((m, k), (n, k), (n,)))
+        generator = torch.Generator(self.device).manual_seed(
+            0
+        )  # its own: a run's random stream must not notice a measurement
+        x, weight, bias = (
+            torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
+            for shape in ((m, k), (n, k), (n,))
+        )
         out = torch.empty(m, n, dtype=self.dtype, device=self.device)
         candidates = self.candidates()
         with ThreadPoolExecutor() as pool:  # compilers' seconds side by side
-            list(pool.map(lambda tile: linear_hopper.kernel_for(tile, m, n, self.dtype, self.gelu, self.device),
-                          (one for one in candidates if isinstance(one, Tile))))
+            list(
+                pool.map(
+                    lambda tile: linear_hopper.kernel_for(tile, m, n, self.dtype, self.gelu, self.device),
+                    (one for one in candidates if isinstance(one, Tile)),
+                )
+            )
         graphs = []
         for algorithm in candidates:
             self.run(x, weight, bias, out, algorithm)  # loads the kernel
@@ -238,8 +334,11 @@ class Product:
         wanted = KNOWN.get(torch.cuda.get_device_name(self.device), {}).get((*self.shape, self.gelu))
         if wanted is None or self.route == ("cublaslt" if isinstance(wanted, Tile) else "hopper"):
             return None
-        return wanted if isinstance(wanted, Tile) else \
-            next((algorithm for algorithm in self._of_the_library() if _configuration(algorithm) == wanted), None)
+        return (
+            wanted
+            if isinstance(wanted, Tile)
+            else next((algorithm for algorithm in self._of_the_library() if _configuration(algorithm) == wanted), None)
+        )
 
 
 COUNTER_BYTES = 256
@@ -285,7 +384,9 @@ def _choose(*key):
     algorithm = product.known()
     if not algorithm:
         m, n, k, dtype, gelu, device, route = key
-        name = f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}{' gelu' * gelu}{'' if route == 'tuned' else f' {route}'}"
+        name = (
+            f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}{' gelu' * gelu}{'' if route == 'tuned' else f' {route}'}"
+        )
         files = _measurements(device)
         algorithm = next((known[name] for known in map(_read, files) if name in known), None)
         if not algorithm:
@@ -311,7 +412,9 @@ def compile_ahead(m, n, k, gelu, dtype, device):
     """Load our own kernel for a product for which it is known to win on this GPU, compiled if it is not on disk yet."""
     tile = KNOWN.get(torch.cuda.get_device_name(device), {}).get((m, n, k, gelu))
     if isinstance(tile, Tile):
-        linear_hopper.kernel_for(tile, m, n, dtype, gelu, torch.empty(0, device=device).device)  # with its number, as tensors name it
+        linear_hopper.kernel_for(
+            tile, m, n, dtype, gelu, torch.empty(0, device=device).device
+        )  # with its number, as tensors name it
 
 
 def choice(m, n, k, gelu, dtype, device):
@@ -339,7 +442,11 @@ def keep_measurements(folder):
 def _measurements(device):
     """The files that hold what was measured for a GPU and the versions of the library and of our kernel, the first to go by first: an algorithm's bytes
     mean nothing to another version, and its time nothing beside another's."""
-    folders = [folder for folder in (_kept_in, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit") if folder]
+    folders = [
+        folder
+        for folder in (_kept_in, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit")
+        if folder
+    ]
     gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
     name = f"products-{gpu}-cublaslt-{_library().cublasLtGetVersion()}-own-{linear_hopper.version()}.json"
     return [folder / name for folder in folders]

@@ -16,6 +16,7 @@ SHARED_BYTES = 232448  # of a multiprocessor, for one block
 
 class Tile(NamedTuple):
     """Compile-time shape of linear_hopper.cu, which says what each means."""
+
     rows: int
     columns: int
     stages: int
@@ -43,10 +44,21 @@ class Tile(NamedTuple):
 
 def source(tile, dtype, gelu, alone):
     """The whole CUDA text of a variant; `alone`: a block takes one tile."""
-    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, WARPGROUPS=tile.warpgroups, CLUSTER=tile.cluster, CHUNK=tile.chunk,
-                     ALONE=int(alone), GELU=int(gelu), **hopper.registers(tile.warpgroups, 40))
+    constants = dict(
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        STAGES=tile.stages,
+        WARPGROUPS=tile.warpgroups,
+        CLUSTER=tile.cluster,
+        CHUNK=tile.chunk,
+        ALONE=int(alone),
+        GELU=int(gelu),
+        **hopper.registers(tile.warpgroups, 40),
+    )
     half = hopper.HALF[dtype]
-    return hopper.text(SOURCE, constants, hopper.product("multiply", tile.columns, half, False, False, False), hopper.conversions(half))
+    return hopper.text(
+        SOURCE, constants, hopper.product("multiply", tile.columns, half, False, False, False), hopper.conversions(half)
+    )
 
 
 @lru_cache(None)
@@ -60,7 +72,10 @@ def _kernel(tile, dtype, gelu, alone, device):
 def kernel_for(tile, m, n, dtype, gelu, device):
     """The kernel of a product, loaded, and compiled if it is not on disk yet, the clusters to launch, and whether each block takes one tile."""
     count = tile.clusters(m, n)
-    alone = tile.shared_bytes(False) > SHARED_BYTES or count * tile.cluster <= torch.cuda.get_device_properties(device).multi_processor_count
+    alone = (
+        tile.shared_bytes(False) > SHARED_BYTES
+        or count * tile.cluster <= torch.cuda.get_device_properties(device).multi_processor_count
+    )
     function, most = _kernel(tile, dtype, gelu, alone, device)
     return function, count if alone else min(count, most), alone
 
@@ -85,11 +100,24 @@ def linear_hopper(x, weight, bias, out, gelu, tile, overlap=True):
         return
     function, clusters, alone = kernel_for(tile, m, n, x.dtype, gelu, x.device)
     eights, chunk = tile.columns // 8, tile.chunk
-    maps = [_map(x.data_ptr(), x.dtype, m, k, tile.rows, 64, hopper.SWIZZLE_128),
-            *(_map(weight.data_ptr(), x.dtype, n, k, 8 * share, 64, hopper.SWIZZLE_128) for share in (-(-eights // tile.cluster), eights // tile.cluster)),
-            _map(out.data_ptr(), x.dtype, m, n, 16, chunk, hopper.SWIZZLE_128 if chunk == 64 else 0)]
-    hopper.launch(function, clusters * tile.cluster, tile.threads, tile.shared_bytes(alone), x.device,
-                  (*maps, bias, *map(ctypes.c_int, (m, n, k))), tile.cluster, overlap)
+    maps = [
+        _map(x.data_ptr(), x.dtype, m, k, tile.rows, 64, hopper.SWIZZLE_128),
+        *(
+            _map(weight.data_ptr(), x.dtype, n, k, 8 * share, 64, hopper.SWIZZLE_128)
+            for share in (-(-eights // tile.cluster), eights // tile.cluster)
+        ),
+        _map(out.data_ptr(), x.dtype, m, n, 16, chunk, hopper.SWIZZLE_128 if chunk == 64 else 0),
+    ]
+    hopper.launch(
+        function,
+        clusters * tile.cluster,
+        tile.threads,
+        tile.shared_bytes(alone),
+        x.device,
+        (*maps, bias, *map(ctypes.c_int, (m, n, k))),
+        tile.cluster,
+        overlap,
+    )
 
 
 #################################################################################
@@ -121,7 +149,14 @@ def tiles(m, n, k, device):
             for cluster in (2, 1):
                 tile = Tile(rows, columns, 8, cluster, warpgroups)
                 alone = tile.clusters(m, n) * cluster <= multiprocessors
-                stages = next((stages for stages in range(8, 2, -1) if tile._replace(stages=stages).shared_bytes(alone) <= SHARED_BYTES), None)
+                stages = next(
+                    (
+                        stages
+                        for stages in range(8, 2, -1)
+                        if tile._replace(stages=stages).shared_bytes(alone) <= SHARED_BYTES
+                    ),
+                    None,
+                )
                 if stages:
                     found.append(tile._replace(stages=stages))
         best.append(min(found, key=lambda tile: cycles(tile, m, n, k, multiprocessors)))

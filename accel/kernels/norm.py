@@ -30,6 +30,7 @@ EPS = 1e-6
 
 class Modulation(NamedTuple):
     """Where a sample finds its shift, scale and gate vectors: ``table[entry[sample], vector]``."""
+
     table: torch.Tensor  # (E, V, D) contiguous: pairs of timestep and label, vectors, width
     entry: torch.Tensor  # (N,) int64, on the table's device
 
@@ -46,9 +47,16 @@ def norm_modulate(x, modulation, shift, scale, branches=(), update=False, dtype=
     """
     dtype = dtype or x.dtype
     if route == "auto":
-        route = "torch" if not (triton and x.is_cuda and x.dtype == torch.float32) else \
-            "hopper" if x.shape[0] * x.shape[1] <= norm_hopper.ROWS and not _refused(x, modulation, branches, dtype) else "triton"
-    return {"triton": _triton, "hopper": _hopper, "torch": _torch}[route](x, modulation, shift, scale, tuple(branches), update, dtype)
+        route = (
+            "torch"
+            if not (triton and x.is_cuda and x.dtype == torch.float32)
+            else "hopper"
+            if x.shape[0] * x.shape[1] <= norm_hopper.ROWS and not _refused(x, modulation, branches, dtype)
+            else "triton"
+        )
+    return {"triton": _triton, "hopper": _hopper, "torch": _torch}[route](
+        x, modulation, shift, scale, tuple(branches), update, dtype
+    )
 
 
 def _torch(x, modulation, shift, scale, branches, update, dtype):
@@ -87,15 +95,38 @@ def _triton(x, modulation, shift, scale, branches, update, dtype):
         raise ValueError("the row kernel takes contiguous tensors")
     n, tokens, width = x.shape
     if terms := dtype == "terms":
-        out, row_scale = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device), torch.empty(n, tokens, device=x.device)
+        out, row_scale = (
+            torch.empty(2, *x.shape, dtype=torch.float16, device=x.device),
+            torch.empty(n, tokens, device=x.device),
+        )
     else:
         out = row_scale = torch.empty_like(x, dtype=dtype)
     (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
     config = tile_config(width, n * tokens)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _norm_modulate[(triton.cdiv(tokens, config["TURNS"]), n)](
-            x, first, second, out, row_scale, table, entry, tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2,
-            WIDTH=width, BRANCHES=len(branches), UPDATE=update, TERMS=terms, EPS=EPS, **config, START_NEXT=_can_start_next(x.device))
+            x,
+            first,
+            second,
+            out,
+            row_scale,
+            table,
+            entry,
+            tokens,
+            table.stride(0),
+            n * tokens * width,
+            shift,
+            scale,
+            gate1,
+            gate2,
+            WIDTH=width,
+            BRANCHES=len(branches),
+            UPDATE=update,
+            TERMS=terms,
+            EPS=EPS,
+            **config,
+            START_NEXT=_can_start_next(x.device),
+        )
     return Terms(out, row_scale) if terms else out
 
 
@@ -120,7 +151,9 @@ def compile_ahead(width, rows, dtype, device):
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         x = torch.zeros(1, rows, width, device=device)
         branch = torch.zeros_like(x, dtype=x.dtype if dtype == "terms" else dtype)
-        modulation = Modulation(torch.zeros(1, 1, width, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+        modulation = Modulation(
+            torch.zeros(1, 1, width, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        )
         for branches, result in ((0, dtype), (1, dtype), (2, dtype), (2, torch.float32)):
             norm_modulate(x, modulation, 0, 0, ((branch, 0),) * branches, branches == 2, result)
         torch.cuda.current_stream().synchronize()
@@ -163,20 +196,46 @@ if triton:
     # The vector indices take 170 values on XL, and a half of the batch may start at an odd entry: specialised on their divisibility, the kernel
     # would be compiled many times over.
     @triton.jit(do_not_specialize=["entry_ptr", "tokens", "term", "shift", "scale", "gate1", "gate2"])
-    def _norm_modulate(x_ptr, first_ptr, second_ptr, out_ptr, row_scale_ptr, table_ptr, entry_ptr, tokens, entry_stride, term, shift, scale, gate1,
-                       gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr, UPDATE: tl.constexpr, TERMS: tl.constexpr, EPS: tl.constexpr,
-                       MAIN: tl.constexpr, TAIL: tl.constexpr, TURNS: tl.constexpr, START_NEXT: tl.constexpr):
+    def _norm_modulate(
+        x_ptr,
+        first_ptr,
+        second_ptr,
+        out_ptr,
+        row_scale_ptr,
+        table_ptr,
+        entry_ptr,
+        tokens,
+        entry_stride,
+        term,
+        shift,
+        scale,
+        gate1,
+        gate2,
+        WIDTH: tl.constexpr,
+        BRANCHES: tl.constexpr,
+        UPDATE: tl.constexpr,
+        TERMS: tl.constexpr,
+        EPS: tl.constexpr,
+        MAIN: tl.constexpr,
+        TAIL: tl.constexpr,
+        TURNS: tl.constexpr,
+        START_NEXT: tl.constexpr,
+    ):
         if START_NEXT:
             start_next()
         sample = tl.program_id(1)
         vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
         main = tl.arange(0, MAIN)
         in_main = main < WIDTH
-        shift_m, scale_m, gate1_m, gate2_m = _vectors(vector_ptr, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES)
+        shift_m, scale_m, gate1_m, gate2_m = _vectors(
+            vector_ptr, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES
+        )
         if TAIL:
             tail = MAIN + tl.arange(0, TAIL)
             in_tail = tail < WIDTH
-            shift_t, scale_t, gate1_t, gate2_t = _vectors(vector_ptr, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES)
+            shift_t, scale_t, gate1_t, gate2_t = _vectors(
+                vector_ptr, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES
+            )
         for turn in range(TURNS):
             token = tl.program_id(0) * TURNS + turn
             row = (sample.to(tl.int64) * tokens + token) * WIDTH
@@ -207,7 +266,9 @@ if triton:
                 # From the largest value's exponent bits: its row's power of two, and the inverse, which brings it between 2¹⁴ and 2¹⁵.
                 exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
                 factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-                tl.store(row_scale_ptr + row // WIDTH, ((exponent - 14) << 23).to(tl.float32, bitcast=True), token < tokens)
+                tl.store(
+                    row_scale_ptr + row // WIDTH, ((exponent - 14) << 23).to(tl.float32, bitcast=True), token < tokens
+                )
                 _store_terms(out_ptr + row + main, term, y * factor, here_m)
                 if TAIL:
                     _store_terms(out_ptr + row + tail, term, y_t * factor, here_t)

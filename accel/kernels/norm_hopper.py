@@ -34,7 +34,9 @@ def source(width, branches, update, half, wide, eps):
 
 @lru_cache(None)
 def _kernel(width, branches, update, half, wide, eps, device):
-    return hopper.load(source(width, branches, update, half, wide, eps), SOURCE.name, "norm_modulate", _SHARED_BYTES // 2, device)
+    return hopper.load(
+        source(width, branches, update, half, wide, eps), SOURCE.name, "norm_modulate", _SHARED_BYTES // 2, device
+    )
 
 
 def norm_hopper(x, modulation, shift, scale, branches, update, dtype, eps, overlap=True):
@@ -49,7 +51,22 @@ def norm_hopper(x, modulation, shift, scale, branches, update, dtype, eps, overl
     # As many blocks on a multiprocessor as are needed to take all at once, no more.
     together = -(-blocks // torch.cuda.get_device_properties(x.device).multi_processor_count)
     (first, gate1), (second, gate2) = (*branches, (None, 0), (None, 0))[:2]
-    hopper.launch(function, blocks, 32 * WARPS, _SHARED_BYTES // (together + 1), x.device,
-                  (x, first, second, out, modulation.table, modulation.entry, ctypes.c_longlong(modulation.table.stride(0)),
-                   *map(ctypes.c_int, (n * tokens, tokens, shift, scale, gate1, gate2))), overlap=overlap)
+    hopper.launch(
+        function,
+        blocks,
+        32 * WARPS,
+        _SHARED_BYTES // (together + 1),
+        x.device,
+        (
+            x,
+            first,
+            second,
+            out,
+            modulation.table,
+            modulation.entry,
+            ctypes.c_longlong(modulation.table.stride(0)),
+            *map(ctypes.c_int, (n * tokens, tokens, shift, scale, gate1, gate2)),
+        ),
+        overlap=overlap,
+    )
     return out

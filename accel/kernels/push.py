@@ -16,7 +16,11 @@ try:
 except ImportError:  # not on every platform; a library's all-gather serves there
     triton = None
 
-PROGRAMS, BLOCK, WARPS = 128, 1024, 4  # measured on H200s; few enough to be on a chip all at once, as waiting for each other asks
+PROGRAMS, BLOCK, WARPS = (
+    128,
+    1024,
+    4,
+)  # measured on H200s; few enough to be on a chip all at once, as waiting for each other asks
 
 
 def push(part, buffers, flags, rank, offset, programs=PROGRAMS):
@@ -34,8 +38,21 @@ def push(part, buffers, flags, rank, offset, programs=PROGRAMS):
         raise ValueError("push: takes rows at one stride")
     world = len(buffers)
     with torch.cuda.device_of(part):
-        _push[(programs,)](part.view(torch.int64), buffers, flags, rank, offset // 8, n * t, t, part.stride(1) // unit,
-                           WIDTH=width // unit, WORLD=world, BLOCK=BLOCK, TURNS=-(-(n * t * width // unit) // (programs * BLOCK)), num_warps=WARPS)
+        _push[(programs,)](
+            part.view(torch.int64),
+            buffers,
+            flags,
+            rank,
+            offset // 8,
+            n * t,
+            t,
+            part.stride(1) // unit,
+            WIDTH=width // unit,
+            WORLD=world,
+            BLOCK=BLOCK,
+            TURNS=-(-(n * t * width // unit) // (programs * BLOCK)),
+            num_warps=WARPS,
+        )
 
 
 def reaches(index, peer):
@@ -46,7 +63,10 @@ def reaches(index, peer):
         for i, ordinal in enumerate((index, peer)):
             if driver.cuDeviceGet(ctypes.byref(devices, 4 * i), ordinal):
                 return False
-        values.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, devices[0], devices[1]) == 0 and value.value == 1)
+        values.append(
+            driver.cuDeviceGetP2PAttribute(ctypes.byref(value), attribute, devices[0], devices[1]) == 0
+            and value.value == 1
+        )
     return all(values)
 
 
@@ -58,8 +78,20 @@ def push_twin(parts):
 if triton:
 
     @triton.jit(do_not_specialize=["rank"])
-    def _push(part, buffers, flags, rank, offset, rows, tokens, stride,
-              WIDTH: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr):
+    def _push(
+        part,
+        buffers,
+        flags,
+        rank,
+        offset,
+        rows,
+        tokens,
+        stride,
+        WIDTH: tl.constexpr,
+        WORLD: tl.constexpr,
+        BLOCK: tl.constexpr,
+        TURNS: tl.constexpr,
+    ):
         """All sizes in elements of eight bytes; rows = N·t, tokens = t."""
         program = tl.program_id(0)
         total = rows * WIDTH

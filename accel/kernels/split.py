@@ -31,6 +31,7 @@ CUBLAS_PART = 576  # inner dimension that one cuBLAS product sums in its accumul
 
 class Terms(NamedTuple):
     """A float32 tensor (…, K) as two of float16: (high + low) · scale."""
+
     pair: torch.Tensor  # (2, …, K) float16, contiguous: high, low
     scale: torch.Tensor  # (…,) float32, a power of two a row; None is 1
 
@@ -66,6 +67,7 @@ def compile_ahead(device):
     """Compile, or load from disk, what Hopper needs: seconds of work with an empty cache, made for a thread beside the loading of weights."""
     if choose(device) == "hopper":
         from accel.kernels import split_hopper
+
         split_hopper.compile_ahead(device)
 
 
@@ -88,18 +90,23 @@ class SplitLinear:
         self.bias, self.after = bias.contiguous(), after
         if self.route == "hopper":
             from accel.kernels.split_hopper import arrange
+
             self.pair, _ = split(arrange(weight))
             self.scale = split(weight).scale
         else:
             self.pair, self.scale = split(weight)  # (2, N, K), (N,)
 
     def parameters(self):
-        return iter((self.pair, self.scale, self.bias) if self.after is None else (self.pair, self.scale, self.bias, self.after))
+        return iter(
+            (self.pair, self.scale, self.bias) if self.after is None else (self.pair, self.scale, self.bias, self.after)
+        )
 
     def __call__(self, x, result="float32", overflow=None):
         """x Terms (…, K) → (…, N): float32, or with `result` "terms" or "gelu" (GELU in its tanh form first) Terms without scales. overflow:
         an int32 tensor of one element, set to 1 where a result is too large for float16 terms."""
-        return {"hopper": _hopper, "triton": _triton, "cublas": _cublas, "torch": _torch}[self.route](self, x, result, overflow)
+        return {"hopper": _hopper, "triton": _triton, "cublas": _cublas, "torch": _torch}[self.route](
+            self, x, result, overflow
+        )
 
 
 def balance(weight, bias, target=4.0):
@@ -157,12 +164,33 @@ def multiply_add(a, b, out, add):
         operands.append((transposed, matrix.stride(-2) if transposed else matrix.stride(-1)))
     (tb, ldb), (ta, lda) = operands
     one, beta = ctypes.c_float(1), ctypes.c_float(add)
-    stride = (lambda tensor: ctypes.c_longlong(tensor.stride(0) if batch else 0))
+    stride = lambda tensor: ctypes.c_longlong(tensor.stride(0) if batch else 0)
     with torch.cuda.device(a.device):
         status = _library().cublasGemmStridedBatchedEx(
-            ctypes.c_void_p(torch.cuda.current_blas_handle()), _T if tb else _N, _N if ta else _T, n, m, k, ctypes.byref(one),
-            ctypes.c_void_p(b.data_ptr()), _16F, ldb, stride(b), ctypes.c_void_p(a.data_ptr()), _16F, lda, stride(a), ctypes.byref(beta),
-            ctypes.c_void_p(out.data_ptr()), _32F, out.stride(-2), stride(out), batch[0] if batch else 1, _COMPUTE_32F, _DEFAULT)
+            ctypes.c_void_p(torch.cuda.current_blas_handle()),
+            _T if tb else _N,
+            _N if ta else _T,
+            n,
+            m,
+            k,
+            ctypes.byref(one),
+            ctypes.c_void_p(b.data_ptr()),
+            _16F,
+            ldb,
+            stride(b),
+            ctypes.c_void_p(a.data_ptr()),
+            _16F,
+            lda,
+            stride(a),
+            ctypes.byref(beta),
+            ctypes.c_void_p(out.data_ptr()),
+            _32F,
+            out.stride(-2),
+            stride(out),
+            batch[0] if batch else 1,
+            _COMPUTE_32F,
+            _DEFAULT,
+        )
     if status:
         raise RuntimeError(f"cublasGemmStridedBatchedEx failed with status {status}")
 
@@ -173,7 +201,7 @@ def split_multiply(a, b, out, part=CUBLAS_PART):
     multiply_add(al, bh, out, False)
     multiply_add(ah, bl, out, True)
     for start in range(0, ah.shape[-1], part):
-        multiply_add(ah[..., start:start + part], bh[..., start:start + part], out, True)
+        multiply_add(ah[..., start : start + part], bh[..., start : start + part], out, True)
 
 
 def _cublas(layer, x, result, overflow):
@@ -204,6 +232,7 @@ def _result(layer, x, result):
 
 def _hopper(layer, x, result, overflow):
     from accel.kernels.split_hopper import linear_hopper
+
     out, answer = _result(layer, x, result)
     linear_hopper(x.pair, x.scale, layer.pair, layer.scale, layer.bias, layer.after, overflow, out, _RESULTS[result])
     return answer
@@ -212,7 +241,11 @@ def _hopper(layer, x, result, overflow):
 def stages(tensor, unmasked):
     """From Hopper on, a loop with masked loads goes without asynchronous copies: with them a network of 64 tokens was off by 6 % on an H200 (Triton
     3.6), without them it is right. A likely cause: no fence stands between the zeros that such a copy fills in and the product that reads them."""
-    return {} if unmasked or not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) < (9, 0) else dict(num_stages=1)
+    return (
+        {}
+        if unmasked or not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device) < (9, 0)
+        else dict(num_stages=1)
+    )
 
 
 def _triton(layer, x, result, overflow, config=None):
@@ -223,19 +256,51 @@ def _triton(layer, x, result, overflow, config=None):
     config = config or {**TRITON, **stages(x.pair, layer.depth % TRITON["DEPTH"] == 0)}
     with torch.cuda.device_of(x.pair):
         _split_linear[(triton.cdiv(m, config["ROWS"]) * triton.cdiv(layer.columns, config["COLUMNS"]),)](
-            x.pair, layer.pair, out, layer.scale if x.scale is None else x.scale, layer.scale, layer.bias, layer.bias if layer.after is None else layer.after,
-            overflow if overflow is not None else layer.scale, m, layer.columns, m * layer.depth, m * layer.columns,
-            layer.depth, SCALED=x.scale is not None,
-            RESULT=_RESULTS[result], WATCHED=overflow is not None, **config)
+            x.pair,
+            layer.pair,
+            out,
+            layer.scale if x.scale is None else x.scale,
+            layer.scale,
+            layer.bias,
+            layer.bias if layer.after is None else layer.after,
+            overflow if overflow is not None else layer.scale,
+            m,
+            layer.columns,
+            m * layer.depth,
+            m * layer.columns,
+            layer.depth,
+            SCALED=x.scale is not None,
+            RESULT=_RESULTS[result],
+            WATCHED=overflow is not None,
+            **config,
+        )
     return answer
 
 
 if triton:
 
     @triton.jit
-    def _split_linear(a_ptr, b_ptr, out_ptr, row_scale_ptr, scale_ptr, bias_ptr, after_ptr, overflow_ptr, rows, columns, a_term, out_term,
-                      depth: tl.constexpr, SCALED: tl.constexpr, RESULT: tl.constexpr, WATCHED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                      DEPTH: tl.constexpr):
+    def _split_linear(
+        a_ptr,
+        b_ptr,
+        out_ptr,
+        row_scale_ptr,
+        scale_ptr,
+        bias_ptr,
+        after_ptr,
+        overflow_ptr,
+        rows,
+        columns,
+        a_term,
+        out_term,
+        depth: tl.constexpr,
+        SCALED: tl.constexpr,
+        RESULT: tl.constexpr,
+        WATCHED: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        DEPTH: tl.constexpr,
+    ):
         across = tl.cdiv(columns, COLUMNS)
         row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
         column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)

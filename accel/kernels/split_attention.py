@@ -47,12 +47,15 @@ def split_attention(qkv, num_heads, route="auto"):
         raise ValueError(f"attention: route {route!r}: one of {', '.join(ROUTES)}")
     if route == "hopper":
         from accel.kernels.split_hopper import attention_hopper
+
         return Terms(attention_hopper(pair, num_heads), None)
     return Terms({"triton": _triton, "cublas": _cublas, "torch": _torch}[route](pair, num_heads, dim), None)
 
 
 def _torch(pair, num_heads, dim):
-    q, k, v = (pair[0].double() + pair[1].double()).unflatten(-1, (3, num_heads, dim)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
+    q, k, v = (
+        (pair[0].double() + pair[1].double()).unflatten(-1, (3, num_heads, dim)).permute(2, 0, 3, 1, 4).unbind(0)
+    )  # each (N, h, T, d)
     out = (q @ k.mT / math.sqrt(dim)).softmax(-1) @ v
     return split(out.transpose(1, 2).flatten(2).float(), per_row=False).pair
 
@@ -63,11 +66,13 @@ def _cublas(pair, num_heads, dim):
     scores = torch.empty(num_heads, tokens, tokens, device=pair.device)
     mixed = torch.empty(num_heads, tokens, dim, device=pair.device)
     for sample in range(n):
-        q, k, v = pair[:, sample].unflatten(-1, (3, num_heads, dim)).permute(2, 0, 3, 1, 4).unbind(0)  # each (2, h, T, d)
+        q, k, v = (
+            pair[:, sample].unflatten(-1, (3, num_heads, dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        )  # each (2, h, T, d)
         split_multiply(q, k, scores)
         weights = torch.softmax(scores * (1 / math.sqrt(dim)), -1)
-        split_multiply(split(weights * 2.0 ** 10, per_row=False).pair, v.mT, mixed)
-        out[sample] = mixed.transpose(0, 1) * 2.0 ** -10
+        split_multiply(split(weights * 2.0**10, per_row=False).pair, v.mT, mixed)
+        out[sample] = mixed.transpose(0, 1) * 2.0**-10
     return split(out.flatten(2), per_row=False).pair
 
 
@@ -80,8 +85,18 @@ def _triton(pair, num_heads, dim, config=None):
     config = config or {**TRITON, **stages(pair, tokens % TRITON["KEYS"] == 0 and dim == main)}
     with torch.cuda.device_of(pair):
         _split_attention[(triton.cdiv(tokens, config["QUERIES"]), num_heads, n)](
-            pair, out, pair[0].numel(), out[0].numel(), num_heads, 1 / (math.sqrt(dim) * math.log(2)), TOKENS=tokens, DIM=dim, MAIN=main,
-            REST=max(16, 1 << (dim - main - 1).bit_length()) if dim > main else 0, **config)
+            pair,
+            out,
+            pair[0].numel(),
+            out[0].numel(),
+            num_heads,
+            1 / (math.sqrt(dim) * math.log(2)),
+            TOKENS=tokens,
+            DIM=dim,
+            MAIN=main,
+            REST=max(16, 1 << (dim - main - 1).bit_length()) if dim > main else 0,
+            **config,
+        )
     return out
 
 
@@ -101,8 +116,20 @@ if triton:
 
     # A head's width goes in two parts, 72 = 64 + 8 (of 16): Triton's tiles are powers of two.
     @triton.jit
-    def _split_attention(qkv_ptr, out_ptr, term, out_term, heads, scale, TOKENS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
-                         REST: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    def _split_attention(
+        qkv_ptr,
+        out_ptr,
+        term,
+        out_term,
+        heads,
+        scale,
+        TOKENS: tl.constexpr,
+        DIM: tl.constexpr,
+        MAIN: tl.constexpr,
+        REST: tl.constexpr,
+        QUERIES: tl.constexpr,
+        KEYS: tl.constexpr,
+    ):
         head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
         step = 3 * heads * DIM  # from a token to the next
         query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -142,13 +169,22 @@ if triton:
             p_high = p.to(tl.float16)
             p_low = (p - p_high.to(tl.float32)).to(tl.float16)
             v_high, v_low = tl.load(v_ptr + here, in_key, 0.0), tl.load(v_ptr + term + here, in_key, 0.0)
-            total = total * factor[:, None] + _three(p_high, p_low, v_high, v_low, tl.zeros((QUERIES, MAIN), tl.float32))
+            total = total * factor[:, None] + _three(
+                p_high, p_low, v_high, v_low, tl.zeros((QUERIES, MAIN), tl.float32)
+            )
             if REST:
                 vr_high = tl.load(v_ptr + here_rest, in_key & in_rest, 0.0)
                 vr_low = tl.load(v_ptr + term + here_rest, in_key & in_rest, 0.0)
-                total_rest = total_rest * factor[:, None] + _three(p_high, p_low, vr_high, vr_low, tl.zeros((QUERIES, REST), tl.float32))
+                total_rest = total_rest * factor[:, None] + _three(
+                    p_high, p_low, vr_high, vr_low, tl.zeros((QUERIES, REST), tl.float32)
+                )
         out_ptr += (sample * TOKENS * heads + head) * DIM
         at = query[:, None] * heads * DIM + main[None, :]
         _store_terms(out_ptr + at, out_term, total / weight[:, None], inside)
         if REST:
-            _store_terms(out_ptr + query[:, None] * heads * DIM + rest[None, :], out_term, total_rest / weight[:, None], inside & in_rest)
+            _store_terms(
+                out_ptr + query[:, None] * heads * DIM + rest[None, :],
+                out_term,
+                total_rest / weight[:, None],
+                inside & in_rest,
+            )

@@ -16,6 +16,7 @@ LINEAR, ATTENTION = (Path(__file__).with_name(f"split_{name}.cu") for name in ("
 
 class Tile(NamedTuple):
     """Compile-time shape of split_linear.cu, which says what each means."""
+
     rows: int
     columns: int
     depth: int
@@ -36,9 +37,21 @@ TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1)
 
 
 def linear_source(tile, result):
-    constants = dict(ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, PROMOTE=tile.promote, RESULT=result,
-                     **hopper.registers(tile.rows // 64))
-    return hopper.text(LINEAR, constants, hopper.product("multiply", tile.columns, "f16", False, False, False), hopper.conversions("f16"))
+    constants = dict(
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        STAGES=tile.stages,
+        PROMOTE=tile.promote,
+        RESULT=result,
+        **hopper.registers(tile.rows // 64),
+    )
+    return hopper.text(
+        LINEAR,
+        constants,
+        hopper.product("multiply", tile.columns, "f16", False, False, False),
+        hopper.conversions("f16"),
+    )
 
 
 @lru_cache(None)
@@ -57,8 +70,14 @@ def arrange(weight):
 @lru_cache(4096)
 def _pair_map(pointer, rows, depth, box_rows, box_depth):
     """Two terms (2, rows, depth), of which one copy takes both of a tile."""
-    return hopper.tensor_map(pointer, torch.float16, (depth, rows, 2), (2 * depth, 2 * rows * depth), (box_depth, box_rows, 2),
-                             hopper.SWIZZLE_128 if box_depth == 64 else hopper.SWIZZLE_64)
+    return hopper.tensor_map(
+        pointer,
+        torch.float16,
+        (depth, rows, 2),
+        (2 * depth, 2 * rows * depth),
+        (box_depth, box_rows, 2),
+        hopper.SWIZZLE_128 if box_depth == 64 else hopper.SWIZZLE_64,
+    )
 
 
 def linear_hopper(a, row_scale, b, scale, bias, after, overflow, out, result, tile=None):
@@ -75,9 +94,24 @@ def linear_hopper(a, row_scale, b, scale, bias, after, overflow, out, result, ti
     if not tiles:
         return
     count = torch.cuda.get_device_properties(a.device).multi_processor_count
-    hopper.launch(_linear(tile, result, a.device), min(tiles, count), tile.threads, tile.shared_bytes, a.device,
-                  (_pair_map(a.data_ptr(), rows, depth, tile.rows, tile.depth), _pair_map(b.data_ptr(), b.shape[1], depth, tile.columns, tile.depth),
-                   out, row_scale, scale, bias, after, overflow, *map(ctypes.c_int, (rows, columns, depth))))
+    hopper.launch(
+        _linear(tile, result, a.device),
+        min(tiles, count),
+        tile.threads,
+        tile.shared_bytes,
+        a.device,
+        (
+            _pair_map(a.data_ptr(), rows, depth, tile.rows, tile.depth),
+            _pair_map(b.data_ptr(), b.shape[1], depth, tile.columns, tile.depth),
+            out,
+            row_scale,
+            scale,
+            bias,
+            after,
+            overflow,
+            *map(ctypes.c_int, (rows, columns, depth)),
+        ),
+    )
 
 
 #################################################################################
@@ -87,6 +121,7 @@ def linear_hopper(a, row_scale, b, scale, bias, after, overflow, out, result, ti
 
 class Config(NamedTuple):
     """Compile-time shape of split_attention.cu, which says what each means."""
+
     warpgroups: int
     keys: int
     stages: int
@@ -105,10 +140,21 @@ CONFIG = Config(warpgroups=2, keys=64, stages=3, q_buffers=1)
 
 
 def attention_source(config):
-    constants = dict(HEAD=HEAD_DIM, KEYS=config.keys, WARPGROUPS=config.warpgroups, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
-                     **hopper.registers(config.warpgroups))
-    return hopper.text(ATTENTION, constants, hopper.product("multiply_qk", config.keys, "f16", False, False, False),
-                       hopper.product("multiply_pv", HEAD_DIM, "f16", True, False, True), hopper.conversions("f16"))
+    constants = dict(
+        HEAD=HEAD_DIM,
+        KEYS=config.keys,
+        WARPGROUPS=config.warpgroups,
+        STAGES=config.stages,
+        Q_BUFFERS=config.q_buffers,
+        **hopper.registers(config.warpgroups),
+    )
+    return hopper.text(
+        ATTENTION,
+        constants,
+        hopper.product("multiply_qk", config.keys, "f16", False, False, False),
+        hopper.product("multiply_pv", HEAD_DIM, "f16", True, False, True),
+        hopper.conversions("f16"),
+    )
 
 
 @lru_cache(None)
@@ -120,18 +166,36 @@ def attention_hopper(pair, num_heads, config=None):
     """pair (2, N, T, 3·H·72) float16, contiguous → (2, N, T, H·72). Meet a shape once before capturing it in a graph."""
     _, n, tokens, width = pair.shape
     if width != 3 * num_heads * HEAD_DIM or not pair.is_contiguous() or pair.data_ptr() % 16:
-        raise ValueError(f"attention: route 'hopper' takes a contiguous tensor with head dim {HEAD_DIM}, aligned to 16 bytes; take 'triton'")
+        raise ValueError(
+            f"attention: route 'hopper' takes a contiguous tensor with head dim {HEAD_DIM}, aligned to 16 bytes; take 'triton'"
+        )
     config = config or CONFIG
     out = torch.empty(2, n, tokens, width // 3, dtype=torch.float16, device=pair.device)
     items = n * num_heads * -(-tokens // (64 * config.warpgroups))
     if not items:
         return out
-    main, rest = (packed_map(pair.data_ptr(), pair.dtype, 2 * n, tokens, 3 * num_heads, columns, swizzle)
-                  for columns, swizzle in ((64, hopper.SWIZZLE_128), (16, hopper.SWIZZLE_32)))
+    main, rest = (
+        packed_map(pair.data_ptr(), pair.dtype, 2 * n, tokens, 3 * num_heads, columns, swizzle)
+        for columns, swizzle in ((64, hopper.SWIZZLE_128), (16, hopper.SWIZZLE_32))
+    )
     count = torch.cuda.get_device_properties(pair.device).multi_processor_count
-    hopper.launch(_attention(config, pair.device), min(items, count), config.threads, config.shared_bytes, pair.device,
-                  (main, rest, out, ctypes.c_int(n), ctypes.c_int(tokens), ctypes.c_int(num_heads), ctypes.c_int(items),
-                   ctypes.c_float(1 / (math.sqrt(HEAD_DIM) * math.log(2)))))  # scale of a score in powers of two
+    hopper.launch(
+        _attention(config, pair.device),
+        min(items, count),
+        config.threads,
+        config.shared_bytes,
+        pair.device,
+        (
+            main,
+            rest,
+            out,
+            ctypes.c_int(n),
+            ctypes.c_int(tokens),
+            ctypes.c_int(num_heads),
+            ctypes.c_int(items),
+            ctypes.c_float(1 / (math.sqrt(HEAD_DIM) * math.log(2))),
+        ),
+    )  # scale of a score in powers of two
     return out
 
 

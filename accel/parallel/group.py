@@ -15,6 +15,7 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from accel.options import STOPPED, UsageError
 
 BEAT = 1.0  # seconds between two signs of life
-SILENCE = 25  # a rank that gives none in so many of ours is lost: the job ends within 60 s also where no launcher notices
+SILENCE = (
+    25  # a rank that gives none in so many of ours is lost: the job ends within 60 s also where no launcher notices
+)
 
 
 class Stopped(Exception):
@@ -47,13 +50,22 @@ def launched():
 def _rendezvous(rank, world):
     """The store that all ranks share. Raises UsageError if srun does not say where to meet."""
     env = os.environ
-    if "SLURM_STEP_ID" in env and "MASTER_PORT" not in env:  # srun: meet on the step's first host, at a port that only this step uses
+    if (
+        "SLURM_STEP_ID" in env and "MASTER_PORT" not in env
+    ):  # srun: meet on the step's first host, at a port that only this step uses
         env["MASTER_PORT"] = str(12000 + (int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"]) % 16) % 20000)
     if "MASTER_ADDR" not in env:
         try:
-            nodes = subprocess.run(["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]], capture_output=True, text=True, check=True).stdout
+            nodes = subprocess.run(
+                ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
         except (OSError, KeyError, subprocess.CalledProcessError) as error:
-            raise UsageError(f"srun: the step's hosts cannot be asked for ({type(error).__name__}: {error}); export MASTER_ADDR, the first of them") from None
+            raise UsageError(
+                f"srun: the step's hosts cannot be asked for ({type(error).__name__}: {error}); export MASTER_ADDR, the first of them"
+            ) from None
         env["MASTER_ADDR"] = nodes.split()[0]
     env.update(RANK=str(rank), WORLD_SIZE=str(world))
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
@@ -118,8 +130,12 @@ class Group:
             if text:
                 lines.setdefault(text, []).append((rank, host))
         if lines:
-            raise _Agreed("\n".join(text if only is not None or len(ranks) == self.world else f"{_names(ranks)}: {text}"
-                                    for text, ranks in lines.items()))
+            raise _Agreed(
+                "\n".join(
+                    text if only is not None or len(ranks) == self.world else f"{_names(ranks)}: {text}"
+                    for text, ranks in lines.items()
+                )
+            )
         return result
 
     def device(self, wanted):
@@ -142,17 +158,23 @@ class Group:
         if not name and not any(gpu for _, gpu, _ in ranks):
             return "cpu"
         if kind.index is not None and self.world > 1:
-            raise _Agreed(f"--device {name}: every rank takes the GPU of its own number; choose GPUs with CUDA_VISIBLE_DEVICES")
+            raise _Agreed(
+                f"--device {name}: every rank takes the GPU of its own number; choose GPUs with CUDA_VISIBLE_DEVICES"
+            )
         without = [(rank, host) for rank, (host, gpu, _) in enumerate(ranks) if not gpu]
         if without:
-            raise _Agreed(f"{_names(without)}: no GPU there; start as many processes as there are GPUs, or use --device cpu")
+            raise _Agreed(
+                f"{_names(without)}: no GPU there; start as many processes as there are GPUs, or use --device cpu"
+            )
         owners = {}
         for rank, (host, gpu, seen) in enumerate(ranks):
             owners.setdefault((host, gpu), []).append((rank, host, seen))
         for shared in owners.values():
             if len(shared) > 1:
-                raise _Agreed(f"{_names([owner[:2] for owner in shared])}: share one GPU ({shared[0][2]} visible to them); start one process "
-                              "a GPU, --nproc_per_node or --ntasks-per-node at most that many")
+                raise _Agreed(
+                    f"{_names([owner[:2] for owner in shared])}: share one GPU ({shared[0][2]} visible to them); start one process "
+                    "a GPU, --nproc_per_node or --ntasks-per-node at most that many"
+                )
         if kind.index is None:
             name = f"cuda:{index}"
         elif kind.index >= visible:
@@ -175,8 +197,13 @@ class Group:
             device = self._opening.device
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("collectives", _connected_again(self.store)),
-                                    rank=self.rank, world_size=self.world, timeout=timedelta(minutes=30))
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("collectives", _connected_again(self.store)),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(minutes=30),
+            )
             self.gather(torch.zeros(1, device=device))  # connections are made at the first use
         except Exception as error:
             self._opening.error = error
@@ -213,7 +240,9 @@ class Group:
             signal.signal(number, self._asked_to_stop)
 
     def _asked_to_stop(self, *_):
-        self._stop = True  # no Event: a second signal may come inside this very call, and its lock would wait for itself
+        self._stop = (
+            True  # no Event: a second signal may come inside this very call, and its lock would wait for itself
+        )
 
     @property
     def stopping(self):
@@ -249,17 +278,23 @@ class Group:
                         self._die(text, 1)
             except RuntimeError as error:  # what a store raises when its host is gone
                 if not self._leaving.is_set():
-                    self._die(f"the job's store is gone, and with it rank 0 or its launcher ({str(error).splitlines()[0]})", 1)
+                    self._die(
+                        f"the job's store is gone, and with it rank 0 or its launcher ({str(error).splitlines()[0]})", 1
+                    )
             call = self.on_beat  # once: the main thread may take it away at any moment
             try:
                 if call is not None:
                     call(store)
-            except Exception as error:  # left to end this thread alone, it would make a living rank look dead to the others
+            except (
+                Exception
+            ) as error:  # left to end this thread alone, it would make a living rank look dead to the others
                 traceback.print_exc()
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 with suppress(RuntimeError):  # the store may be what failed
                     self._fail(text, 1, store)
-                self._die(text, 1, pause=3 * BEAT * (self.world > 1))  # this process may keep the store: the others are to read the cause first
+                self._die(
+                    text, 1, pause=3 * BEAT * (self.world > 1)
+                )  # this process may keep the store: the others are to read the cause first
 
     def _fail(self, text, code, store):
         """Make this the job's cause of failure unless there is one already; returns the cause."""
@@ -270,7 +305,9 @@ class Group:
         rank, host, text, code = cause
         if rank == self.rank:
             return  # the main thread is telling it
-        self._die(f"rank {rank} on {host} ended the job: {text}", code, pause=2 * BEAT)  # a launcher is to see that rank go first
+        self._die(
+            f"rank {rank} on {host} ended the job: {text}", code, pause=2 * BEAT
+        )  # a launcher is to see that rank go first
 
     def _die(self, text, code, pause=0.0):
         print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
@@ -293,7 +330,9 @@ class Group:
         while self.rank == 0 and gone < self.world and time.monotonic() < deadline:
             time.sleep(0.02)
             gone = self.store.add("left", 0)
-        if closing is not None and closing.is_alive():  # NCCL waits for captured graphs that use it; where one is left, the work is done all the same
+        if (
+            closing is not None and closing.is_alive()
+        ):  # NCCL waits for captured graphs that use it; where one is left, the work is done all the same
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
@@ -324,7 +363,7 @@ def job(program):
             print(f"{program}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     if group.rank:
-        sys.stdout = open(os.devnull, "w")  # what is printed is for one reader
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (open to the end of the process)
     try:
         yield group
         group.leave()
@@ -372,6 +411,7 @@ def _end(group, program, error):
         print(f"rank {group.rank} of {group.world} on {group.host}:\n{traceback.format_exc()}", file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's summary then shows it as the root cause
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
             get_error_handler().record_exception(error)
     sys.stderr.flush()
     if group.rank == 0 and group.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:

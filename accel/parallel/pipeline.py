@@ -32,7 +32,7 @@ class Pipelined:
         self.step, self.kept = 0, [None] * len(self.blocks)  # keys and values of a block (N, T, 2·D)
 
     def _attend(self, qkv, num_heads, route="auto"):
-        own = qkv[..., qkv.shape[-1] // 3:]
+        own = qkv[..., qkv.shape[-1] // 3 :]
         kept, self.block = self.kept[self.block], self.block + 1
         if self.part is None:
             self.kept[self.block - 1] = own.clone()
@@ -58,7 +58,11 @@ class Pipelined:
                 parts.append(h)  # (N, t, p·p·C')
             else:
                 sending.append((dist.isend(h, self.ranks[self.stage + 1], self.group), h))
-        out = torch.cat(parts, 1) if self.last else pieces.position.new_empty(len(x), total, pieces.out_channels * pieces.patch_size**2)
+        out = (
+            torch.cat(parts, 1)
+            if self.last
+            else pieces.position.new_empty(len(x), total, pieces.out_channels * pieces.patch_size**2)
+        )
         for one, _ in sending:
             one.wait()
         dist.broadcast(out, self.ranks[-1], self.group)
@@ -68,7 +72,7 @@ class Pipelined:
 
     def forward_with_cfg(self, x, t, y, cfg_scale):
         """As models.DiT.forward_with_cfg: x (2N, C, H, W), of which the first N rows are read; t, y (2N,) → (2N, C', H, W)."""
-        half = x[:len(x) // 2]
+        half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
         eps, rest = out[:, :3], out[:, 3:]
         cond, uncond = eps.chunk(2)

@@ -29,6 +29,7 @@ DEPTHS = 2, 6  # blocks of the network that are timed: their difference is the t
 
 class Plan(NamedTuple):
     """A mesh and how its tokens attend. One rank of each: every rank has pictures of its own (data parallel)."""
+
     rows: int = 1
     tokens: int = 1
     exchange: str = "kv"
@@ -58,37 +59,59 @@ def check(plan, world, peers, tokens, heads, depth):
     if plan.ranks > world:
         raise UsageError(f"--parallel {plan}: needs {plan.ranks} processes, there are {world}")
     if heads % plan.weights:
-        raise UsageError(f"--parallel weights={plan.weights}: does not divide {heads} heads; try "
-                         f"{' or '.join(str(s) for s in range(1, world + 1) if heads % s == 0)}")
+        raise UsageError(
+            f"--parallel weights={plan.weights}: does not divide {heads} heads; try "
+            f"{' or '.join(str(s) for s in range(1, world + 1) if heads % s == 0)}"
+        )
     if plan.stages > 1 and tokens % plan.patches:
-        raise UsageError(f"--parallel patches={plan.patches}: does not divide the {tokens} tokens of a row; take a power of two")
+        raise UsageError(
+            f"--parallel patches={plan.patches}: does not divide the {tokens} tokens of a row; take a power of two"
+        )
     if plan.stages > depth:
         raise UsageError(f"--parallel stages={plan.stages}: the network has {depth} blocks; take fewer stages")
     if tokens % plan.tokens:
-        raise UsageError(f"--parallel tokens={plan.tokens}: does not divide the {tokens} tokens of a row; try "
-                         f"{' or '.join(str(s) for s in range(1, world + 1) if tokens % s == 0)}")
+        raise UsageError(
+            f"--parallel tokens={plan.tokens}: does not divide the {tokens} tokens of a row; try "
+            f"{' or '.join(str(s) for s in range(1, world + 1) if tokens % s == 0)}"
+        )
     if plan.tokens > 1 and plan.exchange == "ulysses" and heads % plan.tokens:
-        raise UsageError(f"--parallel tokens={plan.tokens},exchange=ulysses: does not divide {heads} heads; take exchange=kv")
+        raise UsageError(
+            f"--parallel tokens={plan.tokens},exchange=ulysses: does not divide {heads} heads; take exchange=kv"
+        )
     if plan.tokens > 1 and plan.exchange == "push" and not peers:
-        raise UsageError("--parallel exchange=push: writes into the memory of other GPUs over NVLink, which not all have here; take exchange=kv")
+        raise UsageError(
+            "--parallel exchange=push: writes into the memory of other GPUs over NVLink, which not all have here; take exchange=kv"
+        )
 
 
 def candidates(pictures, world, tokens, heads, host_of, exchanges):
     """The plans worth measuring for so many pictures with guidance, the least parallel first. host_of: each rank's host; exchanges: what these
     devices can do."""
+
     def load(plan):
         return -(-2 * pictures // plan.rows) * tokens // plan.tokens  # tokens that a rank computes
 
     def fits(rows, size):
-        return tokens % size == 0 and all(len(set(host_of[r * size:(r + 1) * size])) == 1 for r in range(rows))  # tokens stay in a host
+        return tokens % size == 0 and all(
+            len(set(host_of[r * size : (r + 1) * size])) == 1 for r in range(rows)
+        )  # tokens stay in a host
 
     # Pictures for ranks, the usual way, first: it needs as many ranks as a mesh that gives no rank less to do.
     found, least = [OFF], 2 * -(-pictures // world) * tokens
-    meshes = [Plan(rows, size) for rows in range(1, min(world, 2 * pictures) + 1) for size in range(1, world // rows + 1) if fits(rows, size)]
+    meshes = [
+        Plan(rows, size)
+        for rows in range(1, min(world, 2 * pictures) + 1)
+        for size in range(1, world // rows + 1)
+        if fits(rows, size)
+    ]
     for plan in sorted(meshes, key=lambda plan: (plan.ranks, load(plan), plan.tokens)):
         if load(plan) < least:
             least = load(plan)
-            found += [plan._replace(exchange=name) for name in exchanges if name != "ulysses" or heads % plan.tokens == 0] if plan.tokens > 1 else [plan]
+            found += (
+                [plan._replace(exchange=name) for name in exchanges if name != "ulysses" or heads % plan.tokens == 0]
+                if plan.tokens > 1
+                else [plan]
+            )
     return found
 
 
@@ -97,7 +120,13 @@ class Planner:
     Every rank makes the same calls."""
 
     def __init__(self, group, device, pictures, latent, tokens, heads, depth):
-        self.group, self.device, self.pictures, self.latent, self.tokens = group, torch.device(device), pictures, latent, tokens
+        self.group, self.device, self.pictures, self.latent, self.tokens = (
+            group,
+            torch.device(device),
+            pictures,
+            latent,
+            tokens,
+        )
         self.heads, self.depth = heads, depth
         self.hosts = group.tell("hosts", group.host)
 
@@ -106,7 +135,9 @@ class Planner:
         if options.mesh is not None:
             plan = Plan(**{"exchange": "ulysses" if options.precision == "exact" else "kv", **options.mesh})
             if options.precision == "exact" and plan.tokens > 1 and plan.exchange != "ulysses":
-                raise UsageError(f"--parallel exchange={plan.exchange}: keeps no float32 accuracy; take exchange=ulysses with --precision exact")
+                raise UsageError(
+                    f"--parallel exchange={plan.exchange}: keeps no float32 accuracy; take exchange=ulysses with --precision exact"
+                )
             tier = options.precision or precision.default_tier(self.device)
             if plan.stages > 1 and tier == "exact":
                 raise UsageError(f"--parallel {plan}: is approximate, and --precision exact is not; drop one of them")
@@ -125,7 +156,10 @@ class Planner:
         self.begin(network)
         reason = "as told"
         if plan is not None and plan.weights > 1:
-            from accel.parallel.tensor import divide_weights  # brings DTensor: a second that other plans need not wait for
+            from accel.parallel.tensor import (
+                divide_weights,
+            )  # brings DTensor: a second that other plans need not wait for
+
             mesh = DeviceMesh(self.device.type, torch.arange(plan.weights))
             print(f"parallel: {plan}, {plan.ranks} of {self.group.world} GPUs: {reason}")
             return divide_weights(network, mesh) if self.group.rank < plan.ranks else None, plan
@@ -135,8 +169,10 @@ class Planner:
             self.agree([plan])
         if plan.stages > 1:
             reason += f"; approximate after the first {plan.warmup} steps"
-        print(f"parallel: {plan if plan.ranks > 1 else 'a GPU a picture'}, {plan.ranks if plan.ranks > 1 else min(self.pictures, self.group.world)} of "
-              f"{self.group.world} GPUs: {reason}")
+        print(
+            f"parallel: {plan if plan.ranks > 1 else 'a GPU a picture'}, {plan.ranks if plan.ranks > 1 else min(self.pictures, self.group.world)} of "
+            f"{self.group.world} GPUs: {reason}"
+        )
         network = self.apply(plan)
         self.network = self.pieces = None  # or its memory would outlive it
         return network, plan
@@ -161,9 +197,15 @@ class Planner:
         """What a choice depends on, in words."""
         weights = next(iter(self.network.parameters()))
         hosts = "+".join(str(self.hosts.count(host)) for host in dict.fromkeys(self.hosts))
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"processors of {torch.get_num_threads()} threads"
-        return (f"{hosts} {name}, code {kernels.version(kernels.FOLDER, Path(__file__).parent)}, torch {torch.__version__}: {self.pictures} pictures of {self.tokens} tokens, "
-                f"{self.pieces.depth} blocks of {weights.shape[0]}, {type(self.network).__name__} {getattr(self.network, 'dtype', weights.dtype)}")
+        name = (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"processors of {torch.get_num_threads()} threads"
+        )
+        return (
+            f"{hosts} {name}, code {kernels.version(kernels.FOLDER, Path(__file__).parent)}, torch {torch.__version__}: {self.pictures} pictures of {self.tokens} tokens, "
+            f"{self.pieces.depth} blocks of {weights.shape[0]}, {type(self.network).__name__} {getattr(self.network, 'dtype', weights.dtype)}"
+        )
 
     def exchanges(self):
         """Exchanges that all ranks can do, to be tried by `choose`."""
@@ -198,19 +240,26 @@ class Planner:
         if plan.stages > 1:
             return Pipelined(pieces, everyone, plan.patches, plan.warmup)
         key = plan.tokens, plan.rows, plan.exchange, pieces.alone
-        if plan.tokens > 1 and key not in self.group.exchanges:  # one for all networks: what it has set up with its peers serves them all
+        if (
+            plan.tokens > 1 and key not in self.group.exchanges
+        ):  # one for all networks: what it has set up with its peers serves them all
             self.group.exchanges[key] = EXCHANGES[plan.exchange](mesh.get_group("tokens"), pieces.alone)
         return Sharded(pieces, mesh, self.group.exchanges[key] if plan.tokens > 1 else pieces.alone, everyone)
 
     def agree(self, plans):
         """Let every rank take the algorithms that rank 0 measured for its products, or two runs of one job could differ."""
         from accel.kernels import linear
+
         if self.device.type != "cuda" or getattr(self.network, "dtype", None) not in (torch.float16, torch.bfloat16):
             return
         sizes = {-(-2 * self.pictures // plan.rows) * self.tokens // plan.tokens for plan in plans if plan.ranks > 1}
         sizes |= {2 * self.pictures * self.tokens // plan.patches for plan in plans if plan.stages > 1}
         shapes = [shape for size in sorted(sizes) for shape in self.network.product_shapes(size)]
-        mine = [linear.choice(*shape, self.network.dtype, self.device) for shape in shapes] if self.group.rank == 0 else None
+        mine = (
+            [linear.choice(*shape, self.network.dtype, self.device) for shape in shapes]
+            if self.group.rank == 0
+            else None
+        )
         for shape, algorithm in zip(shapes, self.group.tell("products", mine)[0]):
             linear.adopt(*shape, self.network.dtype, self.device, algorithm)
 
@@ -220,7 +269,10 @@ class Planner:
         pictures = -(-self.pictures // self.group.world) if plan.ranks == 1 else self.pictures
         generator = torch.Generator(self.device).manual_seed(0)  # its own: the run's random stream begins untouched
         x = torch.randn(2 * pictures, 4, self.latent, self.latent, generator=generator, device=self.device)
-        t, y = torch.full((2 * pictures,), 500, device=self.device), torch.zeros(2 * pictures, dtype=torch.int64, device=self.device)
+        t, y = (
+            torch.full((2 * pictures,), 500, device=self.device),
+            torch.zeros(2 * pictures, dtype=torch.int64, device=self.device),
+        )
         times, conditions = [], None
         if hasattr(self.pieces, "conditioning"):  # a run looks its vectors up; any will do here
             table = self.pieces.conditioning(t[:1], y[:1])
@@ -229,7 +281,9 @@ class Planner:
             pieces = self.pieces.shallow(depth)
             if plan.ranks == 1:
                 pieces.attend = pieces.alone
-                times.append(_time(lambda: pieces.tower(pieces.embed(x), pieces.modulation(t, y, conditions)), self.device))
+                times.append(
+                    _time(lambda: pieces.tower(pieces.embed(x), pieces.modulation(t, y, conditions)), self.device)
+                )
                 continue
             network = self.apply(plan, pieces)
             if network is None:
@@ -246,11 +300,17 @@ class Planner:
         for plan in plans:
             self.mesh(plan)
         # Twice, and the better of both: the first pass also warms up the GPU and the communicators.
-        times = torch.tensor([[self.milliseconds(plan) for plan in plans] for _ in range(2)], device=self.device).amin(0)
+        times = torch.tensor([[self.milliseconds(plan) for plan in plans] for _ in range(2)], device=self.device).amin(
+            0
+        )
         dist.all_reduce(times, dist.ReduceOp.MAX)
         self.pieces.attend = self.pieces.alone
         best = int(times.argmin())
-        others = ", ".join(f"{plan if plan.ranks > 1 else 'a GPU a picture'} {ms:.2f}" for plan, ms in zip(plans, times.tolist()) if plan != plans[best])
+        others = ", ".join(
+            f"{plan if plan.ranks > 1 else 'a GPU a picture'} {ms:.2f}"
+            for plan, ms in zip(plans, times.tolist())
+            if plan != plans[best]
+        )
         return plans[best], f"{float(times[best]):.2f} ms a step estimated" + (f"; {others}" if others else "")
 
 
@@ -281,6 +341,7 @@ def _time(step, device):
         step()
         return 1e3 * (time.perf_counter() - start)
     from accel.graphs import capture
+
     replay = capture(step)
     replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]

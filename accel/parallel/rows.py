@@ -17,7 +17,7 @@ def gather_rows(group, part, n, busy=None):
     busy = busy or group.world
     sizes = [len(range(n)[share(n, busy, rank)]) if rank < busy else 0 for rank in range(group.world)]
     padded = part.new_zeros(max(sizes), *part.shape[1:])  # a collective wants equal shapes
-    padded[:len(part)] = part
+    padded[: len(part)] = part
     parts = group.gather(padded)
     return parts and torch.cat([rows[:size] for rows, size in zip(parts, sizes)])
 
@@ -27,4 +27,6 @@ def agree(group, latents, busy):
     mine = hashlib.sha256(latents.cpu().numpy().tobytes()).hexdigest() if group.rank < busy else None
     told = group.tell("latents", mine)[:busy]
     if len(set(told)) > 1:
-        raise RuntimeError(f"ranks ended with different latents (checksums {', '.join(one[:8] for one in told)}): are their GPUs of one kind?")
+        raise RuntimeError(
+            f"ranks ended with different latents (checksums {', '.join(one[:8] for one in told)}): are their GPUs of one kind?"
+        )

@@ -37,7 +37,8 @@ class Sharded:
         network.attend = attend
         # Captured on a GPU, the plain network's steps too: shared, they are short enough for launches to count.
         self.optimisations = getattr(network, "optimisations", None) or SimpleNamespace(
-            hoist=False, ends="torch", graph=True, reset_once=False)
+            hoist=False, ends="torch", graph=True, reset_once=False
+        )
         self.conditioning = getattr(network, "conditioning", None)
         self.table = self.hoisted = None
         self.captured = {}
@@ -86,7 +87,12 @@ class PlainPieces:
 
     def __init__(self, model, depth=None):
         self.model, self.patch_size, self.blocks = model, model.patch_size, model.blocks[:depth]
-        self.depth, self.width, self.out_channels, self.position = len(self.blocks), model.pos_embed.shape[-1], model.out_channels, model.pos_embed[0]
+        self.depth, self.width, self.out_channels, self.position = (
+            len(self.blocks),
+            model.pos_embed.shape[-1],
+            model.out_channels,
+            model.pos_embed[0],
+        )
 
     def shallow(self, depth):
         return PlainPieces(self.model, depth)

@@ -14,8 +14,13 @@ def divide_weights(model, mesh):
     """Divide the blocks of `model`, a models.DiT whose weights may lie on the CPU, over the ranks of a one-dimensional mesh, in place; every rank
     holds the same weights before. Only a rank's part comes to its device. Heads and hidden width must divide. Returns model."""
     ranks = mesh.size()
-    plan = {"attn.qkv": ColwiseParallel(), "attn.proj": RowwiseParallel(), "mlp.fc1": ColwiseParallel(), "mlp.fc2": RowwiseParallel(),
-            "adaLN_modulation.1": ColwiseParallel(output_layouts=Replicate())}
+    plan = {
+        "attn.qkv": ColwiseParallel(),
+        "attn.proj": RowwiseParallel(),
+        "mlp.fc1": ColwiseParallel(),
+        "mlp.fc2": RowwiseParallel(),
+        "adaLN_modulation.1": ColwiseParallel(output_layouts=Replicate()),
+    }
     for block in model.blocks:
         attn = block.attn
         attn.num_heads //= ranks

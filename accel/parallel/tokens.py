@@ -21,7 +21,12 @@ from accel.kernels.split import Terms
 def traffic(exchange, rows, t, ranks, width, element):
     """(collectives, bytes that a rank receives) a layer, for `rows` rows of `t` tokens a rank, elements of so many bytes."""
     others = rows * t * (ranks - 1) * width * element  # one vector of each token that lies elsewhere
-    return {"kv": (1, 2 * others), "push": (0, 2 * others), "ring": (0, 2 * others), "ulysses": (2, 4 * others // ranks)}[exchange]
+    return {
+        "kv": (1, 2 * others),
+        "push": (0, 2 * others),
+        "ring": (0, 2 * others),
+        "ulysses": (2, 4 * others // ranks),
+    }[exchange]
 
 
 class KeysValues:
@@ -32,7 +37,7 @@ class KeysValues:
 
     def __call__(self, qkv, num_heads, route="auto"):
         n, t, width = qkv.shape
-        own = qkv[..., width // 3:].contiguous()  # (N, t, 2D)
+        own = qkv[..., width // 3 :].contiguous()  # (N, t, 2D)
         parts = own.new_empty(self.size, *own.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self.group)
         kv = parts.transpose(0, 1).reshape(n, self.size * t, -1)  # a view for one row, which is the case that counts
@@ -50,13 +55,20 @@ class Ulysses:
         if isinstance(qkv, Terms):
             two, n = qkv.pair.shape[:2]
             mine = self._to_heads(qkv.pair.flatten(0, 1), num_heads).unflatten(0, (two, n))
-            return Terms(self._to_tokens(self.alone(Terms(mine, None), num_heads // self.size, route).pair.flatten(0, 1)).unflatten(0, (two, n)), None)
+            return Terms(
+                self._to_tokens(
+                    self.alone(Terms(mine, None), num_heads // self.size, route).pair.flatten(0, 1)
+                ).unflatten(0, (two, n)),
+                None,
+            )
         return self._to_tokens(self.alone(self._to_heads(qkv, num_heads), num_heads // self.size, route))
 
     def _to_heads(self, qkv, num_heads):
         """(N, t, 3·D), all heads → (N, T, 3·D/s), all tokens."""
         n, t, width = qkv.shape
-        parts = qkv.view(n, t, 3, self.size, width // (3 * self.size)).permute(3, 0, 1, 2, 4).contiguous()  # (s, N, t, 3, D/s): to whom
+        parts = (
+            qkv.view(n, t, 3, self.size, width // (3 * self.size)).permute(3, 0, 1, 2, 4).contiguous()
+        )  # (s, N, t, 3, D/s): to whom
         mine = torch.empty_like(parts)  # from whom
         dist.all_to_all_single(mine, parts, group=self.group)
         return mine.transpose(0, 1).reshape(n, self.size * t, -1)
@@ -79,17 +91,24 @@ class Ring:
         self.after, self.before = ranks[(self.rank + 1) % self.size], ranks[(self.rank - 1) % self.size]
 
     def __call__(self, qkv, num_heads, route="auto"):
-        kv = qkv[..., qkv.shape[-1] // 3:].contiguous()
+        kv = qkv[..., qkv.shape[-1] // 3 :].contiguous()
         out = lse = None
         for turn in range(self.size):
             pending = ()
             if turn + 1 < self.size:
                 following = torch.empty_like(kv)
-                send, receive = dist.P2POp(dist.isend, kv, self.after, self.group), dist.P2POp(dist.irecv, following, self.before, self.group)
+                send, receive = (
+                    dist.P2POp(dist.isend, kv, self.after, self.group),
+                    dist.P2POp(dist.irecv, following, self.before, self.group),
+                )
                 # gloo pairs messages by order: one side must not wait in a send for the other's receive, which batching sees to.
                 pending = dist.batch_isend_irecv([send, receive])
             part, part_lse = attention_lse(qkv, kv, num_heads, route)  # (N, t, D), (N, h, t)
-            out, lse = (part.float() if part.dtype.itemsize == 2 else part, part_lse) if out is None else merge(out, lse, part, part_lse)
+            out, lse = (
+                (part.float() if part.dtype.itemsize == 2 else part, part_lse)
+                if out is None
+                else merge(out, lse, part, part_lse)
+            )
             for one in pending:
                 one.wait()
             if pending:
@@ -101,7 +120,9 @@ def merge(out, lse, part, part_lse):
     """Attention over two sets of keys from attention over each: out, part (N, t, D); lse, part_lse (N, h, t) natural → their union's.
     softmax over A ∪ B = (e^a·out + e^b·part) / (e^a + e^b) (Milakov & Gimelshein 2018, arXiv:1805.02867, eq. 4)."""
     heads = lse.shape[1]
-    weight = torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1).to(out.dtype)  # (N, t, h, 1): e^b / (e^a + e^b)
+    weight = (
+        torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1).to(out.dtype)
+    )  # (N, t, h, 1): e^b / (e^a + e^b)
     wide, part = out.unflatten(-1, (heads, -1)), part.unflatten(-1, (heads, -1)).to(out.dtype)
     return torch.lerp(wide, part, weight).flatten(2), torch.logaddexp(lse, part_lse)
 
@@ -110,9 +131,13 @@ class Push:
     """Keys and values written straight into the memory of peers on this host, over NVLink (accel/kernels/push.py)."""
 
     def __init__(self, group, alone):
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not used here, and its set-up can fail where GPUs are shared
+        os.environ.setdefault(
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"
+        )  # not used here, and its set-up can fail where GPUs are shared
         import torch.distributed._symmetric_memory as symmetric
+
         from accel.kernels import push
+
         self.symmetric, self.kernel = symmetric, push
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.buffers, self.turn = {}, 0
@@ -122,7 +147,9 @@ class Push:
         key = shape, dtype
         if key not in self.buffers:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("push: a shape was first met inside a CUDA graph; run the step once before capturing it")
+                raise RuntimeError(
+                    "push: a shape was first met inside a CUDA graph; run the step once before capturing it"
+                )
             size = torch.Size(shape).numel() * dtype.itemsize
             count = self.size * self.kernel.PROGRAMS
             with torch.inference_mode(False):
@@ -132,7 +159,7 @@ class Push:
                 addresses = torch.tensor(handle.buffer_ptrs, device=device)
             torch.cuda.synchronize(device)
             dist.barrier(self.group)  # flags are zero everywhere before the first is raised
-            gathered = [memory[i * size:(i + 1) * size].view(dtype).view(shape) for i in (0, 1)]
+            gathered = [memory[i * size : (i + 1) * size].view(dtype).view(shape) for i in (0, 1)]
             self.buffers[key] = gathered, addresses, addresses + 2 * size, size, (memory, handle)
         return self.buffers[key]
 
@@ -140,7 +167,7 @@ class Push:
         n, t, width = qkv.shape
         gathered, addresses, flags, size, _ = self._buffer((n, self.size * t, width // 3 * 2), qkv.dtype, qkv.device)
         self.turn ^= 1
-        self.kernel.push(qkv[..., width // 3:], addresses, flags, self.rank, self.turn * size)
+        self.kernel.push(qkv[..., width // 3 :], addresses, flags, self.rank, self.turn * size)
         return attention_to(qkv, gathered[self.turn], num_heads, route)
 
 

@@ -16,7 +16,9 @@ from accel.options import DEMO, SamplingOptions, UsageError
 CPU = torch.device("cpu")
 SHAPES = {
     "sd-vae-ft in small": {},
-    "deeper, without attention": dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False),
+    "deeper, without attention": dict(
+        layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False
+    ),
     "without the convolution before": dict(use_post_quant_conv=False),
 }
 
@@ -90,10 +92,13 @@ def coarse():
 def test_where_float16_does_not_hold_float32_decodes(make, said, tiny_vae, tmp_path, capsys):
     """Found again at every start, said in one line; the bits are those of the float32 decoder."""
     from safetensors.torch import save_file
+
     plain = make()
     (tmp_path / vae.FILES[0]).write_text((tiny_vae / vae.FILES[0]).read_text())
     save_file(plain.state_dict(), tmp_path / vae.FILES[1])
-    options = SamplingOptions(model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1).resolve()
+    options = SamplingOptions(
+        model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
+    ).resolve()
     run = Engine(options)
     run.decoder_precision = "fp16"  # as on a GPU
     latents = noise(3, 4)
@@ -131,7 +136,13 @@ def test_which_arithmetic(monkeypatch):
     choose = lambda tier, wanted="auto": precision.decoder_precision(wanted, tier, CPU)  # noqa: E731
     assert [choose(tier) for tier in precision.TIERS] == ["fp32", "fp32", "tf32", "fp16", "fp16"]
     assert [choose("fp16", name) for name in ("fp32", "tf32", "fp16")] == ["fp32", "tf32", "fp16"]
-    assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == ["fp32", "fp32", "tf32", "tf32", "tf32"]
+    assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == [
+        "fp32",
+        "fp32",
+        "tf32",
+        "tf32",
+        "tf32",
+    ]
     have.remove("tf32")  # a V100
     assert choose("fp16") == "fp16" and precision.float32_decoder("fp16", CPU) == "fp32"
     with pytest.raises(ValueError, match="--vae-precision tf32"):
@@ -147,13 +158,18 @@ def test_the_cpu_has_no_float16_decoder():
 def test_a_folder_for_fid_records_what_decodes():
     """By what it came to, so that "auto" and its name are the same job, and a decoder that float16 does not hold for is another."""
     from accel.fid import settings_of
+
     plan, found = SimpleNamespace(independent=True), {}
     for wanted, arithmetic in (("auto", "fp32"), ("fp32", "fp32"), ("auto", "fp16")):
         run = Engine(SamplingOptions(model="DiT-Demo/2", device="cpu", labels=(0,), vae_precision=wanted).resolve())
         run.decoder_precision = arithmetic
         found[wanted, arithmetic] = settings_of(run, plan)
     one, same, other = found.values()
-    assert one == same and {name for name in one if one[name] != other[name]} == {"--vae-precision"} and other["--vae-precision"] == "fp16"
+    assert (
+        one == same
+        and {name for name in one if one[name] != other[name]} == {"--vae-precision"}
+        and other["--vae-precision"] == "fp16"
+    )
 
 
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
@@ -185,7 +201,9 @@ def switches():
 def test_sd_vae_ft_at_512px(switches):
     device = torch.device("cuda")
     config = dict(SD_VAE_FT)
-    plain = random_decoder(device, **{name: config[name] for name in ("layers_per_block", "block_out_channels", "norm_num_groups")})
+    plain = random_decoder(
+        device, **{name: config[name] for name in ("layers_per_block", "block_out_channels", "norm_num_groups")}
+    )
     z = noise(2, 64, device)
     precision.apply_precision("fp32", device)
     want = vae.decode(plain, z)
@@ -222,6 +240,7 @@ def test_sd_vae_ft_at_512px(switches):
 def test_the_demos_pictures_pass_the_gate(switches):
     """64 pictures of one float16 run, decoded in float16 and in float32, every one with a hundredth of the gate's error."""
     import evaluate
+
     options = SamplingOptions(model="DiT-Demo/2", labels=tuple(range(8)) * 8, device="cuda", precision="fp16").resolve()
     run = Engine(options)
     latents = run.run()
@@ -230,7 +249,9 @@ def test_the_demos_pictures_pass_the_gate(switches):
     precision.apply_precision("fp32", run.device)
     want = vae.to_uint8(vae.decode(run.load_decoder().plain, latents)).numpy()
     worst = [min(evaluate.psnr(a, b) for a, b in zip(want, got)), min(evaluate.ssim(a, b) for a, b in zip(want, got))]
-    assert worst[0] > 55 and worst[1] > 0.999, worst  # rounding to bytes alone, where a value lies between two, costs to 59 dB
+    assert worst[0] > 55 and worst[1] > 0.999, (
+        worst
+    )  # rounding to bytes alone, where a value lies between two, costs to 59 dB
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from accel.options import DEMO, UsageError
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 8])
 def test_grid_is_torchvisions_save_image(tmp_path, n):
     from torchvision.utils import save_image
+
     pixels = torch.randn(n, 3, 24, 16, generator=torch.Generator().manual_seed(n))
     pixels[0, :, 0, :4] = torch.tensor([-1.0, 1.0, 0.0, 1 / 255])
     save_image(pixels, tmp_path / "theirs.png", nrow=4, normalize=True, value_range=(-1, 1))
@@ -26,7 +27,9 @@ def test_to_uint8_truncates_as_fid_jobs_do():
     got = vae.to_uint8(exact.view(1, 1, 16, 16).expand(1, 3, 16, 16))
     assert got.shape == (1, 16, 16, 3) and got.dtype == torch.uint8
     assert (got[0, ..., 0].flatten().int() - levels.int()).abs().max() <= 1
-    assert vae.to_uint8(torch.tensor([-9.0, 9.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)).tolist() == [[[[0] * 3, [255] * 3]]]
+    assert vae.to_uint8(torch.tensor([-9.0, 9.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)).tolist() == [
+        [[[0] * 3, [255] * 3]]
+    ]
 
 
 def test_decode_scales_and_does_not_depend_on_the_batch(tiny_vae):
@@ -41,7 +44,9 @@ def test_decode_scales_and_does_not_depend_on_the_batch(tiny_vae):
 
 ARCHITECTURES = {
     "sd-vae-ft in small": {},
-    "deeper, without attention": dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False),
+    "deeper, without attention": dict(
+        layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False
+    ),
     "without the convolution before": dict(use_post_quant_conv=False, use_quant_conv=False),
 }
 
@@ -50,8 +55,20 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("pickled", [False, True])
 def test_decodes_what_diffusers_decodes_bit_for_bit(change, pickled, tmp_path):
     from diffusers import AutoencoderKL
-    theirs = AutoencoderKL(**{**dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=1,
-                                     block_out_channels=[8, 8, 16, 16], norm_num_groups=4, latent_channels=4), **change}).eval()
+
+    theirs = AutoencoderKL(
+        **{
+            **dict(
+                down_block_types=["DownEncoderBlock2D"] * 4,
+                up_block_types=["UpDecoderBlock2D"] * 4,
+                layers_per_block=1,
+                block_out_channels=[8, 8, 16, 16],
+                norm_num_groups=4,
+                latent_channels=4,
+            ),
+            **change,
+        }
+    ).eval()
     with torch.no_grad():
         for value in theirs.parameters():
             value.add_(0.1 * torch.randn_like(value))  # its norms start as the identity
@@ -65,9 +82,15 @@ def test_decodes_what_diffusers_decodes_bit_for_bit(change, pickled, tmp_path):
 
 def test_the_demos_decoder_is_diffusers_bit_for_bit():
     from diffusers import AutoencoderKL
+
     latents = torch.randn(1, 4, 16, 16)
     with torch.inference_mode():
-        want = AutoencoderKL.from_pretrained(DEMO / "vae", torch_dtype=torch.float32).eval().decode(latents / 0.18215).sample
+        want = (
+            AutoencoderKL.from_pretrained(DEMO / "vae", torch_dtype=torch.float32)
+            .eval()
+            .decode(latents / 0.18215)
+            .sample
+        )
     assert torch.equal(vae.decode(vae.load_vae(vae.find_vae(str(DEMO / "vae")), torch.device("cpu")), latents), want)
 
 
@@ -84,7 +107,10 @@ def test_deprecated_attention_names_load(tiny_vae, tmp_path):
     save_file(old, tmp_path / vae.FILES[1], metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
     latents = torch.randn(1, 4, 4, 4)
-    a, b = (vae.decode(vae.load_vae(vae.find_vae(str(folder)), torch.device("cpu")), latents) for folder in (tiny_vae, tmp_path))
+    a, b = (
+        vae.decode(vae.load_vae(vae.find_vae(str(folder)), torch.device("cpu")), latents)
+        for folder in (tiny_vae, tmp_path)
+    )
     assert torch.equal(a, b)
 
 
@@ -102,12 +128,16 @@ def test_bad_folders(tiny_vae, tmp_path):
     assert "not JSON" in error(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "VQModel"}))
     assert "holds VQModel" in error(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(act_fn="relu")))
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(act_fn="relu"))
+    )
     assert "act_fn relu" in error(tmp_path)
     (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
     assert "damaged" in error(tmp_path)
     (tmp_path / vae.FILES[1]).write_bytes((tiny_vae / vae.FILES[1]).read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(layers_per_block=2)))
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(layers_per_block=2))
+    )
     assert "not those of its config.json" in error(tmp_path)  # already here, before a picture is sampled
     (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
     (tmp_path / vae.FILES[1]).unlink()
@@ -127,7 +157,11 @@ def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
     with pytest.raises(UsageError) as caught:
         vae.find_vae("mse")
     message = str(caught.value)
-    assert str(tmp_path / "pretrained_models" / "sd-vae-ft-mse") in message and vae.FILES[1] in message and "\n" not in message
+    assert (
+        str(tmp_path / "pretrained_models" / "sd-vae-ft-mse") in message
+        and vae.FILES[1] in message
+        and "\n" not in message
+    )
     (tmp_path / "pretrained_models" / "sd-vae-ft-mse").mkdir(parents=True)
     with pytest.raises(UsageError, match="must hold"):  # a local folder goes before the hub
         vae.find_vae("mse")

@@ -1,4 +1,5 @@
 """Models in closed form: nonlinear in x and dependent on t and y, so that a wrong timestep or label shows."""
+
 import torch
 
 
@@ -16,7 +17,7 @@ def wavy(x, t, y=0.3):
 
 def wavy_mean(x, t, y=0.3):
     """(N, C, ...): the prediction alone."""
-    return wavy(x, t, y)[:, :x.shape[1]]
+    return wavy(x, t, y)[:, : x.shape[1]]
 
 
 def slope(x, t, y=0.3):
@@ -28,7 +29,7 @@ class Gaussian:
     """The exact model for data N(mean, std^2), elementwise; abar: the trained process's, by original timestep."""
 
     def __init__(self, mean, std, abar):
-        self.mean, self.variance, self.abar = mean, std ** 2, torch.as_tensor(abar)
+        self.mean, self.variance, self.abar = mean, std**2, torch.as_tensor(abar)
 
     def moments(self, x, t):
         """abar_t and the variance of x_t."""

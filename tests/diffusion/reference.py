@@ -4,6 +4,7 @@ The diffusion process in float64, straight from the papers' equations: one times
 Where a closed form can be had another way it is: the posterior by Bayes' rule, the KL by torch.distributions, the
 respacing in exact fractions, the normal distribution function by erf.
 """
+
 import math
 from fractions import Fraction
 
@@ -19,6 +20,7 @@ def linear_betas(steps):
 def cosine_betas(steps):
     def f(i):  # Nichol, eq. 17
         return math.cos((i / steps + 0.008) / 1.008 * math.pi / 2) ** 2
+
     return [min(1 - f(i + 1) / f(i), 0.999) for i in range(steps)]
 
 
@@ -37,7 +39,7 @@ class Reference:
         self.abars = []
         for kept in self.timesteps:
             product = 1.0
-            for beta in betas[:kept + 1]:
+            for beta in betas[: kept + 1]:
                 product *= 1.0 - beta
             self.abars.append(product)
 
@@ -85,12 +87,12 @@ class Reference:
         variance = log_variance.exp() if isinstance(log_variance, torch.Tensor) else math.exp(log_variance)
         if gradient is not None:
             mean = mean + variance * gradient
-        return mean if t == 0 else mean + variance ** 0.5 * noise
+        return mean if t == 0 else mean + variance**0.5 * noise
 
     def ddim(self, xt, t, x0, eta, noise):
         now, before = self.abar(t), self.abar(t - 1)
         sigma = eta * math.sqrt((1 - before) / (1 - now) * (1 - now / before))
-        x = math.sqrt(before) * x0 + math.sqrt(max(1 - before - sigma ** 2, 0.0)) * self.eps(xt, t, x0)
+        x = math.sqrt(before) * x0 + math.sqrt(max(1 - before - sigma**2, 0.0)) * self.eps(xt, t, x0)
         return x if t == 0 else x + sigma * noise
 
     def ddim_up(self, xt, t, x0):

@@ -33,7 +33,9 @@ def by_hand(diffusion, model, x, t, m, values, noise, calls):
         for s, z, share in zip(steps, noise, unseen):
             path.append(x / np.sqrt(abar[s]))
             x = c[s] * (m if x0 is None else x0) + d[s] * x + sigma(values, s) * z * (s != 0)
-            m = m + share * (1 - np.exp(b[s]) / sigma(values, s) ** 2).clamp(min=0) * sigma(values, s) / c[s] * z * (s != 0)
+            m = m + share * (1 - np.exp(b[s]) / sigma(values, s) ** 2).clamp(min=0) * sigma(values, s) / c[s] * z * (
+                s != 0
+            )
         return path, x, m
 
     def unseen(a):
@@ -59,7 +61,12 @@ def by_hand(diffusion, model, x, t, m, values, noise, calls):
         last, place = x0, weights
     else:
         # The covariance of the path from independent increments, its largest axis as a combination of the path's points.
-        covariance = np.array([[max(taus[0] - taus[max(i, j)], 0) if i == j else taus[0] - taus[min(i, j)] for j in range(k)] for i in range(k)])
+        covariance = np.array(
+            [
+                [max(taus[0] - taus[max(i, j)], 0) if i == j else taus[0] - taus[min(i, j)] for j in range(k)]
+                for i in range(k)
+            ]
+        )
         centred = np.eye(k) - np.outer(np.ones(k), weights)
         covariance = centred @ covariance @ centred.T
         half = np.sqrt(weights)
@@ -77,14 +84,30 @@ def by_hand(diffusion, model, x, t, m, values, noise, calls):
     return x, m, fresh, error
 
 
-@pytest.mark.parametrize("t, k, calls", ((19, 1, 1), (19, 4, 1), (11, 3, 1), (5, 2, 1), (2, 3, 1), (0, 1, 1), (19, 4, 2), (11, 3, 2), (14, 6, 2), (6, 3, 2)))
+@pytest.mark.parametrize(
+    "t, k, calls",
+    (
+        (19, 1, 1),
+        (19, 4, 1),
+        (11, 3, 1),
+        (5, 2, 1),
+        (2, 3, 1),
+        (0, 1, 1),
+        (19, 4, 2),
+        (11, 3, 2),
+        (14, 6, 2),
+        (6, 3, 2),
+    ),
+)
 def test_equations(t, k, calls):
     diffusion = create_diffusion(str(STEPS))
     generator = torch.Generator().manual_seed(10 * t + k)
     x, m, values, *noise = (torch.randn(3, 4, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3 + k))
     values = values.tanh()
     strides = Strides(diffusion, [(k, calls)])
-    got = strides.stride(wavy, x.float(), torch.full((3,), t), m.float(), values.float(), torch.stack(noise).float(), calls)
+    got = strides.stride(
+        wavy, x.float(), torch.full((3,), t), m.float(), values.float(), torch.stack(noise).float(), calls
+    )
     for have, want in zip(got, by_hand(diffusion, wavy, x, t, m, values, noise, calls)):
         assert float((have.double() - want).norm() / want.norm()) < 3e-6
 
@@ -112,7 +135,10 @@ class Gaussian:
         tau, s2 = (1 - abar) / abar, self.spread**2
         x0 = (s2 * x / abar.sqrt() + tau * 0.5) / (s2 + tau)
         i = torch.tensor([int(np.argmin(np.abs(np.array(place) - int(one)))) for one in t])
-        b, beta, c = (torch.tensor(v)[i].view(-1, 1, 1, 1).to(x) for v in (np.exp(d.posterior_log_variance_clipped), d.betas, d.posterior_mean_coef1))
+        b, beta, c = (
+            torch.tensor(v)[i].view(-1, 1, 1, 1).to(x)
+            for v in (np.exp(d.posterior_log_variance_clipped), d.betas, d.posterior_mean_coef1)
+        )
         variance = b + c**2 * s2 * tau / (s2 + tau)  # what a network with the right variance has learned
         values = 2 * ((variance / b).log() / (beta / b).log().clamp(min=1e-9)) - 1
         return torch.cat([(x - abar.sqrt() * x0) / (1 - abar).sqrt(), values.expand_as(x)], 1)
@@ -128,7 +154,7 @@ def test_known_noise_beats_extrapolation_on_a_known_process():
         strides, x, index = Strides(diffusion, plan), z, 0
         m, values = strides.start(x)
         for k, calls in plan:
-            t, noise = torch.full((8,), 99 - index), noises[index:index + k]
+            t, noise = torch.full((8,), 99 - index), noises[index : index + k]
             if hold:
                 out = diffusion.p_mean_variance(model, x, t, clip_denoised=False)
                 _, values = diffusion._split_output(model(x, diffusion.original_timesteps(t)), x)
@@ -170,7 +196,7 @@ def test_two_calls_for_three_steps_lie_nearer_than_a_pair_and_a_single(t):
         y, index = x, 0
         m, values = strides.start(x)
         for k, calls in [(1, 1), (1, 1), *plan]:
-            y, m, values, _ = strides.stride(model, y, start - index, m, values, noise[index:index + k], calls)
+            y, m, values, _ = strides.stride(model, y, start - index, m, values, noise[index : index + k], calls)
             index += k
         return y
 

@@ -117,8 +117,10 @@ def test_argument_names_and_order_are_the_published_ones():
         "p_sample": [*step, "cond_fn", "model_kwargs", "noise"],
         "ddim_sample": [*step, "cond_fn", "model_kwargs", "eta", "noise"],
         "ddim_reverse_sample": [*step, "cond_fn", "model_kwargs", "eta"],
-        "p_sample_loop": loop, "p_sample_loop_progressive": loop,
-        "ddim_sample_loop": [*loop, "eta"], "ddim_sample_loop_progressive": [*loop, "eta"],
+        "p_sample_loop": loop,
+        "p_sample_loop_progressive": loop,
+        "ddim_sample_loop": [*loop, "eta"],
+        "ddim_sample_loop_progressive": [*loop, "eta"],
         "training_losses": ["model", "x_start", "t", "model_kwargs", "noise"],
         "calc_bpd_loop": ["model", "x_start", "clip_denoised", "model_kwargs"],
     }.items():
@@ -127,8 +129,15 @@ def test_argument_names_and_order_are_the_published_ones():
         if name in ("p_sample", "ddim_sample"):
             assert parameters["noise"].kind is inspect.Parameter.KEYWORD_ONLY
     assert list(inspect.signature(create_diffusion).parameters) == [
-        "timestep_respacing", "noise_schedule", "use_kl", "sigma_small", "predict_xstart", "learn_sigma",
-        "rescale_learned_sigmas", "diffusion_steps"]
+        "timestep_respacing",
+        "noise_schedule",
+        "use_kl",
+        "sigma_small",
+        "predict_xstart",
+        "learn_sigma",
+        "rescale_learned_sigmas",
+        "diffusion_steps",
+    ]
 
 
 class Record(TorchDispatchMode):
@@ -196,8 +205,10 @@ def test_no_copy_and_no_wait_in_losses_and_bound(device):
 def test_the_recorder_sees_copies_and_waits(device):
     table = create_diffusion("10").betas
     t = torch.arange(4, device=device)
-    for sin in (lambda: torch.from_numpy(table).to(device, torch.float32)[t],
-                lambda: torch.tensor([1, 2], device=device)):
+    for sin in (
+        lambda: torch.from_numpy(table).to(device, torch.float32)[t],
+        lambda: torch.tensor([1, 2], device=device),
+    ):
         with Record(device) as ops:
             sin()
         assert ops.found
@@ -208,6 +219,7 @@ def test_the_recorder_sees_copies_and_waits(device):
 
 
 # ---- on a GPU ----
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LOOPS)
@@ -235,9 +247,8 @@ def test_gpu_loop_copies_nothing_and_never_waits(name):
 @pytest.mark.parametrize("name", ["p_sample", "ddim_sample"])
 def test_gpu_step_is_captured_in_a_graph(name):
     d = create_diffusion("30")
-    with pytest.raises(RuntimeError, match="prepare"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            d.original_timesteps(torch.zeros(4, dtype=torch.long, device="cuda"))
+    with pytest.raises(RuntimeError, match="prepare"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        d.original_timesteps(torch.zeros(4, dtype=torch.long, device="cuda"))
     torch.cuda.synchronize()
     d.prepare("cuda")
     step = getattr(d, name)

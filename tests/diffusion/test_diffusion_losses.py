@@ -5,22 +5,31 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import create_diffusion, gaussian_diffusion as gd
+from diffusion import create_diffusion
+from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
-from diffusion.timestep_sampler import (LossSecondMomentResampler, UniformSampler,
-                                        create_named_schedule_sampler)
+from diffusion.timestep_sampler import LossSecondMomentResampler, UniformSampler, create_named_schedule_sampler
 from tests.diffusion.closed_forms import wavy
 from tests.diffusion.reference import Reference, linear_betas
 
 CLOSE = dict(rtol=2e-4, atol=1e-6)  # KLs near 0 are differences of float32 table entries
-VARIANCES = {"range": gd.ModelVarType.LEARNED_RANGE, "log": gd.ModelVarType.LEARNED,
-             "small": gd.ModelVarType.FIXED_SMALL, "large": gd.ModelVarType.FIXED_LARGE}
+VARIANCES = {
+    "range": gd.ModelVarType.LEARNED_RANGE,
+    "log": gd.ModelVarType.LEARNED,
+    "small": gd.ModelVarType.FIXED_SMALL,
+    "large": gd.ModelVarType.FIXED_LARGE,
+}
 
 
 def process(respacing, loss=gd.LossType.MSE, variance="range", mean=gd.ModelMeanType.EPSILON):
     kept = create_diffusion(respacing).timestep_map
-    d = SpacedDiffusion(use_timesteps=kept, betas=linear_betas(1000), model_mean_type=mean,
-                        model_var_type=VARIANCES[variance], loss_type=loss)
+    d = SpacedDiffusion(
+        use_timesteps=kept,
+        betas=linear_betas(1000),
+        model_mean_type=mean,
+        model_var_type=VARIANCES[variance],
+        loss_type=loss,
+    )
     return d, Reference(linear_betas(1000), kept)
 
 
@@ -35,10 +44,12 @@ def batch(d, seed=0):
 
 def nearly(target, learned, wrong=0.1):
     """A model that misses `target` by a wavy tenth: no log probability is lost in the far tails."""
+
     def model(x, t, y=0.3):
         out = wavy(x, t, y)
         missed = target + wrong * out[:, :3]
         return torch.cat([missed, out[:, 3:]], dim=1) if learned else missed
+
     return model
 
 
@@ -53,7 +64,8 @@ def test_training_losses(respacing, loss, variance, mean):
     learned = variance in ("range", "log")
     xt = torch.stack([ref.noised(x0[i], int(t[i]), noise[i]) for i in range(4)])
     target = {
-        gd.ModelMeanType.EPSILON: noise, gd.ModelMeanType.START_X: x0,
+        gd.ModelMeanType.EPSILON: noise,
+        gd.ModelMeanType.START_X: x0,
         gd.ModelMeanType.PREVIOUS_X: torch.stack([ref.posterior(x0[i], xt[i], int(t[i]))[0] for i in range(4)]),
     }[mean]
     wrong = 0.1 if mean is gd.ModelMeanType.EPSILON else 0.003
@@ -119,10 +131,14 @@ def test_hybrid_gradient():
 
     theta = point.clone().requires_grad_(True)
     terms = d.training_losses(lambda x, t: model(theta, x, t), x0, t, noise=noise)
-    got, = torch.autograd.grad(terms["loss"].sum(), theta, retain_graph=True)
+    (got,) = torch.autograd.grad(terms["loss"].sum(), theta, retain_graph=True)
     h = 1e-5
-    expected = torch.stack([(reference_loss(point + h * e) - reference_loss(point - h * e)) / (2 * h)
-                            for e in torch.eye(2, dtype=torch.float64)])
+    expected = torch.stack(
+        [
+            (reference_loss(point + h * e) - reference_loss(point - h * e)) / (2 * h)
+            for e in torch.eye(2, dtype=torch.float64)
+        ]
+    )
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
     assert (got.abs() > 1e-4).all()
     # Each term trains its own half of the output, and nothing else.
@@ -182,7 +198,8 @@ def test_bits_per_dimension(clip):
         mean = ref.posterior(predicted, xt, step)[0]
         torch.testing.assert_close(out["xstart_mse"][:, column], ((predicted - x0) ** 2).mean((1, 2, 3)), **CLOSE)
         torch.testing.assert_close(
-            out["mse"][:, column], ((ref.eps(xt, step, predicted) - noise) ** 2).mean((1, 2, 3)), rtol=2e-3, atol=1e-6)
+            out["mse"][:, column], ((ref.eps(xt, step, predicted) - noise) ** 2).mean((1, 2, 3)), rtol=2e-3, atol=1e-6
+        )
         if step:
             log_variance = ref.log_variance("range", step, values)
             bound = torch.stack([ref.bound_term(x0[i], xt[i], step, mean[i], log_variance[i]) for i in range(4)])
@@ -193,6 +210,7 @@ def test_bits_per_dimension(clip):
 
 
 # ---- which timesteps to train on ----
+
 
 def test_uniform_sampler():
     sampler = create_named_schedule_sampler("uniform", create_diffusion("20"))

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from diffusion import create_diffusion, diffusion_utils, gaussian_diffusion as gd
+from diffusion import create_diffusion, diffusion_utils
+from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
 from tests.diffusion.closed_forms import Gaussian, slope, wavy, wavy_mean
 from tests.diffusion.reference import Reference, level_log_probability, linear_betas
@@ -9,14 +10,23 @@ from tests.diffusion.reference import Reference, level_log_probability, linear_b
 # Tables are float32: at the noisy end x_0 = 157 x_t - 157 eps magnifies their last bit.
 CLOSE = dict(rtol=3e-6, atol=3e-5)
 RESPACINGS = ["", "250", "ddim50", "10,15,20", "1"]
-VARIANCES = {"range": gd.ModelVarType.LEARNED_RANGE, "log": gd.ModelVarType.LEARNED,
-             "small": gd.ModelVarType.FIXED_SMALL, "large": gd.ModelVarType.FIXED_LARGE}
+VARIANCES = {
+    "range": gd.ModelVarType.LEARNED_RANGE,
+    "log": gd.ModelVarType.LEARNED,
+    "small": gd.ModelVarType.FIXED_SMALL,
+    "large": gd.ModelVarType.FIXED_LARGE,
+}
 
 
 def process(respacing="250", variance="range", mean=gd.ModelMeanType.EPSILON):
     d = create_diffusion(respacing)
-    d = SpacedDiffusion(use_timesteps=d.timestep_map, betas=linear_betas(1000), model_mean_type=mean,
-                        model_var_type=VARIANCES[variance], loss_type=gd.LossType.MSE)
+    d = SpacedDiffusion(
+        use_timesteps=d.timestep_map,
+        betas=linear_betas(1000),
+        model_mean_type=mean,
+        model_var_type=VARIANCES[variance],
+        loss_type=gd.LossType.MSE,
+    )
     return d, Reference(linear_betas(1000), d.timestep_map)
 
 
@@ -36,15 +46,16 @@ def rows(t, function, *tensors):
 def reference_model(d, model, x, t):
     """The model at the original timesteps: its prediction and variance values."""
     out = model(x, torch.tensor(d.timestep_map)[t])
-    return out[:, :x.shape[1]], out[:, x.shape[1]:] if out.shape[1] > x.shape[1] else x
+    return out[:, : x.shape[1]], out[:, x.shape[1] :] if out.shape[1] > x.shape[1] else x
 
 
 @pytest.mark.parametrize("respacing", RESPACINGS)
 def test_noising_and_its_posterior(respacing):
     d, ref = process(respacing)
     t, x, x0, noise = batch(d)
-    torch.testing.assert_close(d.q_sample(x0, t, noise=noise), rows(t, lambda t, x, n: ref.noised(x, t, n), x0, noise),
-                               **CLOSE)
+    torch.testing.assert_close(
+        d.q_sample(x0, t, noise=noise), rows(t, lambda t, x, n: ref.noised(x, t, n), x0, noise), **CLOSE
+    )
     mean, variance, log_variance = d.q_mean_variance(x0, t)
     spread = rows(t, lambda t, x: (1 - ref.abar(t)) * torch.ones_like(x), x0)
     torch.testing.assert_close(mean, rows(t, lambda t, x: ref.noised(x, t, 0 * x), x0), **CLOSE)
@@ -57,7 +68,8 @@ def test_noising_and_its_posterior(respacing):
     assert variance.shape == log_variance.shape == x.shape
     if d.num_timesteps > 1:
         torch.testing.assert_close(
-            log_variance.double(), rows(t, lambda t, x: ref.log_variance("small", t) + 0 * x, x), **CLOSE)
+            log_variance.double(), rows(t, lambda t, x: ref.log_variance("small", t) + 0 * x, x), **CLOSE
+        )
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -118,37 +130,43 @@ def test_ddim_step(respacing, eta, clip):
     out = d.ddim_sample(wavy, x, t, clip_denoised=clip, eta=eta, noise=noise)
     torch.testing.assert_close(out["pred_xstart"], x0, **CLOSE)
     # 1 - abar of a float32 table has 4 digits left at t = 1, and sigma with it: so it is in every published picture.
-    torch.testing.assert_close(out["sample"], rows(t, lambda t, x, x0, n: ref.ddim(x, t, x0, eta, n), x, x0, noise),
-                               rtol=1e-5, atol=5e-4)
+    torch.testing.assert_close(
+        out["sample"], rows(t, lambda t, x, x0, n: ref.ddim(x, t, x0, eta, n), x, x0, noise), rtol=1e-5, atol=5e-4
+    )
     up = d.ddim_reverse_sample(wavy, x, t, clip_denoised=clip)
-    torch.testing.assert_close(up["sample"], rows(t, lambda t, x, x0: ref.ddim_up(x, t, x0), x, x0),
-                               rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        up["sample"], rows(t, lambda t, x, x0: ref.ddim_up(x, t, x0), x, x0), rtol=1e-5, atol=1e-4
+    )
 
 
 def test_ddim_with_eta_1_is_the_ancestral_step():
     # With the posterior's variance Song's eta = 1 is Ho's sampler: two routes to one number.
     d, _ = process("250", "small")
     t, x, _, noise = batch(d)
-    torch.testing.assert_close(d.ddim_sample(wavy_mean, x, t, eta=1.0, noise=noise)["sample"],
-                               d.p_sample(wavy_mean, x, t, noise=noise)["sample"], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        d.ddim_sample(wavy_mean, x, t, eta=1.0, noise=noise)["sample"],
+        d.p_sample(wavy_mean, x, t, noise=noise)["sample"],
+        rtol=1e-5,
+        atol=1e-4,
+    )
 
 
 def test_ddim_runs_in_reverse():
     # eps depends on nothing but t: then down and up are exact inverses.
     d, _ = process("50")
-    x = start = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = before = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def model(x, t):
         return torch.sin(t / 100.0).view(-1, 1, 1, 1) * torch.ones(2, 6, 4, 4, dtype=x.dtype)
 
     for i in range(49):  # from t = i (that is x_i) to x_{i+1}
+        x_before, before = before, x
         x = d.ddim_reverse_sample(model, x, torch.full((2,), i), clip_denoised=False)["sample"]
         # Down from t = i + 1 asks the model there; take the prediction that went up.
-        down = d.ddim_sample(lambda x, t: model(x, torch.full((2,), d.timestep_map[i])), x, torch.full((2,), i + 1),
-                             clip_denoised=False)["sample"]
-        x_before = start if i == 0 else before
+        down = d.ddim_sample(
+            lambda x, t: model(x, torch.full((2,), d.timestep_map[i])), x, torch.full((2,), i + 1), clip_denoised=False
+        )["sample"]
         torch.testing.assert_close(down, x_before, rtol=1e-4, atol=1e-4)
-        before = x
     with pytest.raises(ValueError, match="eta"):
         d.ddim_reverse_sample(model, x, torch.zeros(2, dtype=torch.long), eta=0.5)
 
@@ -193,7 +211,7 @@ def test_float32_arithmetic_in_the_published_order(sampler):
         again = (table(d.sqrt_recip_alphas_cumprod) * x - x0) / table(d.sqrt_recipm1_alphas_cumprod)
         now, before = table(d.alphas_cumprod), table(d.alphas_cumprod_prev)
         sigma = 0.7 * torch.sqrt((1 - before) / (1 - now)) * torch.sqrt(1 - now / before)
-        expected = x0 * torch.sqrt(before) + torch.sqrt(1 - before - sigma ** 2) * again + mask * sigma * noise
+        expected = x0 * torch.sqrt(before) + torch.sqrt(1 - before - sigma**2) * again + mask * sigma * noise
         got = d.ddim_sample(wavy, x, t, clip_denoised=False, eta=0.7, noise=noise)
     assert got["sample"].dtype == torch.float32
     assert torch.equal(got["pred_xstart"], x0)
@@ -255,8 +273,15 @@ def test_guidance_of_the_mean(variance):
     gradient = slope(x, torch.tensor(d.timestep_map)[t])
     x0 = rows(t, lambda t, x, e: ref.x0(x, t, e), x, prediction)
     t, x, noise, values, gradient, x0 = (a[1:] for a in (t, x, noise, values, gradient, x0))  # t = 0 below
-    expected = rows(t, lambda t, x, x0, v, n, g: ref.ancestral(
-        x, t, x0, torch.as_tensor(ref.log_variance(variance, t, v)), n, g), x, x0, values, noise, gradient)
+    expected = rows(
+        t,
+        lambda t, x, x0, v, n, g: ref.ancestral(x, t, x0, torch.as_tensor(ref.log_variance(variance, t, v)), n, g),
+        x,
+        x0,
+        values,
+        noise,
+        gradient,
+    )
     out = d.p_sample(model, x, t, clip_denoised=False, cond_fn=slope, noise=noise)
     torch.testing.assert_close(out["sample"], expected, **CLOSE)
 
@@ -268,14 +293,14 @@ def test_guidance_of_the_score_is_bayes_rule():
     t, x, _, noise = batch(d)
     mu, s, r, y = 0.3, 0.6, 0.5, -0.4
     data = Gaussian(mu, s, process("")[0].alphas_cumprod)
-    precision = 1 / s ** 2 + 1 / r ** 2
-    given_y = Gaussian((mu / s ** 2 + y / r ** 2) / precision, precision ** -0.5, data.abar)
+    precision = 1 / s**2 + 1 / r**2
+    given_y = Gaussian((mu / s**2 + y / r**2) / precision, precision**-0.5, data.abar)
 
     def cond_fn(x, t):
         with torch.enable_grad():
             x = x.detach().requires_grad_(True)
             mean, variance = data.x0(x, t)
-            log_p = -0.5 * (y - mean) ** 2 / (variance + r ** 2)
+            log_p = -0.5 * (y - mean) ** 2 / (variance + r**2)
             return torch.autograd.grad(log_p.sum(), x)[0]
 
     for eta in (0.0, 1.0):
@@ -288,7 +313,7 @@ def test_guidance_of_the_score_is_bayes_rule():
     torch.manual_seed(4)
     for loop in (d.p_sample_loop, d.ddim_sample_loop):
         sample = loop(data.eps, x.shape, x, clip_denoised=False, cond_fn=cond_fn)
-        assert abs(sample.mean() - given_y.mean) < 0.03 and abs(sample.std() - precision ** -0.5) < 0.03
+        assert abs(sample.mean() - given_y.mean) < 0.03 and abs(sample.std() - precision**-0.5) < 0.03
         unguided = loop(data.eps, x.shape, x, clip_denoised=False)
         assert abs(unguided.mean() - mu) < 0.03 and abs(unguided.std() - s) < 0.03
 
@@ -306,21 +331,21 @@ def test_exact_model_reproduces_its_data(mean, std):
         if i == 0:
             return torch.cat([eps, eps], 1)
         weight = ref.posterior(1.0, 0.0, i)[0]
-        variance = ref.posterior_variance(i) + weight ** 2 * exact.x0(x, t)[1]
+        variance = ref.posterior_variance(i) + weight**2 * exact.x0(x, t)[1]
         low, high = ref.log_variance("small", i), ref.log_variance("large", i)
         v = (2 * (variance.log() - low) / (high - low) - 1).expand_as(x)
-        assert -1 <= v.min() and v.max() <= 1
+        assert v.min() >= -1 and v.max() <= 1
         return torch.cat([eps, v], 1)
 
     torch.manual_seed(5)
     sample = d.p_sample_loop(model, (1, 1, 300, 300), clip_denoised=False, device="cpu").double()
     count = sample.numel()
-    assert abs(sample.mean() - mean) < 4 * std / count ** 0.5 + 2e-3
+    assert abs(sample.mean() - mean) < 4 * std / count**0.5 + 2e-3
     first = 1 - ref.abar(0)
-    expected = std * (1 - first / (first + std ** 2 * (1 - first))) ** 0.5  # std of E[x_0 | x_1]
+    expected = std * (1 - first / (first + std**2 * (1 - first))) ** 0.5  # std of E[x_0 | x_1]
     assert abs(sample.std() / expected - 1) < 4 / (2 * count) ** 0.5 + 2e-3
     z = (sample - mean) / std
-    assert abs((z ** 3).mean()) < 0.05 and abs((z ** 4).mean() - 3) < 0.12  # and of its shape
+    assert abs((z**3).mean()) < 0.05 and abs((z**4).mean() - 3) < 0.12  # and of its shape
 
 
 def test_gaussian_densities():
@@ -330,7 +355,8 @@ def test_gaussian_densities():
     for a, b, c, e in ((m1, v1, m2, v2), (m1, v1, 0.0, 0.0), (0.0, -1.0, m2, v2)):
         expected = torch.distributions.kl_divergence(
             normal(torch.as_tensor(a), torch.exp(torch.as_tensor(b) / 2)),
-            normal(torch.as_tensor(c), torch.exp(torch.as_tensor(e) / 2)))
+            normal(torch.as_tensor(c), torch.exp(torch.as_tensor(e) / 2)),
+        )
         torch.testing.assert_close(diffusion_utils.normal_kl(a, b, c, e), expected.double(), rtol=1e-6, atol=1e-7)
     with pytest.raises(TypeError, match="tensor"):
         diffusion_utils.normal_kl(0.0, 0.0, 0.0, 0.0)
@@ -339,7 +365,8 @@ def test_gaussian_densities():
     assert (diffusion_utils.approx_standard_normal_cdf(x) - torch.special.ndtr(x)).abs().max() < 2e-4
     torch.testing.assert_close(
         diffusion_utils.continuous_gaussian_log_likelihood(m1, means=m2, log_scales=v1),
-        normal(m2, v1.exp()).log_prob(m1))
+        normal(m2, v1.exp()).log_prob(m1),
+    )
 
     levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
     for mean, sigma in ((0.1, 0.3), (-0.9, 0.2), (0.98, 0.05)):
@@ -347,7 +374,12 @@ def test_gaussian_densities():
         log_p = diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean, log_scales=sigma.log())
         assert log_p.exp().sum() == pytest.approx(1, abs=1e-9)  # 256 levels and nothing else
         torch.testing.assert_close(log_p.exp(), level_log_probability(levels, mean, sigma).exp(), rtol=0, atol=2e-3)
-    assert diffusion_utils.discretized_gaussian_log_likelihood(
-        levels[:1], means=levels[-1:], log_scales=torch.full((1,), -5.0)).isfinite().all()
+    assert (
+        diffusion_utils.discretized_gaussian_log_likelihood(
+            levels[:1], means=levels[-1:], log_scales=torch.full((1,), -5.0)
+        )
+        .isfinite()
+        .all()
+    )
     with pytest.raises(ValueError, match="one shape"):
         diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean[:1], log_scales=sigma)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diffusion import create_diffusion, gaussian_diffusion as gd, space_timesteps
+from diffusion import create_diffusion, space_timesteps
+from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
 from tests.diffusion.reference import Reference, cosine_betas, even_positions, linear_betas
 
@@ -26,10 +27,10 @@ def test_tables_are_the_papers(schedule, steps):
         "alphas_cumprod": ref.abars,
         "alphas_cumprod_prev": [1.0] + ref.abars[:-1],
         "alphas_cumprod_next": ref.abars[1:] + [0.0],
-        "sqrt_alphas_cumprod": [a ** 0.5 for a in ref.abars],
+        "sqrt_alphas_cumprod": [a**0.5 for a in ref.abars],
         "sqrt_one_minus_alphas_cumprod": [(1 - a) ** 0.5 for a in ref.abars],
         "log_one_minus_alphas_cumprod": [math.log(1 - a) for a in ref.abars],
-        "sqrt_recip_alphas_cumprod": [a ** -0.5 for a in ref.abars],
+        "sqrt_recip_alphas_cumprod": [a**-0.5 for a in ref.abars],
         "sqrt_recipm1_alphas_cumprod": [((1 - a) / a) ** 0.5 for a in ref.abars],
         "posterior_variance": [ref.posterior_variance(i) for i in t],
         "posterior_log_variance_clipped": [ref.log_variance("small", i) for i in t],
@@ -54,6 +55,7 @@ def test_published_end_points():
 def test_shapes_of_beta_schedules():
     def betas(name, steps=20):
         return gd.get_beta_schedule(name, beta_start=0.01, beta_end=0.09, num_diffusion_timesteps=steps)
+
     np.testing.assert_allclose(betas("linear"), [0.01 + 0.08 * i / 19 for i in range(20)])
     np.testing.assert_allclose(betas("quad"), [(0.1 + 0.2 * i / 19) ** 2 for i in range(20)])
     np.testing.assert_allclose(betas("warmup10"), [0.01] + [0.09] * 19)
@@ -63,19 +65,31 @@ def test_shapes_of_beta_schedules():
     assert gd.betas_for_alpha_bar(4, lambda u: 1 - u, max_beta=0.7) == pytest.approx([1 / 4, 1 / 3, 1 / 2, 0.7])
 
 
-@pytest.mark.parametrize("respacing, kept", [
-    ("250", None), ("10,15,20", None), ("7", None), ("1", None), ([5, 0, 3], None), ("999", None),
-    ("ddim50", list(range(0, 1000, 20))), ("ddim34", list(range(0, 1000, 30))),
-    ("ddim1000", list(range(1000))), ("ddim1", [0]),
-    ("", list(range(1000))), (None, list(range(1000))),
-])
+@pytest.mark.parametrize(
+    "respacing, kept",
+    [
+        ("250", None),
+        ("10,15,20", None),
+        ("7", None),
+        ("1", None),
+        ([5, 0, 3], None),
+        ("999", None),
+        ("ddim50", list(range(0, 1000, 20))),
+        ("ddim34", list(range(0, 1000, 30))),
+        ("ddim1000", list(range(1000))),
+        ("ddim1", [0]),
+        ("", list(range(1000))),
+        (None, list(range(1000))),
+    ],
+)
 def test_respacing(respacing, kept):
     d = create_diffusion(respacing)
     if kept is None:
         counts = [int(c) for c in respacing.split(",")] if isinstance(respacing, str) else respacing
         sizes = [1000 // len(counts) + (i < 1000 % len(counts)) for i in range(len(counts))]
-        positions = [p for i, (size, count) in enumerate(zip(sizes, counts))
-                     for p in even_positions(size, count, sum(sizes[:i]))]
+        positions = [
+            p for i, (size, count) in enumerate(zip(sizes, counts)) for p in even_positions(size, count, sum(sizes[:i]))
+        ]
         assert len(d.timestep_map) == len(positions)
         # The nearest timestep, and at a tie either neighbour.
         assert all(abs(t - p) <= 0.5 for t, p in zip(d.timestep_map, positions))
@@ -90,15 +104,46 @@ def test_respacing(respacing, kept):
 def test_ties_round_as_published():
     # Stride 49.95 to 21 steps, added up in float64: 499.5 comes out just below or above, and decides.
     assert sorted(space_timesteps(1000, "21")) == [
-        0, 50, 100, 150, 200, 250, 300, 350, 400, 450, 499, 549, 599, 649, 699, 749, 799, 849, 899, 949, 999]
+        0,
+        50,
+        100,
+        150,
+        200,
+        250,
+        300,
+        350,
+        400,
+        450,
+        499,
+        549,
+        599,
+        649,
+        699,
+        749,
+        799,
+        849,
+        899,
+        949,
+        999,
+    ]
     assert sorted(space_timesteps(1000, "250"))[120:130] == [481, 485, 489, 493, 497, 502, 506, 510, 514, 518]
 
 
-@pytest.mark.parametrize("respacing, says", [
-    ("ddim333", "no integer stride gives 333 of 1000"), ("ddim", "expected a number"), ("ddim0", "at least one step"),
-    ("1001", "1001 steps of a section of 1000"), ("10,400,10", "400 steps of a section of 333"),
-    ("0", "at least one step"), ("-3", "expected"), ("fast", "expected a number"), ("10,,20", "expected"), (250, "250"),
-])
+@pytest.mark.parametrize(
+    "respacing, says",
+    [
+        ("ddim333", "no integer stride gives 333 of 1000"),
+        ("ddim", "expected a number"),
+        ("ddim0", "at least one step"),
+        ("1001", "1001 steps of a section of 1000"),
+        ("10,400,10", "400 steps of a section of 333"),
+        ("0", "at least one step"),
+        ("-3", "expected"),
+        ("fast", "expected a number"),
+        ("10,,20", "expected"),
+        (250, "250"),
+    ],
+)
 def test_impossible_respacing_says_why(respacing, says):
     with pytest.raises(ValueError, match=says) as error:
         create_diffusion(respacing)
@@ -106,8 +151,9 @@ def test_impossible_respacing_says_why(respacing, says):
 
 
 def test_bad_processes_say_why():
-    kinds = dict(model_mean_type=gd.ModelMeanType.EPSILON, model_var_type=gd.ModelVarType.FIXED_SMALL,
-                 loss_type=gd.LossType.MSE)
+    kinds = dict(
+        model_mean_type=gd.ModelMeanType.EPSILON, model_var_type=gd.ModelVarType.FIXED_SMALL, loss_type=gd.LossType.MSE
+    )
     for betas in ([], [0.0, 0.1], [0.1, 1.5], [[0.1]], [float("nan")]):
         with pytest.raises(ValueError, match="betas"):
             gd.GaussianDiffusion(betas=betas, **kinds)
@@ -122,13 +168,16 @@ def test_bad_processes_say_why():
         create_diffusion("", diffusion_steps=10)
 
 
-@pytest.mark.parametrize("arguments, mean, var, loss", [
-    ({}, "EPSILON", "LEARNED_RANGE", "MSE"),
-    (dict(learn_sigma=False), "EPSILON", "FIXED_LARGE", "MSE"),
-    (dict(learn_sigma=False, sigma_small=True), "EPSILON", "FIXED_SMALL", "MSE"),
-    (dict(predict_xstart=True, rescale_learned_sigmas=True), "START_X", "LEARNED_RANGE", "RESCALED_MSE"),
-    (dict(use_kl=True, rescale_learned_sigmas=True), "EPSILON", "LEARNED_RANGE", "RESCALED_KL"),
-])
+@pytest.mark.parametrize(
+    "arguments, mean, var, loss",
+    [
+        ({}, "EPSILON", "LEARNED_RANGE", "MSE"),
+        (dict(learn_sigma=False), "EPSILON", "FIXED_LARGE", "MSE"),
+        (dict(learn_sigma=False, sigma_small=True), "EPSILON", "FIXED_SMALL", "MSE"),
+        (dict(predict_xstart=True, rescale_learned_sigmas=True), "START_X", "LEARNED_RANGE", "RESCALED_MSE"),
+        (dict(use_kl=True, rescale_learned_sigmas=True), "EPSILON", "LEARNED_RANGE", "RESCALED_KL"),
+    ],
+)
 def test_create_diffusion_chooses_kinds(arguments, mean, var, loss):
     d = create_diffusion("10", **arguments)
     assert (d.model_mean_type.name, d.model_var_type.name, d.loss_type.name) == (mean, var, loss)

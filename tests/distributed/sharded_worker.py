@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from conftest import fill
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -16,9 +17,8 @@ from accel import engine
 from accel.fast import FastDiT
 from accel.parallel.pipeline import Pipelined
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
-from accel.parallel.tokens import EXCHANGES
 from accel.parallel.tensor import divide_weights
-from conftest import fill
+from accel.parallel.tokens import EXCHANGES
 from diffusion import create_diffusion
 from models import DiT
 
@@ -62,8 +62,13 @@ def main():
                 for kind in ("fast", "plain", "exact"):
                     if kind != "fast" and pictures == 3 or kind == "exact" and tokens > 1 and exchange != "ulysses":
                         continue
-                    alone = model if kind == "plain" else FastDiT(model.state_dict(), HEADS, torch.float32 if kind == "fast" else "terms",
-                                                                  torch.device("cpu"))
+                    alone = (
+                        model
+                        if kind == "plain"
+                        else FastDiT(
+                            model.state_dict(), HEADS, torch.float32 if kind == "fast" else "terms", torch.device("cpu")
+                        )
+                    )
                     want = alone.forward_with_cfg(x, t, y, 4.0), alone.forward(x, t, y)
                     pieces = PlainPieces(model) if kind == "plain" else alone
                     attend = EXCHANGES[exchange](mesh.get_group("tokens"), pieces.alone) if tokens > 1 else pieces.alone
@@ -74,20 +79,47 @@ def main():
                     got = guided, network.forward(x, t, y)
                     network.network.attend = network.network.alone
                     error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
-                    results.append(dict(rows=rows, tokens=tokens, exchange=exchange, pictures=pictures, kind=kind, error=error,
-                                        size=float(want[0].abs().mean()), **(dict(collectives=traffic.get_total_counts(), bytes=traffic.received) if kind == "fast" else {})))
+                    results.append(
+                        dict(
+                            rows=rows,
+                            tokens=tokens,
+                            exchange=exchange,
+                            pictures=pictures,
+                            kind=kind,
+                            error=error,
+                            size=float(want[0].abs().mean()),
+                            **(
+                                dict(collectives=traffic.get_total_counts(), bytes=traffic.received)
+                                if kind == "fast"
+                                else {}
+                            ),
+                        )
+                    )
     stages = dist.new_group(list(range(DEPTH)))
     z, labels, diffusion = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([3, 5]), create_diffusion("6")
     if dist.get_rank() < DEPTH:
         for kind in ("fast", "plain"):
-            pieces = FastDiT(model.state_dict(), HEADS, torch.float32, torch.device("cpu")) if kind == "fast" else PlainPieces(model)
+            pieces = (
+                FastDiT(model.state_dict(), HEADS, torch.float32, torch.device("cpu"))
+                if kind == "fast"
+                else PlainPieces(model)
+            )
             torch.manual_seed(0)
             want = engine.denoise(pieces if kind == "fast" else model, diffusion, z, labels, 4.0, 10)
             for warmup in (6, 2, 0):
                 torch.manual_seed(0)
                 got = engine.denoise(Pipelined(pieces, stages, 4, warmup), diffusion, z, labels, 4.0, 10)
-                results.append(dict(kind="stages", rows=1, tokens=1, exchange=kind, warmup=warmup, size=float(want.abs().mean()),
-                                    error=float((got - want).norm() / want.norm())))
+                results.append(
+                    dict(
+                        kind="stages",
+                        rows=1,
+                        tokens=1,
+                        exchange=kind,
+                        warmup=warmup,
+                        size=float(want.abs().mean()),
+                        error=float((got - want).norm() / want.norm()),
+                    )
+                )
         pieces.attend = pieces.alone
     if HEADS % world == 0:
         x, t, y = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([7, 7]), torch.tensor([3, 10])
@@ -96,10 +128,22 @@ def main():
             divided = divide_weights(copy.deepcopy(model), init_device_mesh("cpu", (world,)))
             with CommDebugMode() as calls:
                 got = divided.forward_with_cfg(x, t, y, 4.0)
-        weights = sum(len(p.to_local().flatten()) if isinstance(p, DTensor) else len(p.flatten()) for p in divided.blocks.parameters())
-        results.append(dict(kind="weights", rows=1, tokens=1, exchange="none", error=float((got - want).norm() / want.norm()), size=float(want.abs().mean()),
-                            calls={str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
-                            weights=weights / sum(len(p.flatten()) for p in model.blocks.parameters())))
+        weights = sum(
+            len(p.to_local().flatten()) if isinstance(p, DTensor) else len(p.flatten())
+            for p in divided.blocks.parameters()
+        )
+        results.append(
+            dict(
+                kind="weights",
+                rows=1,
+                tokens=1,
+                exchange="none",
+                error=float((got - want).norm() / want.norm()),
+                size=float(want.abs().mean()),
+                calls={str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
+                weights=weights / sum(len(p.flatten()) for p in model.blocks.parameters()),
+            )
+        )
     everyones = [None] * world
     dist.all_gather_object(everyones, results)
     if dist.get_rank() == 0:

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, fill
 from safetensors.torch import save_file
 
-from conftest import ROOT, fill
 from models import DiT_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
@@ -27,9 +27,22 @@ def demo(tmp_path_factory, tiny_vae):
 
 
 def start(processes, *args):
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-                             str(ROOT / "sample_ddp.py"), *map(str, args)], cwd=ROOT, text=True,
-                            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+            str(ROOT / "sample_ddp.py"),
+            *map(str, args),
+        ],
+        cwd=ROOT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def finish(process, status=0):
@@ -41,7 +54,17 @@ def finish(process, status=0):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_grid_equals_one_process(precision, demo, tmp_path, run):
     """As many labels as ranks and one more. In half precision fewer rows may run by another product, which rounds differently."""
-    common = [*demo, "--precision", precision, "--num-sampling-steps", 20, "--output-type", "latent", "--labels", *[i % 8 for i in range(GPUS + 1)]]
+    common = [
+        *demo,
+        "--precision",
+        precision,
+        "--num-sampling-steps",
+        20,
+        "--output-type",
+        "latent",
+        "--labels",
+        *[i % 8 for i in range(GPUS + 1)],
+    ]
     finish(start(GPUS, *common, "--output", tmp_path / "many.npy"))
     assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
     many, one = np.load(tmp_path / "many.npy"), np.load(tmp_path / "one.npy")
@@ -50,7 +73,9 @@ def test_grid_equals_one_process(precision, demo, tmp_path, run):
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,exchange=ring", "auto"])
+@pytest.mark.parametrize(
+    "parallel", ["rows=2", "tokens=2,exchange=push", "tokens=2,exchange=kv", "tokens=2,exchange=ring", "auto"]
+)
 def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
     """In half precision, captured in graphs: one process's picture, and the same bits again."""
     common = [*demo, "--precision", "fp16", "--num-sampling-steps", 50, "--output-type", "latent", "--labels", 3]
@@ -59,12 +84,23 @@ def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
         assert "parallel: " in text
     assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
     two, again, one = (np.load(tmp_path / f"{name}.npy") for name in ("two", "again", "one"))
-    assert np.abs(one).max() > 0.5 and np.abs(two - one).max() <= 2e-2 * np.abs(one).max() and np.array_equal(two, again)
+    assert (
+        np.abs(one).max() > 0.5 and np.abs(two - one).max() <= 2e-2 * np.abs(one).max() and np.array_equal(two, again)
+    )
 
 
 def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
     """All ranks killed twice; the algorithms of its products are those of the calm job, as they are when a job is started again."""
-    command = [*demo, "--num-fid-samples", 64 * GPUS, "--per-proc-batch-size", 4, "--num-sampling-steps", 100, "--sample-dir"]
+    command = [
+        *demo,
+        "--num-fid-samples",
+        64 * GPUS,
+        "--per-proc-batch-size",
+        4,
+        "--num-sampling-steps",
+        100,
+        "--sample-dir",
+    ]
     finish(start(GPUS, *command, tmp_path / "calm"))
     calm = next(path for path in (tmp_path / "calm").iterdir() if path.is_dir())
     killed = tmp_path / "killed" / calm.name
@@ -77,7 +113,9 @@ def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
         while len(list(killed.glob("*.png"))) < least * GPUS:
             assert time.monotonic() < deadline and job.poll() is None
             time.sleep(0.02)
-        for child in subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True).stdout.split():
+        for child in subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True
+        ).stdout.split():
             os.kill(int(child), signal.SIGKILL)
         finish(job, status=1)
         assert len(list(killed.glob("*.png"))) < 64 * GPUS

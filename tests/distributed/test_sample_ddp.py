@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT, fill
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -24,7 +25,6 @@ from accel.engine import Engine
 from accel.options import STOPPED, DistributedOptions, UsageError
 from accel.parallel.group import SILENCE, Group, Stopped
 from accel.parallel.rows import share
-from conftest import ROOT, fill
 from diffusion import create_diffusion
 from models import DiT_models
 
@@ -47,8 +47,23 @@ def demo(weights, tiny_vae):
 def torchrun(processes, *args, launch=("--standalone",), cwd=ROOT, **how):
     """torchrun as a child in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *launch, f"--nproc_per_node={processes}", str(ROOT / "sample_ddp.py"), *map(str, args)],
-        cwd=cwd, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **how)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *launch,
+            f"--nproc_per_node={processes}",
+            str(ROOT / "sample_ddp.py"),
+            *map(str, args),
+        ],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **how,
+    )
 
 
 def ranks(world, *args, output=subprocess.PIPE, cwd=ROOT):
@@ -56,9 +71,24 @@ def ranks(world, *args, output=subprocess.PIPE, cwd=ROOT):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    return [subprocess.Popen([sys.executable, str(ROOT / "sample_ddp.py"), *map(str, args)], cwd=cwd, text=True, stdout=output, stderr=output,
-                             env={**ENVIRONMENT, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-                                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for rank in range(world)]
+    return [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "sample_ddp.py"), *map(str, args)],
+            cwd=cwd,
+            text=True,
+            stdout=output,
+            stderr=output,
+            env={
+                **ENVIRONMENT,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+        )
+        for rank in range(world)
+    ]
 
 
 def finish(*processes, status=0, seconds=120):
@@ -78,7 +108,9 @@ def finish(*processes, status=0, seconds=120):
 
 def files(folder):
     """Every file of an FID job with its bytes: pictures, .npz, records."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(Path(folder).rglob("*")) if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes() for file in sorted(Path(folder).rglob("*")) if file.is_file()
+    }
 
 
 def pictures(folder):
@@ -104,16 +136,53 @@ def alone(demo, tmp_path_factory):
     """Latents of sample.py for five labels, and for one."""
     folder = tmp_path_factory.mktemp("alone")
     for labels in ("1 2 3 4 5", "6"):
-        subprocess.run([sys.executable, ROOT / "sample.py", *demo, "--num-sampling-steps", "6", "--output-type", "latent", "--seed", "3",
-                        "--labels", *labels.split(), "--output", folder / f"{labels}.npy"], check=True, env=ENVIRONMENT, capture_output=True)
+        subprocess.run(
+            [
+                sys.executable,
+                ROOT / "sample.py",
+                *demo,
+                "--num-sampling-steps",
+                "6",
+                "--output-type",
+                "latent",
+                "--seed",
+                "3",
+                "--labels",
+                *labels.split(),
+                "--output",
+                folder / f"{labels}.npy",
+            ],
+            check=True,
+            env=ENVIRONMENT,
+            capture_output=True,
+        )
     return lambda labels: np.load(folder / f"{labels}.npy")
 
 
-@pytest.mark.parametrize("processes, labels, parallel", [(1, "1 2 3 4 5", "auto"), (3, "6", "rows=2"), (3, "1 2 3 4 5", "auto"), (4, "1 2 3 4 5", "auto")])
+@pytest.mark.parametrize(
+    "processes, labels, parallel",
+    [(1, "1 2 3 4 5", "auto"), (3, "6", "rows=2"), (3, "1 2 3 4 5", "auto"), (4, "1 2 3 4 5", "auto")],
+)
 def test_grid_equals_one_process(processes, labels, parallel, demo, alone, tmp_path):
     """Pictures for ranks; or one picture, its rows for two, the third idle."""
-    text = finish(torchrun(processes, *demo, "--num-sampling-steps", 6, "--output-type", "latent", "--global-seed", 3, "--labels", *labels.split(),
-                           "--parallel", parallel, "--output", tmp_path / "l.npy"))
+    text = finish(
+        torchrun(
+            processes,
+            *demo,
+            "--num-sampling-steps",
+            6,
+            "--output-type",
+            "latent",
+            "--global-seed",
+            3,
+            "--labels",
+            *labels.split(),
+            "--parallel",
+            parallel,
+            "--output",
+            tmp_path / "l.npy",
+        )
+    )
     assert ("parallel: rows=2, 2 of 3 GPUs: as told" in text) == (parallel != "auto")
     mine, expected = np.load(tmp_path / "l.npy"), alone(labels)
     assert np.abs(expected).max() > 0.5
@@ -126,9 +195,29 @@ def test_grid_equals_one_process(processes, labels, parallel, demo, alone, tmp_p
 def test_two_runs_give_one_picture(demo, tmp_path, monkeypatch):
     """One label on two ranks, as measured: which way is taken is kept, since two ways that take as long round differently. The second run draws the same bits."""
     monkeypatch.setitem(ENVIRONMENT, "XDG_CACHE_HOME", str(tmp_path))
-    said = [finish(*ranks(2, *demo, "--num-sampling-steps", 3, "--labels", 6, "--output-type", "latent", "--output", tmp_path / f"{run}.npy")) for run in "ab"]
+    said = [
+        finish(
+            *ranks(
+                2,
+                *demo,
+                "--num-sampling-steps",
+                3,
+                "--labels",
+                6,
+                "--output-type",
+                "latent",
+                "--output",
+                tmp_path / f"{run}.npy",
+            )
+        )
+        for run in "ab"
+    ]
     first, second = (re.search(r"^parallel: (.*, \d of 2 GPUs): (.*)$", text, re.M) for text in said)
-    assert first[1] == second[1] and "measured before" not in first[2] and f"{first[2]}; measured before on this machine ({tmp_path}/dit/plans.json)" == second[2]
+    assert (
+        first[1] == second[1]
+        and "measured before" not in first[2]
+        and f"{first[2]}; measured before on this machine ({tmp_path}/dit/plans.json)" == second[2]
+    )
     assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes()
 
 
@@ -138,7 +227,12 @@ WHOLE_RUN = ["--model", "DiT-Demo/2", "--device", "cpu", "--labels", 2]
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "one.png"
-    subprocess.run([sys.executable, "sample.py", *map(str, WHOLE_RUN), "--output", path], cwd=ROOT, check=True, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        [sys.executable, "sample.py", *map(str, WHOLE_RUN), "--output", path],
+        cwd=ROOT,
+        check=True,
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+    )
     return np.asarray(Image.open(path))
 
 
@@ -146,15 +240,33 @@ def one_process(tmp_path_factory):
 def test_strict_gate_after_a_whole_run(parallel, one_process, tmp_path):
     """250 steps of the demo with its own weights, a picture on two ranks, against one process. (`ulysses` cannot share its three heads among two: test_sharded.py has it.)"""
     from evaluate import GATES, mae, psnr, ssim
+
     finish(*ranks(2, *WHOLE_RUN, "--parallel", parallel, "--output", tmp_path / "two.png"))
     two, bars = np.asarray(Image.open(tmp_path / "two.png")), GATES["strict"]
     assert one_process.std() > 10
-    assert mae(one_process, two) / 255 <= bars["mae"] and psnr(one_process, two) > bars["psnr"] and ssim(one_process, two) >= bars["ssim"]
+    assert (
+        mae(one_process, two) / 255 <= bars["mae"]
+        and psnr(one_process, two) > bars["psnr"]
+        and ssim(one_process, two) >= bars["ssim"]
+    )
 
 
 def test_rank_lost_with_tokens_on_its_gpu(demo, tmp_path):
     """Killed in the middle of a run in which every layer waits for it: the others end, without a launcher, and say why."""
-    job = ranks(2, *demo, "--num-sampling-steps", 1000, "--parallel", "tokens=2", "--labels", 6, "--output-type", "latent", "--output", tmp_path / "l.npy")
+    job = ranks(
+        2,
+        *demo,
+        "--num-sampling-steps",
+        1000,
+        "--parallel",
+        "tokens=2",
+        "--labels",
+        6,
+        "--output-type",
+        "latent",
+        "--output",
+        tmp_path / "l.npy",
+    )
     begun = threading.Event()
 
     def listen():
@@ -179,11 +291,15 @@ def test_two_nodes_and_both_ways_to_decode(demo, tmp_path, run):
         port = s.getsockname()[1]
     common = [*demo, "--num-sampling-steps", 4, "--labels", 1, 2, 3]
     meet = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{port}"]
-    nodes = [torchrun(1, *common, "--decode", "gather", "--output", tmp_path / "gather.png", launch=meet) for _ in range(2)]
+    nodes = [
+        torchrun(1, *common, "--decode", "gather", "--output", tmp_path / "gather.png", launch=meet) for _ in range(2)
+    ]
     assert "2 ranks" in finish(*nodes)
     finish(*ranks(2, *common, "--decode", "local", "--output", tmp_path / "local.png"))
     run("sample.py", *common, "--output", tmp_path / "one.png", OMP_NUM_THREADS="1")
-    one, gather, local = (np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("one", "gather", "local"))
+    one, gather, local = (
+        np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("one", "gather", "local")
+    )
     assert one.std() > 1 and np.array_equal(gather, local) and np.abs(one - gather).max() <= 1
 
 
@@ -195,6 +311,7 @@ def test_two_nodes_and_both_ways_to_decode(demo, tmp_path, run):
 def by_hand(weights, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
     """Upstream's job for one rank, as its users know it: seed, then per round z, labels, p_sample_loop, decode → {number: picture}."""
     from diffusers import AutoencoderKL
+
     model = DiT_models["DiT-Demo/2"]().eval()
     model.load_state_dict(load_file(weights))
     vae = AutoencoderKL.from_pretrained(vae_folder)
@@ -206,12 +323,21 @@ def by_hand(weights, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps)
             y = torch.randint(0, 8, (n,))
             if cfg_scale > 1:
                 z2, y2 = torch.cat([z, z]), torch.cat([y, torch.full((n,), 8)])
-                latents = diffusion.p_sample_loop(model.forward_with_cfg, z2.shape, z2, clip_denoised=False,
-                                                  model_kwargs=dict(y=y2, cfg_scale=cfg_scale))[:n]
+                latents = diffusion.p_sample_loop(
+                    model.forward_with_cfg,
+                    z2.shape,
+                    z2,
+                    clip_denoised=False,
+                    model_kwargs=dict(y=y2, cfg_scale=cfg_scale),
+                )[:n]
             else:
-                latents = diffusion.p_sample_loop(model.forward, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))
+                latents = diffusion.p_sample_loop(
+                    model.forward, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y)
+                )
             pixels = torch.cat([vae.decode(latent[None] / 0.18215).sample for latent in latents])
-            for i, picture in enumerate((127.5 * pixels + 128).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).numpy()):
+            for i, picture in enumerate(
+                (127.5 * pixels + 128).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).numpy()
+            ):
                 out[f"{i * world + rank + round_ * n * world:06d}.png"] = picture
     return out
 
@@ -220,8 +346,24 @@ def by_hand(weights, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps)
 def test_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path):
     n, wanted, seed, steps = 3, 7, 5, 3
     rounds = -(-wanted // (n * world))
-    text = finish(*ranks(world, *demo, "--num-fid-samples", wanted, "--per-proc-batch-size", n, "--global-seed", seed, "--cfg-scale", cfg_scale,
-                  "--num-sampling-steps", steps, "--sample-dir", tmp_path))
+    text = finish(
+        *ranks(
+            world,
+            *demo,
+            "--num-fid-samples",
+            wanted,
+            "--per-proc-batch-size",
+            n,
+            "--global-seed",
+            seed,
+            "--cfg-scale",
+            cfg_scale,
+            "--num-sampling-steps",
+            steps,
+            "--sample-dir",
+            tmp_path,
+        )
+    )
     assert f"· {wanted} pictures ·" in text and "labels" not in text  # it draws its own
     name = f"DiT-Demo-2-demo-size-128-vae-{tiny_vae.name}-cfg-{cfg_scale}-seed-5"
     assert {path.name for path in tmp_path.iterdir()} == {name, name + ".npz"}
@@ -237,7 +379,9 @@ def test_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path
     assert all(np.array_equal(mine[name], expected[name]) for name in mine)
     assert len({picture.tobytes() for picture in mine.values()}) == len(mine)
     array = np.load(tmp_path / f"{name}.npz")["arr_0"]
-    assert array.dtype == np.uint8 and np.array_equal(array, np.stack([expected[f"{i:06d}.png"] for i in range(wanted)]))
+    assert array.dtype == np.uint8 and np.array_equal(
+        array, np.stack([expected[f"{i:06d}.png"] for i in range(wanted)])
+    )
 
 
 FID = ["--num-fid-samples", 42, "--per-proc-batch-size", 2, "--num-sampling-steps", 20]
@@ -275,7 +419,9 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
             victim.kill()
         for process in processes:
             process.wait(60)
-        seen.append((len(victims), count(), sum(len(p.read_bytes().splitlines()) for p in tmp_path.glob("*/.job/rank*"))))
+        seen.append(
+            (len(victims), count(), sum(len(p.read_bytes().splitlines()) for p in tmp_path.glob("*/.job/rank*")))
+        )
     assert sum(0 < made < 44 for _, made, _ in seen) >= 7, seen
     finish(*ranks(2, *demo, *FID, "--sample-dir", tmp_path))
     assert files(tmp_path) == undisturbed, seen
@@ -292,7 +438,9 @@ def test_a_signal_to_one_rank_stops_all_and_the_job_goes_on(demo, undisturbed, t
         made = files(tmp_path)
         count = sum(name.endswith(".png") for name in made)
         assert least <= count < 44 and not any(".part" in name or name.endswith("npz") for name in made)
-        assert sum(text.count(b"\n") for name, text in made.items() if name.endswith("jsonl")) * 2 == count  # all that was made is recorded
+        assert (
+            sum(text.count(b"\n") for name, text in made.items() if name.endswith("jsonl")) * 2 == count
+        )  # all that was made is recorded
     finish(*ranks(2, *demo, *FID, "--sample-dir", tmp_path))
     assert files(tmp_path) == undisturbed
 
@@ -305,7 +453,10 @@ def wait_for_pictures(folder, count, seconds=60):
 
 
 def test_disk_full_ends_cleanly_and_goes_on(demo, undisturbed, tmp_path):
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "test", tmp_path], capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "test", tmp_path], capture_output=True).returncode
+    ):
         pytest.skip("a file system of its own needs root and mount")
     try:
         text = finish(*ranks(2, *demo, *FID, "--sample-dir", tmp_path), status=2)
@@ -313,7 +464,9 @@ def test_disk_full_ends_cleanly_and_goes_on(demo, undisturbed, tmp_path):
         made = files(tmp_path)
         assert not any(".part" in name for name in made) and 0 < sum(name.endswith(".png") for name in made) < 44
         pages = sum(-(-len(content) // 4096) for name, content in undisturbed.items() if not name.endswith(".npz"))
-        subprocess.run(["mount", "-o", f"remount,size={4 * pages + 400}k", tmp_path], check=True)  # for the pictures, not for the .npz
+        subprocess.run(
+            ["mount", "-o", f"remount,size={4 * pages + 400}k", tmp_path], check=True
+        )  # for the pictures, not for the .npz
         first, second = ranks(2, *demo, *FID, "--sample-dir", tmp_path)
         assert "--sample-dir: No space left on device" in finish(first, status=2)
         finish(second)
@@ -339,7 +492,10 @@ def test_world_independent_noise(demo, undisturbed, tmp_path):
         process.wait()
     finish(*ranks(1, *how, tmp_path / "2+1"))
     three, one, mixed = (pictures(tmp_path / name) for name in ("3", "1", "2+1"))
-    assert sorted(three) == [f"{i:06d}.png" for i in range(22)] and len({picture.tobytes() for picture in three.values()}) == 22
+    assert (
+        sorted(three) == [f"{i:06d}.png" for i in range(22)]
+        and len({picture.tobytes() for picture in three.values()}) == 22
+    )
     for other in (one, mixed):
         assert sorted(other) == sorted(three) and all(np.array_equal(other[name], three[name]) for name in three)
     archives = [next((tmp_path / name).glob("*.npz")).read_bytes() for name in ("3", "1", "2+1")]
@@ -363,11 +519,15 @@ def test_records_that_do_not_hold(demo, undisturbed, tmp_path):
     finish(*ranks(2, *command))
     mended = files(tmp_path)
     assert sum(name.endswith(".part") for name in mended) == 0
-    assert {k: v for k, v in mended.items() if not k.endswith("0000.jsonl")} == \
-           {k: v for k, v in undisturbed.items() if not k.endswith("0000.jsonl")}
+    assert {k: v for k, v in mended.items() if not k.endswith("0000.jsonl")} == {
+        k: v for k, v in undisturbed.items() if not k.endswith("0000.jsonl")
+    }
 
-    for change, name in ((["--num-sampling-steps", 31], "--num-sampling-steps 31"), (["--per-proc-batch-size", 3], "--per-proc-batch-size 3"),
-                         (["--num-fid-samples", 43], "--num-fid-samples 43")):
+    for change, name in (
+        (["--num-sampling-steps", 31], "--num-sampling-steps 31"),
+        (["--per-proc-batch-size", 3], "--per-proc-batch-size 3"),
+        (["--num-fid-samples", 43], "--num-fid-samples 43"),
+    ):
         text = finish(*ranks(1 if name.startswith("--num-s") else 2, *command, *change), status=2)
         assert name in text and "--sample-dir" in text and text.count("sample_ddp.py") == 1
     text = finish(*ranks(1, *command), status=2)
@@ -383,7 +543,11 @@ def test_names_are_on_disk_before_what_relies_on_them(tmp_path, monkeypatch):
     no batch is no part of the next one's folder, whose settings may be others."""
     folder, order = tmp_path / "pictures", []
     plan = fid.Plan(DistributedOptions(num_fid_samples=8, per_proc_batch_size=4).resolve(), 0, 1)
-    monkeypatch.setattr(fid.os, "fsync", lambda handle, fsync=os.fsync: (order.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)))
+    monkeypatch.setattr(
+        fid.os,
+        "fsync",
+        lambda handle, fsync=os.fsync: (order.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)),
+    )
     fid.Journal.prepare(folder, tmp_path / "pictures.npz", {"--seed": 1})
     assert order[1:] == [str(folder / ".job"), str(folder), str(tmp_path)]
     for number in range(9):
@@ -428,13 +592,19 @@ def test_npz_is_streamed(tmp_path):
             fid.write_picture(folder / fid.picture_name(i), originals[i])
         else:
             os.link(folder / fid.picture_name(i % 8), folder / fid.picture_name(i))
-    code = ("import resource, pathlib, numpy, PIL.Image; from accel import fid; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            f"folder = pathlib.Path({str(folder)!r}); fid.write_npz(folder, folder.parent / 'warm.npz', 40, 256); before = peak()\n"
-            "fid.write_npz(folder, folder.parent / 'x.npz', 1200, 256); print((peak() - before) * 1024)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    code = (
+        "import resource, pathlib, numpy, PIL.Image; from accel import fid; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"folder = pathlib.Path({str(folder)!r}); fid.write_npz(folder, folder.parent / 'warm.npz', 40, 256); before = peak()\n"
+        "fid.write_npz(folder, folder.parent / 'x.npz', 1200, 256); print((peak() - before) * 1024)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 24e6
     array = np.load(tmp_path / "x.npz")["arr_0"]
-    assert array.shape == (1200, 256, 256, 3) and all(np.array_equal(array[i], originals[i % 8]) for i in range(0, 1200, 7))
+    assert array.shape == (1200, 256, 256, 3) and all(
+        np.array_equal(array[i], originals[i % 8]) for i in range(0, 1200, 7)
+    )
     with zipfile.ZipFile(tmp_path / "x.npz") as archive, archive.open("arr_0.npy") as member:
         assert archive.testzip() is None and np.lib.format.read_magic(member) == (1, 0)
         assert np.lib.format.read_array_header_1_0(member) == ((1200, 256, 256, 3), False, np.dtype(np.uint8))
@@ -460,22 +630,43 @@ def test_a_rank_s_seed_fits_into_64_bits(tmp_path):
 def test_a_batch_without_memory_is_named(tmp_path, monkeypatch):
     """Wherever it is first met: where products are chosen, or in the job itself."""
     monkeypatch.setattr(fid, "keep_measurements", lambda folder: None)
-    options = DistributedOptions(model="DiT-Demo/2", num_fid_samples=8, per_proc_batch_size=4, num_sampling_steps=2, device="cpu", sample_dir=str(tmp_path)).resolve()
+    options = DistributedOptions(
+        model="DiT-Demo/2",
+        num_fid_samples=8,
+        per_proc_batch_size=4,
+        num_sampling_steps=2,
+        device="cpu",
+        sample_dir=str(tmp_path),
+    ).resolve()
     group, run = Group(0, 1, 0, dist.HashStore()), Engine(options)
 
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
 
     monkeypatch.setattr(run, "denoise", full)
-    for work in (lambda: fid._choose_products(run, group, fid.Plan(options, 0, 1), tmp_path), lambda: fid.run(run, group)):
-        with pytest.raises(UsageError, match="^--per-proc-batch-size 4: does not fit in the GPU's memory; use a smaller one$"):
+    for work in (
+        lambda: fid._choose_products(run, group, fid.Plan(options, 0, 1), tmp_path),
+        lambda: fid.run(run, group),
+    ):
+        with pytest.raises(
+            UsageError, match="^--per-proc-batch-size 4: does not fit in the GPU's memory; use a smaller one$"
+        ):
             work()
     group.leave()
 
 
 def test_plan_covers_every_picture_once():
-    for wanted, n, world, independent in [(7, 3, 2, False), (50, 4, 3, False), (1, 8, 4, False), (7, 3, 2, True), (22, 2, 5, True), (3, 8, 4, True)]:
-        options = DistributedOptions(num_fid_samples=wanted, per_proc_batch_size=n, world_independent_noise=independent).resolve()
+    for wanted, n, world, independent in [
+        (7, 3, 2, False),
+        (50, 4, 3, False),
+        (1, 8, 4, False),
+        (7, 3, 2, True),
+        (22, 2, 5, True),
+        (3, 8, 4, True),
+    ]:
+        options = DistributedOptions(
+            num_fid_samples=wanted, per_proc_batch_size=n, world_independent_noise=independent
+        ).resolve()
         plans = [fid.Plan(options, rank, world) for rank in range(world)]
         made = sorted(number for plan in plans for batch in plan.left(set()) for number in plan.pictures(batch))
         assert made == list(range(plans[0].total))
@@ -514,7 +705,11 @@ def test_a_rank_that_vanishes_is_missed_without_a_launcher(demo, tmp_path):
     processes[1].kill()
     start = time.monotonic()
     _, error = processes[0].communicate(timeout=60)
-    assert processes[0].returncode == 1 and "rank 1 has given no sign of life" in error and SILENCE - 5 < time.monotonic() - start < 60
+    assert (
+        processes[0].returncode == 1
+        and "rank 1 has given no sign of life" in error
+        and SILENCE - 5 < time.monotonic() - start < 60
+    )
     processes[1].communicate()
 
 
@@ -526,8 +721,17 @@ def test_weights_missing_on_one_node_are_named_before_sampling(demo, weights, tm
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     demo = [*demo[:3], "w.safetensors", *demo[4:]]
-    nodes = [torchrun(1, *demo, "--output", tmp_path / "x.png", cwd=tmp_path / f"n{i}",
-                      launch=["--nnodes=2", f"--node_rank={i}", "--master_addr=127.0.0.1", f"--master_port={port}"]) for i in range(2)]
+    nodes = [
+        torchrun(
+            1,
+            *demo,
+            "--output",
+            tmp_path / "x.png",
+            cwd=tmp_path / f"n{i}",
+            launch=["--nnodes=2", f"--node_rank={i}", "--master_addr=127.0.0.1", f"--master_port={port}"],
+        )
+        for i in range(2)
+    ]
     text = finish(*nodes, status=1)  # torchrun's own status
     assert re.search(r"^sample_ddp.py: rank 1 on \S+: --ckpt w.safetensors: no such file", text, re.M)
     assert "exitcode  : 2" in text and "step/s" not in text and not (tmp_path / "x.png").exists()
@@ -539,15 +743,24 @@ def test_ranks_without_gpus_are_named(demo):
     assert re.search(r"ranks 0, 1 on \S+: no GPU there; .*--device cpu", text) and text.count("no GPU") == 1
 
 
-@pytest.mark.parametrize("args, words", [
-    (["--labels", "1", "--num-fid-samples", "9"], "--labels: has no meaning with --num-fid-samples"),
-    (["--decode", "gather", "--num-fid-samples", "9"], "--decode: has no meaning with --num-fid-samples"),
-    (["--sample-dir", "here"], "--sample-dir: is for the folder of an FID job"), (["--per-proc-batch-size", "4"], "--per-proc-batch-size: is for the folder"),
-    (["--tf32", "--precision", "fp32"], "--tf32: conflicts with --precision fp32"),
-    (["--per-proc-batch-size", "0"], "--per-proc-batch-size: 0: must be at least 1"),
-    (["--world-independent-noise"], "--world-independent-noise: a grid is the same"),
-    (["--num-fid-samples", "9", "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/")])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--labels", "1", "--num-fid-samples", "9"], "--labels: has no meaning with --num-fid-samples"),
+        (["--decode", "gather", "--num-fid-samples", "9"], "--decode: has no meaning with --num-fid-samples"),
+        (["--sample-dir", "here"], "--sample-dir: is for the folder of an FID job"),
+        (["--per-proc-batch-size", "4"], "--per-proc-batch-size: is for the folder"),
+        (["--tf32", "--precision", "fp32"], "--tf32: conflicts with --precision fp32"),
+        (["--per-proc-batch-size", "0"], "--per-proc-batch-size: 0: must be at least 1"),
+        (["--world-independent-noise"], "--world-independent-noise: a grid is the same"),
+        (["--num-fid-samples", "9", "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_status_2(args, words, demo):
     text = finish(*ranks(1, *demo, *args), status=2)
-    assert words in text and "Traceback" not in text and len([line for line in text.splitlines() if "sample_ddp.py" in line]) == 1
+    assert (
+        words in text
+        and "Traceback" not in text
+        and len([line for line in text.splitlines() if "sample_ddp.py" in line]) == 1
+    )
     assert "128 px" not in text  # nothing has been loaded

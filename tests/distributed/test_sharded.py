@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 
 from accel.parallel.tokens import traffic
-from conftest import ROOT
 
 T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: numbers that the output has a token, p·p·2C
 
@@ -16,9 +16,20 @@ T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: numbers th
 @pytest.fixture(scope="module")
 def results():
     """What every one of four ranks found, on meshes of two, three and four; the smaller leave some idle."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4",
-                           str(ROOT / "tests" / "distributed" / "sharded_worker.py")], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=4",
+            str(ROOT / "tests" / "distributed" / "sharded_worker.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))},
+    )
     assert done.returncode == 0, done.stderr
     ranks = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert len(ranks) == 4 and len(ranks[0]) > len(ranks[2]) > len(ranks[3])
@@ -27,7 +38,12 @@ def results():
 
 def test_equal_to_one_process(results):
     seen = {(row["rows"], row["tokens"], row["exchange"], row["kind"]) for row in results}
-    assert {(1, tokens, name, kind) for tokens in (2, 3, 4) for name in ("kv", "ulysses", "ring") for kind in ("fast", "plain")} <= seen
+    assert {
+        (1, tokens, name, kind)
+        for tokens in (2, 3, 4)
+        for name in ("kv", "ulysses", "ring")
+        for kind in ("fast", "plain")
+    } <= seen
     assert {(1, 3, "ulysses", "exact"), (3, 1, "kv", "fast"), (2, 2, "ring", "fast"), (4, 1, "kv", "exact")} <= seen
     assert "weights" in {row["kind"] for row in results}
     for row in results:
@@ -42,7 +58,9 @@ def test_collectives_and_bytes(results):
         s, share = row["tokens"], -(-2 * row["pictures"] // row["rows"])
         t = T // s
         calls, received = traffic(row["exchange"], share, t, s, D, 4) if s > 1 else (0, 0)
-        assert received == {"ulysses": 4 * share * t * D * (s - 1) // s}.get(row["exchange"], 2 * share * (T - t) * D) * 4
+        assert (
+            received == {"ulysses": 4 * share * t * D * (s - 1) // s}.get(row["exchange"], 2 * share * (T - t) * D) * 4
+        )
         output = 4 * share * t * PATCH * (row["rows"] * s - 1)
         assert row["collectives"] == DEPTH * calls + 1, row  # the ring's sends are no collectives
         assert row["bytes"] == DEPTH * received + output, row

@@ -28,10 +28,10 @@ def reference(qkv, heads):
     dim = width // (3 * heads)
     out = torch.empty(n, tokens, heads * dim, dtype=torch.float64, device=qkv.device)
     for head in range(heads):
-        q, k, v = (qkv[..., (part * heads + head) * dim:][..., :dim].double() for part in range(3))
-        scores = q @ k.mT / dim ** 0.5
+        q, k, v = (qkv[..., (part * heads + head) * dim :][..., :dim].double() for part in range(3))
+        scores = q @ k.mT / dim**0.5
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        out[..., head * dim:(head + 1) * dim] = weights @ v / weights.sum(-1, keepdim=True)
+        out[..., head * dim : (head + 1) * dim] = weights @ v / weights.sum(-1, keepdim=True)
     return out
 
 
@@ -51,10 +51,13 @@ def test_routes_on_the_cpu(route, shape):
 
 def cross(n, queries, keys, heads, dim, dtype, device="cpu"):
     """Packed projections of `queries` tokens, and of keys and values of others; attention and log-sum-exp in float64."""
-    qkv, kv = packed(n, queries, heads, dim, dtype, device), packed(n, keys, heads, dim, dtype, device, seed=1)[..., heads * dim:].contiguous()
-    q = qkv[..., :heads * dim].double().unflatten(-1, (heads, dim))
+    qkv, kv = (
+        packed(n, queries, heads, dim, dtype, device),
+        packed(n, keys, heads, dim, dtype, device, seed=1)[..., heads * dim :].contiguous(),
+    )
+    q = qkv[..., : heads * dim].double().unflatten(-1, (heads, dim))
     k, v = kv.double().unflatten(-1, (2, heads, dim)).unbind(2)
-    scores = torch.einsum("nqhd,nkhd->nhqk", q, k) / dim ** 0.5
+    scores = torch.einsum("nqhd,nkhd->nhqk", q, k) / dim**0.5
     return qkv, kv, torch.einsum("nhqk,nkhd->nqhd", scores.softmax(-1), v).flatten(2), scores.logsumexp(-1)
 
 
@@ -66,7 +69,9 @@ def test_other_keys_and_values(queries, keys):
             assert error(attention_to(qkv, kv, 3, route), want) <= tolerance
         for route in ("auto", "flash"):
             out, lse = attention_lse(qkv, kv, 3, route)
-            assert error(out, want) <= tolerance and error(lse, want_lse) <= max(tolerance, 1e-6 if dtype == torch.bfloat16 else 0)
+            assert error(out, want) <= tolerance and error(lse, want_lse) <= max(
+                tolerance, 1e-6 if dtype == torch.bfloat16 else 0
+            )
     with pytest.raises(ValueError, match="gives no log-sum-exp"):
         attention_lse(qkv, kv, 3, "math")
 
@@ -75,10 +80,18 @@ def test_other_keys_and_values(queries, keys):
 @pytest.mark.parametrize("queries, keys", ((5, 17), (512, 1024), (256, 4096), (300, 77)))
 def test_other_keys_and_values_on_a_gpu(queries, keys):
     hopper_too = ("hopper",) if torch.cuda.get_device_capability() == (9, 0) else ()
-    for route in ("efficient", *(("flash", "cudnn") if torch.cuda.get_device_capability() >= (8, 0) else ()), *hopper_too):
+    for route in (
+        "efficient",
+        *(("flash", "cudnn") if torch.cuda.get_device_capability() >= (8, 0) else ()),
+        *hopper_too,
+    ):
         qkv, kv, want, want_lse = cross(2, queries, keys, 16, 72, torch.float16, "cuda")
         out, lse = attention_lse(qkv, kv, 16, route)
-        assert error(out, want) <= 1e-3 and error(attention_to(qkv, kv, 16, route), want) <= 1e-3 and error(lse, want_lse) <= 1e-3, route
+        assert (
+            error(out, want) <= 1e-3
+            and error(attention_to(qkv, kv, 16, route), want) <= 1e-3
+            and error(lse, want_lse) <= 1e-3
+        ), route
 
 
 @pytest.mark.parametrize("route", CPU_ROUTES)
@@ -110,11 +123,22 @@ def test_refusals():
         attention(qkv, 1, "nonsense")
 
 
-@pytest.mark.parametrize("capability, dtype, expected", (
-    ((7, 0), torch.float16, "efficient"), ((7, 0), torch.float32, "efficient"), ((7, 5), torch.float16, "efficient"),
-    ((8, 0), torch.float16, "flash"), ((8, 0), torch.bfloat16, "flash"), ((8, 0), torch.float32, "efficient"),
-    ((9, 0), torch.float16, "hopper"), ((9, 0), torch.bfloat16, "hopper"), ((10, 0), torch.float16, "flash"),
-    ((9, 0), torch.float32, "efficient"), ((9, 0), torch.float64, "default")))
+@pytest.mark.parametrize(
+    "capability, dtype, expected",
+    (
+        ((7, 0), torch.float16, "efficient"),
+        ((7, 0), torch.float32, "efficient"),
+        ((7, 5), torch.float16, "efficient"),
+        ((8, 0), torch.float16, "flash"),
+        ((8, 0), torch.bfloat16, "flash"),
+        ((8, 0), torch.float32, "efficient"),
+        ((9, 0), torch.float16, "hopper"),
+        ((9, 0), torch.bfloat16, "hopper"),
+        ((10, 0), torch.float16, "flash"),
+        ((9, 0), torch.float32, "efficient"),
+        ((9, 0), torch.float64, "default"),
+    ),
+)
 def test_auto_by_capability(capability, dtype, expected, monkeypatch):
     """The choice is a table of the GPU's capability: asked without the GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -152,8 +176,10 @@ def test_machine_code(config, tmp_path):
         assert {shape for shape, _ in products} == {f"64x{config.keys}x16", "64x72x16"}
         assert all(bool(bf16) == (dtype == torch.bfloat16) for _, bf16 in products)
         assert "UTMALDG.4D" in assembly and "USETMAXREG" in assembly
-        loop_begins = [match.start() for match in re.finditer(rf"HGMMA\.64x{config.keys}x16", assembly)][5]  # five belong to the first tile
-        loop = assembly[loop_begins:assembly.rindex("HGMMA.64x72x16")]
+        loop_begins = [match.start() for match in re.finditer(rf"HGMMA\.64x{config.keys}x16", assembly)][
+            5
+        ]  # five belong to the first tile
+        loop = assembly[loop_begins : assembly.rindex("HGMMA.64x72x16")]
         assert loop.count("MUFU.EX2") >= config.keys // 2 and loop.count("STL") + loop.count("LDL") <= 8
     assert config.blocks * (config.shared_bytes + 1024) <= 228 * 1024
     computing, copying = hopper.hopper.registers(config.warpgroups, blocks=config.blocks).values()
@@ -198,7 +224,9 @@ def test_nothing_is_copied(route):
             attention(qkv, 16, route)
             torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if not event.key.startswith("cuda")]
-    assert kernels and not any(word in kernel.lower() for kernel in kernels for word in ("copy", "cat", "transpose", "pad")), kernels
+    assert kernels and not any(
+        word in kernel.lower() for kernel in kernels for word in ("copy", "cat", "transpose", "pad")
+    ), kernels
 
 
 def needs_hopper():
@@ -212,15 +240,25 @@ def needs_hopper():
 def test_our_kernel(config, dtype, tolerance):
     """Tails of queries and keys, more work than a GPU takes at once, sharp and flat weights; the log-sum-exp; the same bits every time."""
     needs_hopper()
-    for n, tokens, heads in ((1, 1, 1), (1, 64, 1), (3, 17, 2), (2, 130, 2), (2, 191, 5), (2, 256, 16), (1, 1000, 5), (4, 1024, 16), (1, 4096, 3)):
+    for n, tokens, heads in (
+        (1, 1, 1),
+        (1, 64, 1),
+        (3, 17, 2),
+        (2, 130, 2),
+        (2, 191, 5),
+        (2, 256, 16),
+        (1, 1000, 5),
+        (4, 1024, 16),
+        (1, 4096, 3),
+    ):
         for sharpness in (1, 30, 0):
             qkv = packed(n, tokens, heads, 72, dtype, "cuda", tokens)
-            qkv[..., :2 * heads * 72] *= sharpness
+            qkv[..., : 2 * heads * 72] *= sharpness
             got, lse = hopper.attention_hopper(qkv, heads, config)
             want = reference(qkv, heads)
             assert got.isfinite().all() and error(got, want) <= tolerance * (2 if sharpness == 30 else 1)
             q, k, _ = qkv.double().unflatten(-1, (3, heads, 72)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
-            torch.testing.assert_close(lse.double(), (q @ k.mT / 72 ** 0.5).logsumexp(-1), rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(lse.double(), (q @ k.mT / 72**0.5).logsumexp(-1), rtol=2e-6, atol=2e-6)
             assert torch.equal(got, hopper.attention_hopper(qkv, heads, config)[0])
 
 

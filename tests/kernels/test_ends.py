@@ -27,14 +27,27 @@ def draw(*shape, seed=0):
 
 def embedding(n, channels, side, patch, width, device):
     count = channels * patch**2
-    return draw(n, channels, side, side).to(device), draw(width, count, seed=1).to(device), draw((side // patch) ** 2, width, seed=2).to(device)
+    return (
+        draw(n, channels, side, side).to(device),
+        draw(width, count, seed=1).to(device),
+        draw((side // patch) ** 2, width, seed=2).to(device),
+    )
 
 
 def ending(n, channels, side, patch, guided, device):
     tokens = draw(2 * n if guided else n, (side // patch) ** 2, 2 * channels * patch**2)
     t = torch.arange(n) * 7 % 25  # the last step among them, another timestep for every picture
     coefficients = create_diffusion("25").ancestral_coefficients(torch.device("cpu"))
-    return [one.to(device) for one in (tokens, draw(n, channels, side, side, seed=1), draw(n, channels, side, side, seed=2), t, coefficients)]
+    return [
+        one.to(device)
+        for one in (
+            tokens,
+            draw(n, channels, side, side, seed=1),
+            draw(n, channels, side, side, seed=2),
+            t,
+            coefficients,
+        )
+    ]
 
 
 def check(device):
@@ -48,7 +61,9 @@ def check(device):
                 assert got.shape == want.shape and (got - want).norm() <= 1e-6 * want.norm()
         for scale in (None, 4.0, 1.5):
             tokens, x, noise, t, coefficients = ending(n, channels, side, patch, scale is not None, device)
-            want = ancestral_update(tokens.double(), x.double(), noise.double(), t, coefficients.double(), scale, route="torch")
+            want = ancestral_update(
+                tokens.double(), x.double(), noise.double(), t, coefficients.double(), scale, route="torch"
+            )
             got = ancestral_update(tokens, x, noise, t, coefficients, scale, route="triton")
             assert (got - want).norm() <= 1e-6 * want.norm()
 
@@ -64,8 +79,13 @@ def test_interpreted_kernels():
 
 
 def run(code, printed, **environment):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent,
-                          env={**os.environ, "PYTHONPATH": str(HERE.parents[2]), **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parent,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[2]), **environment},
+    )
     assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
     return done.stdout
 
@@ -73,7 +93,9 @@ def run(code, printed, **environment):
 def test_tokens_are_a_convolution_and_its_position():
     for n, channels, side, patch, width in CASES:
         x, weight, position = (one.double() for one in embedding(n, channels, side, patch, width, "cpu"))
-        want = F.conv2d(x, weight.view(width, channels, patch, patch), stride=patch).flatten(2).transpose(1, 2) + position
+        want = (
+            F.conv2d(x, weight.view(width, channels, patch, patch), stride=patch).flatten(2).transpose(1, 2) + position
+        )
         torch.testing.assert_close(patch_embed(x, weight, position), want, rtol=1e-12, atol=1e-12)
         twice = patch_embed(x, weight, position[2:4], first=2, copies=2)
         torch.testing.assert_close(twice, torch.cat([want[:, 2:4]] * 2), rtol=1e-12, atol=1e-12)
@@ -83,6 +105,7 @@ def test_tokens_are_a_convolution_and_its_position():
 def test_the_update_is_p_sample(scale):
     """Of a model that gives those tokens, put together and guided as models.DiT does it."""
     from models import DiT
+
     diffusion = create_diffusion("25")
     for n, _, side, patch, _ in CASES:
         tokens, x, noise, t, coefficients = ending(n, 4, side, patch, scale is not None, "cpu")
@@ -92,7 +115,9 @@ def test_the_update_is_p_sample(scale):
             cond, uncond = out[:, :3].chunk(2)
             out = torch.cat([uncond + scale * (cond - uncond), out[:n, 3:]], dim=1)
         want = diffusion.p_sample(lambda *_: out, x, t, clip_denoised=False, noise=noise)["sample"]
-        torch.testing.assert_close(ancestral_update(tokens, x, noise, t, coefficients, scale), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ancestral_update(tokens, x, noise, t, coefficients, scale), want, rtol=1e-5, atol=1e-5
+        )
 
 
 AHEAD = """
@@ -117,8 +142,12 @@ print(json.dumps(dict(target=ptx.split(".target ")[1].split()[0], products=ptx.c
 @pytest.mark.parametrize("capability", (70, 80, 90))
 def test_compiles_ahead_of_time(capability, name, tmp_path):
     """On any machine, for V100, A100 and H100: no tensor-core products, which would be TF32, and no spills."""
-    done = subprocess.run([sys.executable, "-c", AHEAD, str(capability), name], capture_output=True, text=True,
-                          env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[2])})
+    done = subprocess.run(
+        [sys.executable, "-c", AHEAD, str(capability), name],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[2])},
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["target"].startswith(f"sm_{capability}") and report["products"] == report["spills"] == 0

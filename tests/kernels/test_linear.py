@@ -51,7 +51,9 @@ def test_the_file_of_measurements(tmp_path):
         file.write_text(text)
         assert module._read(file) == {}
     assert module._read(tmp_path / "absent.json") == {}
-    module._write(tmp_path / "deep" / "products.json" / "below-a-file.json", known)  # cannot be written: no error, nothing there
+    module._write(
+        tmp_path / "deep" / "products.json" / "below-a-file.json", known
+    )  # cannot be written: no error, nothing there
     assert file.is_file()
 
 
@@ -62,7 +64,13 @@ def test_two_jobs_take_one_choice(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(module, "_library", lambda: SimpleNamespace(cublasLtGetVersion=lambda: 1))
     monkeypatch.setattr(module, "_kept_in", None)
-    monkeypatch.setattr(module, "Product", lambda *key: SimpleNamespace(known=lambda: None, fastest=lambda: measured.append(key) or module.Algorithm((len(measured),) * 8, 0)))
+    monkeypatch.setattr(
+        module,
+        "Product",
+        lambda *key: SimpleNamespace(
+            known=lambda: None, fastest=lambda: measured.append(key) or module.Algorithm((len(measured),) * 8, 0)
+        ),
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU 1/2")
     for name in ("device", "stream", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
@@ -78,14 +86,21 @@ def test_two_jobs_take_one_choice(tmp_path, monkeypatch):
         return module._choose(*product)[1].words[0]
 
     assert [choose("one"), choose("two"), choose("one")] == [1, 1, 1] and len(measured) == 1
-    assert [choose("three", "elsewhere"), choose("one", "elsewhere"), choose("two", "elsewhere"), choose("four", "elsewhere")] == [2, 1, 1, 2]
+    assert [
+        choose("three", "elsewhere"),
+        choose("one", "elsewhere"),
+        choose("two", "elsewhere"),
+        choose("four", "elsewhere"),
+    ] == [2, 1, 1, 2]
     assert len(list(tmp_path.rglob("products-GPU-1-2-*.json"))) == 6
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tolerance", ((torch.float16, 5e-4), (torch.bfloat16, 4e-3)))
 @pytest.mark.parametrize("gelu", (False, True))
-@pytest.mark.parametrize("m, n, k", ((4096, 4608, 1152), (4096, 1152, 4608), (64, 648, 216), (16, 1536, 384), (9, 864, 216)))
+@pytest.mark.parametrize(
+    "m, n, k", ((4096, 4608, 1152), (4096, 1152, 4608), (64, 648, 216), (16, 1536, 384), (9, 864, 216))
+)
 def test_every_route_on_a_gpu(m, n, k, gelu, dtype, tolerance, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "_chosen", {})
@@ -117,7 +132,9 @@ def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeyp
     want, candidates = reference(x, weight, bias, True), product.candidates()
     assert len(candidates) > 4
     for algorithm in candidates:
-        out = torch.full((3072, 4608), float("nan"), dtype=torch.float16, device="cuda")  # an element left unwritten shows
+        out = torch.full(
+            (3072, 4608), float("nan"), dtype=torch.float16, device="cuda"
+        )  # an element left unwritten shows
         product.run(x, weight, bias, out, algorithm)
         assert (out.double() - want).norm() <= 5e-4 * want.norm(), algorithm
     state = torch.cuda.get_rng_state()
@@ -146,6 +163,7 @@ def test_the_same_bits_every_time(m, n, k):
 def test_measuring_leaves_the_random_stream_alone():
     """A product may first be met in the middle of a sampling run: the run's pictures must not depend on what was measured before."""
     from accel.kernels.linear import Product
+
     torch.manual_seed(5)
     want = torch.randn(8, device="cuda")
     torch.manual_seed(5)

@@ -6,23 +6,33 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_attention import disassemble, needs_hopper
+from test_linear import case, reference
 
 from accel.kernels import hopper, linear
 from accel.kernels import linear_hopper as module
 from accel.kernels.linear_hopper import Tile, linear_hopper
-from test_attention import disassemble, needs_hopper
-from test_linear import case, reference
 
 # One of each kind: blocks alone and in clusters, one product or two for a warpgroup, one warpgroup, chunks of every layout.
-KINDS = (Tile(128, 216, 3), Tile(128, 72, 8, cluster=2), Tile(256, 112, 3, cluster=2), Tile(128, 112, 4, cluster=4), Tile(128, 64, 4),
-         Tile(64, 144, 8, cluster=2, warpgroups=1))
-PINNED = tuple(dict.fromkeys(tile for known in linear.KNOWN.values() for tile in known.values() if isinstance(tile, Tile)))
+KINDS = (
+    Tile(128, 216, 3),
+    Tile(128, 72, 8, cluster=2),
+    Tile(256, 112, 3, cluster=2),
+    Tile(128, 112, 4, cluster=4),
+    Tile(128, 64, 4),
+    Tile(64, 144, 8, cluster=2, warpgroups=1),
+)
+PINNED = tuple(
+    dict.fromkeys(tile for known in linear.KNOWN.values() for tile in known.values() if isinstance(tile, Tile))
+)
 
 
 @pytest.mark.parametrize("tile", dict.fromkeys(KINDS + PINNED))
 def test_a_multiprocessor_holds_it(tile):
     assert tile.shared_bytes(True) <= module.SHARED_BYTES and tile.cluster <= 8
-    assert tile.rows % (64 * tile.warpgroups) == 0 and tile.columns % 8 == 0 and tile.columns % tile.chunk == 0  # whole products, swizzles, stores
+    assert (
+        tile.rows % (64 * tile.warpgroups) == 0 and tile.columns % 8 == 0 and tile.columns % tile.chunk == 0
+    )  # whole products, swizzles, stores
     assert max(tile.rows, tile.columns) <= 256  # lines that a copy takes, columns of a product
     registers = hopper.registers(tile.warpgroups, 40)
     sums = tile.rows // 64 // tile.warpgroups * tile.columns // 2
@@ -53,7 +63,12 @@ def test_candidates(monkeypatch):
     """Few, that fit, and for what was measured among them what won or its like; none where the kernel does not run."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for m, n, k, known in ((1024, 1152, 4608, (128, 72)), (1024, 4608, 1152, (256, 144)), (2048, 1152, 1152, (128, 144)), (24, 864, 216, None)):
+    for m, n, k, known in (
+        (1024, 1152, 4608, (128, 72)),
+        (1024, 4608, 1152, (256, 144)),
+        (2048, 1152, 1152, (128, 144)),
+        (24, 864, 216, None),
+    ):
         found = module.tiles.__wrapped__(m, n, k, "cuda")
         assert {tile.rows for tile in found} == {64, 128, 256} and len(found) == 3
         assert known is None or known in [(tile.rows, tile.columns) for tile in found]
@@ -65,8 +80,13 @@ def test_candidates(monkeypatch):
     assert module.tiles.__wrapped__(24, 864, 216, "cuda") == ()
 
 
-@pytest.mark.parametrize("tile, dtype, gelu, alone", ((Tile(256, 144, 3, cluster=2), torch.float16, True, False),
-                                                      (Tile(64, 72, 8, cluster=2, warpgroups=1), torch.bfloat16, False, True)))
+@pytest.mark.parametrize(
+    "tile, dtype, gelu, alone",
+    (
+        (Tile(256, 144, 3, cluster=2), torch.float16, True, False),
+        (Tile(64, 72, 8, cluster=2, warpgroups=1), torch.bfloat16, False, True),
+    ),
+)
 def test_machine_code(tile, dtype, gelu, alone, tmp_path):
     """One stage's products are issued before the last one's are awaited and without waiting for addresses, nothing is spilled, and weights are
     copied to a whole cluster."""
@@ -76,14 +96,19 @@ def test_machine_code(tile, dtype, gelu, alone, tmp_path):
     assert {shape for shape, _ in products} == {f"64x{tile.columns}x16"}
     assert all(bool(bf16) == (dtype == torch.bfloat16) for _, bf16 in products)
     assert code.count("WARPGROUP.DEPBAR") <= len(products) / 4 and "STL" not in code and "LDL" not in code
-    assert "R2UR" not in code[code.index("HGMMA"):code.rindex("HGMMA")]  # addresses of operands are computed in registers of the whole warp
+    assert (
+        "R2UR" not in code[code.index("HGMMA") : code.rindex("HGMMA")]
+    )  # addresses of operands are computed in registers of the whole warp
     assert "UTMALDG.2D.MULTICAST" in code and "UTMASTG.2D" in code and ("MUFU.EX2" in code) == gelu
     assert "ACQBULK" in code and "PREEXIT" in code  # programmatic dependent launch
 
 
 def test_choices_travel_as_plain_numbers(tmp_path):
     """Between ranks and through the file of measurements, beside cuBLASLt's."""
-    known = {"1x8x8 float16": Tile(128, 72, 4, cluster=2), "2x8x8 bfloat16 gelu": linear.Algorithm((1, 2**63, 3, 4, 5, 6, 7, 8), 64)}
+    known = {
+        "1x8x8 float16": Tile(128, 72, 4, cluster=2),
+        "2x8x8 bfloat16 gelu": linear.Algorithm((1, 2**63, 3, 4, 5, 6, 7, 8), 64),
+    }
     linear._write(tmp_path / "products.json", known)
     assert linear._read(tmp_path / "products.json") == known
     for algorithm in known.values():
@@ -105,7 +130,9 @@ def test_a_changed_kernel_is_measured_anew(tmp_path, monkeypatch):
 
 
 def run(x, weight, bias, gelu, tile, overlap=True):
-    out = torch.full((*x.shape[:-1], len(bias)), float("nan"), dtype=x.dtype, device=x.device)  # an element left unwritten shows
+    out = torch.full(
+        (*x.shape[:-1], len(bias)), float("nan"), dtype=x.dtype, device=x.device
+    )  # an element left unwritten shows
     linear_hopper(x, weight, bias, out, gelu, tile, overlap)
     return out
 
@@ -116,7 +143,14 @@ def run(x, weight, bias, gelu, tile, overlap=True):
 def test_every_tile(tile, dtype, tolerance):
     """Sides that tiles fit and that they do not, odd numbers of rows, fewer than a tile; GELU; the same bits every time."""
     needs_hopper()
-    for m, n, k, gelu in ((1024, 1152, 1152, False), (1, 8, 8, False), (257, 648, 216, True), (1000, 1536, 384, True), (512, 1152, 4608, False), (4096, 384, 72, False)):
+    for m, n, k, gelu in (
+        (1024, 1152, 1152, False),
+        (1, 8, 8, False),
+        (257, 648, 216, True),
+        (1000, 1536, 384, True),
+        (512, 1152, 4608, False),
+        (4096, 384, 72, False),
+    ):
         x, weight, bias = case(m, n, k, dtype, "cuda")
         got, want = run(x, weight, bias, gelu, tile), reference(x, weight, bias, gelu)
         assert (got.double() - want).norm() <= tolerance * want.norm(), (m, n, k)
@@ -148,7 +182,11 @@ def test_a_chain_in_a_graph_with_and_without_overlap():
             last.zero_()
             graph.replay()
             results.append(last.clone())
-    assert results[0].isfinite().all() and results[0].norm() > 0 and all(torch.equal(result, results[0]) for result in results)
+    assert (
+        results[0].isfinite().all()
+        and results[0].norm() > 0
+        and all(torch.equal(result, results[0]) for result in results)
+    )
 
 
 @pytest.mark.gpu

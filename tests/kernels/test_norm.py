@@ -20,8 +20,10 @@ SHAPES = ((2, 9), (1, 1), (3, 64), (5, 17))
 
 def case(width, n, tokens, branches, dtype, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
+
     def draw(*shape):
         return torch.randn(shape, generator=generator)
+
     x = draw(n, tokens, width) * 3 + 5  # a mean that a one-pass variance would lose
     pairs = [(draw(n, tokens, width).to(dtype).to(device), gate) for gate in (2, 5)[:branches]]
     entry = torch.arange(n) * 2 % 3  # shared between samples, out of order
@@ -32,7 +34,9 @@ def check(width, n, tokens, branches, update, dtype, device, tolerance, route="t
     x, modulation, pairs = case(width, n, tokens, branches, dtype, device)
     dtype = result or dtype
     wide = x.double()
-    want = norm_modulate(wide, Modulation(modulation.table.double(), modulation.entry), 3, 4, pairs, update, route="torch")
+    want = norm_modulate(
+        wide, Modulation(modulation.table.double(), modulation.entry), 3, 4, pairs, update, route="torch"
+    )
     before = x.clone()
     got = norm_modulate(x, modulation, 3, 4, pairs, update, dtype, route=route)
     assert got.dtype == dtype and got.isfinite().all()
@@ -86,7 +90,10 @@ def test_kernel_for_few_rows(width, branches, update):
 def test_machine_code_for_few_rows(branches, half, wide, tmp_path):
     """Nothing is read before the kernel that wrote it is done, and columns go four at a time, none by way of local memory."""
     from test_attention import disassemble
-    (tmp_path / "cubin").write_bytes(hopper.compile_cubin(norm_hopper.source(1152, branches, branches == 2, half, wide, norm.EPS), "norm_hopper.cu"))
+
+    (tmp_path / "cubin").write_bytes(
+        hopper.compile_cubin(norm_hopper.source(1152, branches, branches == 2, half, wide, norm.EPS), "norm_hopper.cu")
+    )
     code = disassemble(tmp_path / "cubin")
     assert code.index("ACQBULK") < code.index("LDG") and code.count("LDG.E.128") == 9 * (3 + branches)
     assert "STL" not in code and "LDL" not in code
@@ -102,12 +109,16 @@ def test_few_rows_refuse_what_they_cannot_do():
 @pytest.mark.parametrize("branches, update, element_bytes", ((1, False, 4 + 2 + 2), (2, True, 4 + 4 + 2 + 2 + 2)))
 def test_bandwidth(branches, update, element_bytes):
     """XL's rows of 16 × 1024 tokens at 85 % or more of the bandwidth that a copy of the residual stream reaches."""
-    cases = [case(1152, 16, 1024, branches, torch.float16, "cuda", seed) for seed in range(4)]  # more than any cache holds
+    cases = [
+        case(1152, 16, 1024, branches, torch.float16, "cuda", seed) for seed in range(4)
+    ]  # more than any cache holds
     copies = [torch.empty_like(x) for x, _, _ in cases]
 
     def milliseconds(step):
         outputs = []
-        replay = capture(lambda: outputs.extend(step(index) for index in range(4)))  # launched one by one they would wait for the host
+        replay = capture(
+            lambda: outputs.extend(step(index) for index in range(4))
+        )  # launched one by one they would wait for the host
         times = []
         for _ in range(2000):
             replay()  # an idle GPU runs at a fraction of its clock
@@ -141,8 +152,13 @@ def test_auto_takes_the_kernel_on_a_gpu(monkeypatch):
 
 def test_interpreted_kernel():
     """In a process of its own: the interpreter must be chosen before Triton is imported."""
-    done = subprocess.run([sys.executable, "-c", "import test_norm; test_norm.interpret()"], capture_output=True, text=True,
-                          cwd=Path(__file__).parent, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": _path()})
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_norm; test_norm.interpret()"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": _path()},
+    )
     assert done.returncode == 0 and "interpreted" in done.stdout, done.stdout + done.stderr
 
 
@@ -164,8 +180,12 @@ def _path():
 @pytest.mark.parametrize("capability, dtype", ((70, "fp16"), (70, "terms"), (80, "fp16"), (90, "fp16")))
 def test_compiles_ahead_of_time(capability, dtype, tmp_path):
     """On any machine, for V100, A100 and H100: neither tensor-core products nor bfloat16 where a V100 has none, no spills."""
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("ahead_of_time.py")), str(capability), "1152", dtype, "2", "1"],
-                          capture_output=True, text=True, env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": _path()})
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ahead_of_time.py")), str(capability), "1152", dtype, "2", "1"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": _path()},
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["target"].startswith(f"sm_{capability}") and report["cubin_bytes"] > 1000

@@ -17,13 +17,18 @@ PATH = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONP
 def part_of(rank, turn, n, t, width):
     """A rank's keys and values as they lie in its packed projection: a slice of wider rows."""
     generator = torch.Generator().manual_seed(100 * turn + rank)
-    return torch.randn(n, t, width * 3 // 2, generator=generator).half()[..., width // 2:]
+    return torch.randn(n, t, width * 3 // 2, generator=generator).half()[..., width // 2 :]
 
 
 def test_between_processes():
     """Interpreted, in a fresh process that forks the ranks: the interpreter must be chosen before Triton is imported."""
-    done = subprocess.run([sys.executable, "-c", "import test_push; test_push.interpret()"], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH})
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_push; test_push.interpret()"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH},
+    )
     assert done.returncode == 0 and "pushed" in done.stdout, done.stdout + done.stderr
 
 
@@ -43,14 +48,14 @@ def interpret(world=3, turns=5, programs=2):
             for turn in range(turns):
                 offset = turn % 2 * size
                 module.push(part_of(rank, turn, n, t, width), buffers, buffers + 2 * size, rank, offset, programs)
-                got = memory[rank, offset:offset + size].view(torch.half).view(n, world * t, width)
+                got = memory[rank, offset : offset + size].view(torch.half).view(n, world * t, width)
                 want = module.push_twin([part_of(peer, turn, n, t, width) for peer in range(world)])
                 assert torch.equal(got, want), f"rank {rank}, turn {turn}"
             status = 0
         finally:
             os._exit(status)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * world
-    assert not memory[:, 2 * size:].any()  # flags are down again: the next one finds them so
+    assert not memory[:, 2 * size :].any()  # flags are down again: the next one finds them so
     print("pushed")
 
 
@@ -70,12 +75,19 @@ print(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=d
 
 def test_machine_code(tmp_path, capability=90, world=4):
     """16 bytes a store, to every peer; flags with release and acquire over the whole system, each rank's at each peer."""
-    done = subprocess.run([sys.executable, "-c", COMPILE, str(capability), str(world)], capture_output=True, text=True,
-                          env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH})
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability), str(world)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATH},
+    )
     assert done.returncode == 0, done.stderr
     text = done.stdout
     assert f"sm_{capability}" in text
-    assert text.count("st.global.v2.b64") == world * module.BLOCK // (2 * 32 * module.WARPS) and "st.global.b64" not in text
+    assert (
+        text.count("st.global.v2.b64") == world * module.BLOCK // (2 * 32 * module.WARPS)
+        and "st.global.b64" not in text
+    )
     assert text.count("release.sys") == text.count("acquire.sys") == world - 1 and ".local" not in text
 
 

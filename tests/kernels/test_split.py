@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_attention import disassemble
 
-from accel.kernels import hopper, split as module, split_attention as attention_module, split_hopper
+from accel.kernels import hopper, split_hopper
+from accel.kernels import split as module
+from accel.kernels import split_attention as attention_module
 from accel.kernels.norm import Modulation, norm_modulate
 from accel.kernels.split import SplitLinear, balance, split
 from accel.kernels.split_attention import split_attention
-from test_attention import disassemble
 
 SHAPES = ((1, 8, 8), (9, 216, 72), (70, 72, 216), (33, 200, 64))  # (M, N, K)
 HEADS = ((2, 70, 2, 72), (1, 130, 3, 64), (1, 33, 1, 72), (1, 1, 1, 72))  # (n, T, H, d)
@@ -44,15 +46,15 @@ def test_two_terms_hold_22_bits(magnitude):
     assert terms.pair.dtype == torch.float16 and terms.pair.isfinite().all()
     assert torch.equal(torch.frexp(terms.scale).mantissa, torch.full((50,), 0.5)), "a scale is a power of two"
     off = (terms.value(torch.float64) - x.double()).abs()
-    assert (off <= torch.maximum(x.double().abs() * 2.0 ** -22, largest * 2.0 ** -39)).all()
+    assert (off <= torch.maximum(x.double().abs() * 2.0**-22, largest * 2.0**-39)).all()
     high = terms.pair[0].abs().float()
-    assert (high.amax(-1) >= 2 ** 14).all() and (high.amax(-1) <= 2 ** 15).all()
+    assert (high.amax(-1) >= 2**14).all() and (high.amax(-1) <= 2**15).all()
 
 
 def test_a_row_of_zeros_and_rows_of_any_size_in_one_matrix():
     x = draw(4, 64) * torch.tensor([0.0, 1e-4, 1e3, 1e30])[:, None]
     assert torch.equal(split(x).value()[0], x[0])
-    assert ((split(x).value(torch.float64) - x.double()).norm(dim=1)[1:] <= 2.0 ** -22 * x.double().norm(dim=1)[1:]).all()
+    assert ((split(x).value(torch.float64) - x.double()).norm(dim=1)[1:] <= 2.0**-22 * x.double().norm(dim=1)[1:]).all()
 
 
 def test_balance_changes_no_bit():
@@ -62,7 +64,7 @@ def test_balance_changes_no_bit():
     factor = balance(weight, bias)
     assert torch.equal(torch.frexp(factor).mantissa, torch.full((6,), 0.5)) and factor[5] == 1
     size = ((weight * factor[:, None]).double().square().sum(1) + (bias * factor).double().square()).sqrt()
-    assert ((2.8 < size[:5]) & (size[:5] < 5.7)).all()
+    assert ((size[:5] > 2.8) & (size[:5] < 5.7)).all()
     assert torch.equal(weight * factor[:, None] / factor[:, None], weight)
 
 
@@ -74,11 +76,15 @@ def test_balance_changes_no_bit():
 def check_linear(m, n, k, route, device="cpu"):
     """Rows of 1e-4 and of 1e+3 in one matrix, a token and a channel of 1e+4: every output channel and every token by itself within float32's
     reach; and GELU's terms, whose scale is the layer's own."""
-    x, weight, bias = draw(m, k, seed=m, device=device), draw(n, k, seed=n, device=device), draw(n, seed=k, device=device)
+    x, weight, bias = (
+        draw(m, k, seed=m, device=device),
+        draw(n, k, seed=n, device=device),
+        draw(n, seed=k, device=device),
+    )
     x[0] *= 1e4
     x[:, 1] *= 1e4
     weight[: n // 2] *= 1e-4
-    weight[n // 2:] *= 1e3
+    weight[n // 2 :] *= 1e3
     want = x.double() @ weight.double().t() + bias.double()
     layer = SplitLinear(weight, bias, balance(weight, bias), "layer", route)
     # Of one large product among small ones: two terms' rounding, low·low, and what the tensor core cuts off while it is in the accumulator.
@@ -97,10 +103,16 @@ def check_linear(m, n, k, route, device="cpu"):
     shaped = F.gelu(want, approximate="tanh") * layer.after.double()
     assert error(terms.value(torch.float64), shaped) < 2e-6  # float32's tanh loses as much
     plain = SplitLinear(weight * layer.after[:, None], bias * layer.after, route=route)
-    assert error(plain(split(x), "terms", overflow).value(torch.float64), want * layer.after.double()) < 1e-6 and int(overflow) == 0
+    assert (
+        error(plain(split(x), "terms", overflow).value(torch.float64), want * layer.after.double()) < 1e-6
+        and int(overflow) == 0
+    )
     # Without scales, as GELU and attention give them.
     bare = split(x, per_row=False)
-    assert ((layer(bare).double() - want).abs() <= tolerance * (x.double().abs() @ weight.double().abs().t() + bias.double().abs())).all()
+    assert (
+        (layer(bare).double() - want).abs()
+        <= tolerance * (x.double().abs() @ weight.double().abs().t() + bias.double().abs())
+    ).all()
 
 
 def check_overflow(route, device="cpu"):
@@ -135,9 +147,17 @@ def test_weights_that_are_not_finite_are_refused_by_name():
         SplitLinear(draw(8, 8), draw(8), route="cutlass")
 
 
-@pytest.mark.parametrize("capability, dim, linear, attention", (
-    ((7, 0), 72, "cublas", "cublas"), ((7, 5), 72, "cublas", "cublas"), ((8, 0), 72, "triton", "triton"), ((9, 0), 72, "hopper", "hopper"),
-    ((9, 0), 64, "hopper", "triton"), ((10, 0), 72, "triton", "triton")))
+@pytest.mark.parametrize(
+    "capability, dim, linear, attention",
+    (
+        ((7, 0), 72, "cublas", "cublas"),
+        ((7, 5), 72, "cublas", "cublas"),
+        ((8, 0), 72, "triton", "triton"),
+        ((9, 0), 72, "hopper", "hopper"),
+        ((9, 0), 64, "hopper", "triton"),
+        ((10, 0), 72, "triton", "triton"),
+    ),
+)
 def test_auto_by_capability(capability, dim, linear, attention, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert module.choose.__wrapped__(torch.device("cuda")) == linear
@@ -153,8 +173,8 @@ def check_attention(n, tokens, heads, dim, route, device="cpu"):
     """Flat weights, sharp ones, and a few keys far above the rest."""
     for sharpness in (1, 30):
         qkv = draw(n, tokens, 3 * heads * dim, seed=tokens, device=device)
-        qkv[..., : 2 * heads * dim] *= sharpness ** 0.5
-        qkv[:, ::7, heads * dim: 2 * heads * dim] *= 3
+        qkv[..., : 2 * heads * dim] *= sharpness**0.5
+        qkv[:, ::7, heads * dim : 2 * heads * dim] *= 3
         terms = split(qkv, per_row=False)
         want, plain = (naive(qkv.to(dtype), heads) for dtype in (torch.float64, torch.float32))
         got = split_attention(terms, heads, route)
@@ -185,9 +205,11 @@ def check_row_kernel(route, device="cpu"):
         table[0, 3:5] *= 1e4
         modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
         branch = draw(3, 20, width, seed=2, device=device)
-        want = norm_modulate(x.double(), Modulation(table.double(), modulation.entry), 3, 4, ((branch.double(), 2),), route="torch")
+        want = norm_modulate(
+            x.double(), Modulation(table.double(), modulation.entry), 3, 4, ((branch.double(), 2),), route="torch"
+        )
         got = norm_modulate(x.clone(), modulation, 3, 4, ((branch, 2),), dtype="terms", route=route)
-        assert got.scale.shape == (3, 20) and got.pair[0].abs().amax(-1).ge(2 ** 14).all()
+        assert got.scale.shape == (3, 20) and got.pair[0].abs().amax(-1).ge(2**14).all()
         assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
 
 
@@ -207,19 +229,30 @@ def test_the_row_kernels_twin():
 
 def test_interpreted_kernels():
     """In a process of its own: the interpreter must be chosen before Triton is imported."""
-    done = subprocess.run([sys.executable, "-c", "import test_split; test_split.interpret()"], capture_output=True, text=True,
-                          cwd=Path(__file__).parent, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])})
+    done = subprocess.run(
+        [sys.executable, "-c", "import test_split; test_split.interpret()"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     assert done.returncode == 0 and "interpreted" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("capability", (80, 90))
 def test_compiles_ahead_of_time(capability, tmp_path):
     """Float16 products on tensor cores, none in TF32, for A100 and H100."""
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("ahead_of_time_split.py")), str(capability)], capture_output=True, text=True,
-                          env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])})
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ahead_of_time_split.py")), str(capability)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all(int(products) > 0 and not int(tf32) for products, tf32 in map(str.split, lines)), done.stdout
+    assert len(lines) == 2 and all(int(products) > 0 and not int(tf32) for products, tf32 in map(str.split, lines)), (
+        done.stdout
+    )
 
 
 #################################################################################
@@ -247,7 +280,10 @@ def test_machine_code_of_attention(tmp_path):
     config = split_hopper.CONFIG
     code = assembly(split_hopper.attention_source(config), "split_attention.cu", tmp_path)
     shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
-    assert {shape: shapes.count(shape) for shape in set(shapes)} == {f"64x{config.keys}x16": 2 * 15, "64x72x16": 2 * 3 * config.keys // 16}
+    assert {shape: shapes.count(shape) for shape in set(shapes)} == {
+        f"64x{config.keys}x16": 2 * 15,
+        "64x72x16": 2 * 3 * config.keys // 16,
+    }
     assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= 4, "products are serialised"
     computing, copying = hopper.registers(config.warpgroups).values()
     assert config.shared_bytes <= 227 * 1024 and 128 * (config.warpgroups * computing + copying) <= 65536

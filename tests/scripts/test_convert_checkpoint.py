@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
+from conftest import fill
 from safetensors.torch import save_file
 
-from conftest import fill
 from models import DiT_models
 from pretrained_models.download import find_model
 from scripts import convert_checkpoint
@@ -34,6 +34,7 @@ def test_round_trip_through_all_three(source, tmp_path, run):
 
 def test_diffusers_loads_the_folder(source, tmp_path, run):
     from diffusers import DiTTransformer2DModel
+
     assert run("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "out").returncode == 0
     theirs = DiTTransformer2DModel.from_pretrained(tmp_path / "out", subfolder="transformer", low_cpu_mem_usage=False)
     assert theirs.config.num_attention_heads == 6 and theirs.config.sample_size == 16
@@ -67,10 +68,18 @@ def test_what_a_folder_does_not_hold_is_not_left_there(tmp_path, monkeypatch, ca
     """diffusers computes the position table: one that is another would be lost."""
     state = fill(DiT_models["DiT-Demo/2"]()).state_dict()
     save_file({**state, "pos_embed": state["pos_embed"] + 1}, tmp_path / "a.safetensors")
-    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "--ckpt", str(tmp_path / "a.safetensors"), "--output", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["convert_checkpoint.py", "--ckpt", str(tmp_path / "a.safetensors"), "--output", str(tmp_path / "out")],
+    )
     with pytest.raises(SystemExit) as stop:
         convert_checkpoint.main()
-    assert stop.value.code == 2 and "other tensors: pos_embed" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        stop.value.code == 2
+        and "other tensors: pos_embed" in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
@@ -85,11 +94,20 @@ def test_a_disk_that_is_full_is_a_line(source, name, tmp_path, monkeypatch, caps
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and "cannot write there" in error and error.count("\n") == 1 and list(tmp_path.iterdir()) == []
+    assert (
+        stop.value.code == 2
+        and "cannot write there" in error
+        and error.count("\n") == 1
+        and list(tmp_path.iterdir()) == []
+    )
 
 
 def test_bad_input(source, tmp_path, run):
     (tmp_path / "there.pt").write_bytes(b"")
-    for output, word in ((tmp_path / "there.pt", "exists"), (tmp_path / "x.bin", "must end in"), ("/proc/x.pt", "cannot write")):
+    for output, word in (
+        (tmp_path / "there.pt", "exists"),
+        (tmp_path / "x.bin", "must end in"),
+        ("/proc/x.pt", "cannot write"),
+    ):
         done = run("scripts/convert_checkpoint.py", "--ckpt", source, "--output", output)
         assert done.returncode == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -9,11 +9,28 @@ from conftest import ROOT
 
 def test_pack(tmp_path):
     def pack(*args):
-        return subprocess.run(["bash", str(tmp_path / "scripts" / "pack.sh"), *args], cwd=tmp_path, text=True, capture_output=True)
+        return subprocess.run(
+            ["bash", str(tmp_path / "scripts" / "pack.sh"), *args], cwd=tmp_path, text=True, capture_output=True
+        )
 
-    for name in ("scripts/benchmark.py", "log/mine/ladder.json", "log/job-1.out", "models.py", ".venv/bin/python", "pretrained_models/download.py", "pretrained_models/XL.pt",
-                 "pretrained_models/sd-vae-ft-ema/config.json", "pretrained_models/demo/dit.safetensors", "results/000-DiT-XL-2/checkpoints/0050000.pt", "mine/vgg16.pth", "environment/pyvenv.cfg", "environment/lib/x.py",
-                 "samples/000000.png", ".git/HEAD", "accel/__pycache__/x.pyc"):
+    for name in (
+        "scripts/benchmark.py",
+        "log/mine/ladder.json",
+        "log/job-1.out",
+        "models.py",
+        ".venv/bin/python",
+        "pretrained_models/download.py",
+        "pretrained_models/XL.pt",
+        "pretrained_models/sd-vae-ft-ema/config.json",
+        "pretrained_models/demo/dit.safetensors",
+        "results/000-DiT-XL-2/checkpoints/0050000.pt",
+        "mine/vgg16.pth",
+        "environment/pyvenv.cfg",
+        "environment/lib/x.py",
+        "samples/000000.png",
+        ".git/HEAD",
+        "accel/__pycache__/x.pyc",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     shutil.copy(ROOT / "scripts" / "pack.sh", tmp_path / "scripts")
@@ -25,9 +42,20 @@ def test_pack(tmp_path):
     assert done.returncode == 0, done.stderr
     with tarfile.open(tmp_path / "Us_DiT.tar.gz") as archive:
         names = {name for name in archive.getnames() if archive.getmember(name).isfile()}
-        assert names == {f"Us_DiT/{name}" for name in (
-            "scripts/benchmark.py", "scripts/pack.sh", "log/mine/ladder.json", "log/job-1.out", "models.py", "pretrained_models/download.py", "sample.png",
-            "log/final_result.png", "log/FINAL_RESULT.txt")}
+        assert names == {
+            f"Us_DiT/{name}"
+            for name in (
+                "scripts/benchmark.py",
+                "scripts/pack.sh",
+                "log/mine/ladder.json",
+                "log/job-1.out",
+                "models.py",
+                "pretrained_models/download.py",
+                "sample.png",
+                "log/final_result.png",
+                "log/FINAL_RESULT.txt",
+            )
+        }
         assert archive.extractfile("Us_DiT/log/final_result.png").read() == (ROOT / "docs" / "heatmap.png").read_bytes()
     assert pack("Us").returncode == 0  # a second archive does not hold the first
     with tarfile.open(tmp_path / "Us_DiT.tar.gz") as archive:

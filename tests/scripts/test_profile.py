@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
+from conftest import ROOT
 
 from accel import work
 from accel.options import UsageError
-from conftest import ROOT
 from models import DiT_models
 from scripts import profiling
 
@@ -21,45 +21,85 @@ def event(category, name, start, length, thread=1):
 
 # Two steps of 1000 us on a GPU, a drain at the end of the last, then a decoded picture. In each step a product and an attention kernel overlap on
 # two streams, an upload makes the host wait, and the end is idle.
-TRACE = [one for step in (0, 1) for base in (step * 1000,) for one in (
-    event("user_annotation", f"ProfilerStep#{step + 3}", base, 1000),
-    event("cpu_op", "aten::to", base + 10, 400), event("cpu_op", "aten::copy_", base + 20, 380), event("cuda_runtime", "cudaMemcpyAsync", base + 30, 5),
-    event("cuda_runtime", "cudaStreamSynchronize", base + 40, 350), event("cpu_op", "aten::addmm", base + 500, 20),
-    event("cuda_runtime", "cudaLaunchKernel", base + 505, 5),
-    event("kernel", "nvjet_sm90_hsh_128x128_bias", base + 100, 300, 7), event("kernel", "cudnn_generated_fort_native_sdpa_sm90_flash", base + 300, 200, 8),
-    event("kernel", "_norm_modulate", base + 500, 100, 7), event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", base + 600, 2, 7),
-    event("gpu_user_annotation", f"ProfilerStep#{step + 3}", base, 1000, 7))] + [
+TRACE = [
+    one
+    for step in (0, 1)
+    for base in (step * 1000,)
+    for one in (
+        event("user_annotation", f"ProfilerStep#{step + 3}", base, 1000),
+        event("cpu_op", "aten::to", base + 10, 400),
+        event("cpu_op", "aten::copy_", base + 20, 380),
+        event("cuda_runtime", "cudaMemcpyAsync", base + 30, 5),
+        event("cuda_runtime", "cudaStreamSynchronize", base + 40, 350),
+        event("cpu_op", "aten::addmm", base + 500, 20),
+        event("cuda_runtime", "cudaLaunchKernel", base + 505, 5),
+        event("kernel", "nvjet_sm90_hsh_128x128_bias", base + 100, 300, 7),
+        event("kernel", "cudnn_generated_fort_native_sdpa_sm90_flash", base + 300, 200, 8),
+        event("kernel", "_norm_modulate", base + 500, 100, 7),
+        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", base + 600, 2, 7),
+        event("gpu_user_annotation", f"ProfilerStep#{step + 3}", base, 1000, 7),
+    )
+] + [
     event("kernel", "nvjet of the step before the window", -50, 40, 7),
-    event("user_annotation", profiling.DRAIN, 1900, 90), event("cuda_runtime", "cudaDeviceSynchronize", 1910, 80),
-    event("user_annotation", "ProfilerStep#5", 2000, 500), event("kernel", "sm80_xmma_fprop_implicit_gemm", 2100, 300, 7),
-    dict(ph="i", name="[memory]", ts=5)]
+    event("user_annotation", profiling.DRAIN, 1900, 90),
+    event("cuda_runtime", "cudaDeviceSynchronize", 1910, 80),
+    event("user_annotation", "ProfilerStep#5", 2000, 500),
+    event("kernel", "sm80_xmma_fprop_implicit_gemm", 2100, 300, 7),
+    dict(ph="i", name="[memory]", ts=5),
+]
 
 
 def test_a_trace_of_a_gpu():
     found = profiling.analyse(TRACE, 2)
-    assert found["kinds"] == {"idle": pytest.approx(0.498), "GEMM": pytest.approx(0.3), "attention": pytest.approx(0.2), "norm/elementwise": pytest.approx(0.1),
-                              "copies": pytest.approx(0.002)}
-    assert found["window_ms"] == 1.0 and found["launches_per_step"] == 4 and found["host_copies_ms"] == pytest.approx(0.002)
-    [wait] = found["waits"]  # a copy is queued in 5 us; the wait after it is the queue's, and this script's own drain is none
-    assert wait == dict(where="aten::to → aten::copy_ → cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35))
+    assert found["kinds"] == {
+        "idle": pytest.approx(0.498),
+        "GEMM": pytest.approx(0.3),
+        "attention": pytest.approx(0.2),
+        "norm/elementwise": pytest.approx(0.1),
+        "copies": pytest.approx(0.002),
+    }
+    assert (
+        found["window_ms"] == 1.0
+        and found["launches_per_step"] == 4
+        and found["host_copies_ms"] == pytest.approx(0.002)
+    )
+    [wait] = found[
+        "waits"
+    ]  # a copy is queued in 5 us; the wait after it is the queue's, and this script's own drain is none
+    assert wait == dict(
+        where="aten::to → aten::copy_ → cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35)
+    )
     own = {row["name"]: (row["calls"], row["total_ms"]) for row in found["host"]}
-    assert own["cudaStreamSynchronize (waiting)"] == (2, pytest.approx(0.7)) and own["aten::copy_"] == (2, pytest.approx(0.05))
+    assert own["cudaStreamSynchronize (waiting)"] == (2, pytest.approx(0.7)) and own["aten::copy_"] == (
+        2,
+        pytest.approx(0.05),
+    )
     assert found["kernels"][0] == dict(name="nvjet_sm90_hsh_128x128_bias", calls=2, total_ms=0.6, average_ms=0.3)
     assert found["decode"] == dict(window_ms=0.5, busy_ms=0.3)
 
 
 def test_an_asynchronous_copy_that_blocks_is_a_wait():
-    blocked = [event("user_annotation", "ProfilerStep#3", 0, 1000), event("cpu_op", "aten::item", 10, 600),
-               event("cuda_runtime", "cudaMemcpyAsync", 20, 500), event("kernel", "gemm", 0, 500, 7)]
+    blocked = [
+        event("user_annotation", "ProfilerStep#3", 0, 1000),
+        event("cpu_op", "aten::item", 10, 600),
+        event("cuda_runtime", "cudaMemcpyAsync", 20, 500),
+        event("kernel", "gemm", 0, 500, 7),
+    ]
     [wait] = profiling.analyse(blocked, 1)["waits"]
     assert wait["where"] == "aten::item → cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
 
 
-@pytest.mark.parametrize("copy, waits", [("Memcpy DtoD (Device -> Device)", 0), ("Memcpy DtoH (Device -> Pageable)", 1)])
+@pytest.mark.parametrize(
+    "copy, waits", [("Memcpy DtoD (Device -> Device)", 0), ("Memcpy DtoH (Device -> Pageable)", 1)]
+)
 def test_a_copy_within_the_device_is_no_wait(copy, waits):
     """It is queued like a kernel, also where the host takes long to do it."""
-    trace = [event("user_annotation", "ProfilerStep#3", 0, 1000), event("cpu_op", "aten::copy_", 10, 90),
-             dict(event("cuda_runtime", "cudaMemcpyAsync", 20, 70), args=dict(correlation=7)), dict(event("gpu_memcpy", copy, 200, 2, 7), args=dict(correlation=7))]
+    trace = [
+        event("user_annotation", "ProfilerStep#3", 0, 1000),
+        event("cpu_op", "aten::copy_", 10, 90),
+        dict(event("cuda_runtime", "cudaMemcpyAsync", 20, 70), args=dict(correlation=7)),
+        dict(event("gpu_memcpy", copy, 200, 2, 7), args=dict(correlation=7)),
+    ]
     assert len(profiling.analyse(trace, 1)["waits"]) == waits
 
 
@@ -68,12 +108,20 @@ def test_a_trace_with_too_few_steps_is_refused():
         profiling.analyse(TRACE, 5)
 
 
-@pytest.mark.parametrize("kernel,kind", [
-    ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "norm/elementwise"),
-    ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>", "copies"), ("Memset (Device)", "copies"),
-    ("attention", "attention"), ("fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention)", "attention"),
-    ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128", "GEMM"), ("void cublasLt::splitKreduce_kernel<32, 16>", "GEMM"),
-    ("ncclDevKernel_AllGather_RING_LL", "communication"), ("void vectorized_layer_norm_kernel<float, float>", "norm/elementwise")])
+@pytest.mark.parametrize(
+    "kernel,kind",
+    [
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "norm/elementwise"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>", "copies"),
+        ("Memset (Device)", "copies"),
+        ("attention", "attention"),
+        ("fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention)", "attention"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128", "GEMM"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "GEMM"),
+        ("ncclDevKernel_AllGather_RING_LL", "communication"),
+        ("void vectorized_layer_norm_kernel<float, float>", "norm/elementwise"),
+    ],
+)
 def test_kinds(kernel, kind):
     assert profiling.kind_of(kernel) == kind
 
@@ -83,19 +131,42 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profiling, "STRETCH", 0.05)
 
     def profile(*args):
-        monkeypatch.setattr(sys, "argv", ["profile.py", "--model", "DiT-Demo/2", "--device", "cpu", "--load", "0", "--pictures", "1", *map(str, args)])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            [
+                "profile.py",
+                "--model",
+                "DiT-Demo/2",
+                "--device",
+                "cpu",
+                "--load",
+                "0",
+                "--pictures",
+                "1",
+                *map(str, args),
+            ],
+        )
         profiling.main()
 
     profile("--steps", 2, "--output", tmp_path / "a.json", "--tensorboard", tmp_path / "board")
     text = capsys.readouterr().out
     assert "no GPU here" in text and "GEMM" in text and "VAE" in text and "aten::addmm" in text
     record = json.loads((tmp_path / "a.json").read_text())
-    assert record["gpu"] is None and record["tier"] == "fp32" and record["rows"] == 2 and record["commit"] and record["torch"] == torch.__version__
+    assert (
+        record["gpu"] is None
+        and record["tier"] == "fp32"
+        and record["rows"] == 2
+        and record["commit"]
+        and record["torch"] == torch.__version__
+    )
     assert sum(row["ms"] for row in record["kinds"].values()) == pytest.approx(record["window_ms"], rel=0.05)
     assert record["kinds"]["GEMM"]["tflops"] > 0 and 0 < record["floor_ms"] < record["timed"]["ms"]
     with gzip.open(tmp_path / "a.trace.json.gz") as file:
         names = [one["name"] for one in json.load(file)["traceEvents"]]
-    assert names.count("aten::scaled_dot_product_attention") == 2 * 6 + 1  # two steps of six blocks, and the decoder's one
+    assert (
+        names.count("aten::scaled_dot_product_attention") == 2 * 6 + 1
+    )  # two steps of six blocks, and the decoder's one
     assert any("Input Dims" in str(one.get("args")) for one in profiling.load_trace(tmp_path / "a.trace.json.gz"))
     assert len(list((tmp_path / "board").glob("*.pt.trace.json.gz"))) == 1
 
@@ -108,7 +179,12 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         profile("--steps", 500)
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "--steps 500: the trace would have about" in error and "use --steps" in error
+    assert (
+        stop.value.code == 2
+        and error.count("\n") == 1
+        and "--steps 500: the trace would have about" in error
+        and "use --steps" in error
+    )
 
 
 @pytest.mark.gpu
@@ -116,7 +192,11 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
     """A captured step shows its kernels and no wait; upstream's loop waits for each of its copies."""
     records = {}
     for name, *flags in (["fast"], ["upstream", "--baseline"]):
-        monkeypatch.setattr(sys, "argv", ["profile.py", "--model", "DiT-Demo/2", "--load", "0", "--output", str(tmp_path / f"{name}.json"), *flags])
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["profile.py", "--model", "DiT-Demo/2", "--load", "0", "--output", str(tmp_path / f"{name}.json"), *flags],
+        )
         profiling.main()
         records[name] = json.loads((tmp_path / f"{name}.json").read_text())
         assert all(records[name]["kinds"][kind]["ms"] > 0 for kind in ("GEMM", "attention", "norm/elementwise"))
@@ -130,6 +210,7 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
 def test_upstreams_traffic_changes_no_number():
     """The baseline's loop gives the very pictures of p_sample_loop, and copies what upstream copies: 8 tables, the map, timesteps, frequencies."""
     from diffusion import create_diffusion
+
     model = DiT_models["DiT-S/8"](input_size=16, num_classes=4).eval()
     for value in model.parameters():
         torch.nn.init.normal_(value, std=0.05, generator=torch.Generator().manual_seed(value.numel()))
@@ -138,7 +219,13 @@ def test_upstreams_traffic_changes_no_number():
     z, labels = torch.randn(2, 4, 16, 16), torch.tensor([1, 3])
     torch.manual_seed(0)
     y = torch.tensor([1, 3, 4, 4])
-    want = ours.p_sample_loop(model.forward_with_cfg, (4, 4, 16, 16), torch.cat([z, z]), clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=4.0))
+    want = ours.p_sample_loop(
+        model.forward_with_cfg,
+        (4, 4, 16, 16),
+        torch.cat([z, z]),
+        clip_denoised=False,
+        model_kwargs=dict(y=y, cfg_scale=4.0),
+    )
     torch.manual_seed(0)
     looked_up = []
     monkey = profiling.UploadingDiffusion._at
@@ -160,14 +247,20 @@ def test_compare_refuses_what_is_no_profile(tmp_path):
 
 def test_the_standard_librarys_profile_is_found():
     """The script has the name of a module that cProfile, hence torch's compiler, imports, and scripts/ is the first place on a script's path."""
-    done = subprocess.run([sys.executable, "-c", "import cProfile, profile; cProfile.Profile().runcall(int); print(profile.__file__)"],
-                          cwd=ROOT / "scripts", env={"PYTHONPATH": str(ROOT / "scripts")}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import cProfile, profile; cProfile.Profile().runcall(int); print(profile.__file__)"],
+        cwd=ROOT / "scripts",
+        env={"PYTHONPATH": str(ROOT / "scripts")},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and str(ROOT) not in done.stdout, done.stderr
 
 
 def test_work_is_that_of_the_modules():
     """Products and attention counted by torch's own counter on the real network."""
     from torch.utils.flop_counter import FlopCounterMode
+
     with torch.device("meta"):
         model = DiT_models["DiT-Demo/2"]()
         x, t, y = torch.empty(6, 4, 16, 16), torch.zeros(6), torch.zeros(6, dtype=torch.long)

@@ -36,9 +36,11 @@ def judge():
     mean, std = known.mean(0), known.std(0) + 1e-3
 
     def kernel(a, b):
-        return torch.exp(-torch.cdist((a - mean) / std, (b - mean) / std) ** 2 / known.shape[1])
+        return torch.exp(-(torch.cdist((a - mean) / std, (b - mean) / std) ** 2) / known.shape[1])
 
-    weights = torch.linalg.solve(kernel(known, known) + 0.01 * torch.eye(len(known)), F.one_hot(labels).float() - 1 / len(CLASSES))
+    weights = torch.linalg.solve(
+        kernel(known, known) + 0.01 * torch.eye(len(known)), F.one_hot(labels).float() - 1 / len(CLASSES)
+    )
     return lambda pictures: (kernel(features(pictures), known) @ weights).argmax(1)
 
 
@@ -53,7 +55,9 @@ def test_pictures_follow_from_the_seed():
         once, again, other = (render(label, 2, seeded(seed)) for seed in (3, 3, 4))
         assert once.shape == (2, 3, SIZE, SIZE) and once.abs().max() <= 1
         assert torch.equal(once, again)
-        assert (once - other).abs().mean() > 0.05 and (once[0] - once[1]).abs().mean() > 0.05  # seeds and pictures differ
+        assert (once - other).abs().mean() > 0.05 and (
+            once[0] - once[1]
+        ).abs().mean() > 0.05  # seeds and pictures differ
         assert once.std() > 0.1
 
 
@@ -64,9 +68,20 @@ def test_classes_can_be_told_apart(judge, fresh):
 
 def test_standardise_leaves_the_pictures_and_gives_unit_latents(fresh):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
     torch.manual_seed(0)
-    model = AutoencoderKL(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4, layers_per_block=1,
-                          block_out_channels=[8, 8, 16, 16], norm_num_groups=4, latent_channels=4).eval().requires_grad_(False)
+    model = (
+        AutoencoderKL(
+            down_block_types=["DownEncoderBlock2D"] * 4,
+            up_block_types=["UpDecoderBlock2D"] * 4,
+            layers_per_block=1,
+            block_out_channels=[8, 8, 16, 16],
+            norm_num_groups=4,
+            latent_channels=4,
+        )
+        .eval()
+        .requires_grad_(False)
+    )
     pictures = fresh[0][::4]
     with torch.no_grad():
         before = model.decode(model.encode(from_bytes(pictures)).latent_dist.mean).sample
@@ -82,22 +97,60 @@ def test_standardise_leaves_the_pictures_and_gives_unit_latents(fresh):
 
 def test_training_and_score_run_end_to_end(run, tmp_path):
     """A few steps: files that load strictly, a network that has moved off its zeros, figures that add up."""
-    done = run("scripts/train_demo.py", "--device", "cpu", "--output", tmp_path, "--pictures", 1, "--vae-steps", 2, "--dit-steps", 4,
-               "--vae-batch", 2, "--dit-batch", 4)
+    done = run(
+        "scripts/train_demo.py",
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path,
+        "--pictures",
+        1,
+        "--vae-steps",
+        2,
+        "--dit-steps",
+        4,
+        "--vae-batch",
+        2,
+        "--dit-batch",
+        4,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "training.json").read_text())
     assert (report["vae"]["steps"], report["dit"]["steps"], report["pictures"]) == (2, 4, 8)
     state = load_file(tmp_path / "dit.safetensors")
     DiT_models["DiT-Demo/2"]().load_state_dict(state, strict=True)
     assert state["final_layer.linear.weight"].abs().max() > 0
-    decoded = vae.decode(vae.load_vae(vae.find_vae(str(tmp_path / "vae")), torch.device("cpu")), torch.randn(1, 4, 16, 16))
+    decoded = vae.decode(
+        vae.load_vae(vae.find_vae(str(tmp_path / "vae")), torch.device("cpu")), torch.randn(1, 4, 16, 16)
+    )
     assert decoded.shape == (1, 3, SIZE, SIZE) and decoded.isfinite().all()
 
-    done = run("scripts/score_demo.py", "--folder", tmp_path, "--device", "cpu", "--count", 4, "--num-sampling-steps", 2, "--fit-pictures", 1,
-               "--fit-steps", 2, "--output", tmp_path / "score.json", "--grid", tmp_path / "grid.png")
+    done = run(
+        "scripts/score_demo.py",
+        "--folder",
+        tmp_path,
+        "--device",
+        "cpu",
+        "--count",
+        4,
+        "--num-sampling-steps",
+        2,
+        "--fit-pictures",
+        1,
+        "--fit-steps",
+        2,
+        "--output",
+        tmp_path / "score.json",
+        "--grid",
+        tmp_path / "grid.png",
+    )
     assert done.returncode == 0, done.stderr
     score = json.loads((tmp_path / "score.json").read_text())
-    assert score["of"] == 4 and list(score["by_class"]) == list(CLASSES[:4]) and (tmp_path / "grid.png").stat().st_size > 1000
+    assert (
+        score["of"] == 4
+        and list(score["by_class"]) == list(CLASSES[:4])
+        and (tmp_path / "grid.png").stat().st_size > 1000
+    )
     assert score["recognised"] == pytest.approx(sum(score["by_class"].values()) / 4, abs=1e-3)
 
 
@@ -119,6 +172,7 @@ def test_committed_weights_are_small_and_trained():
 
 def test_committed_vae_reconstructs_fresh_pictures(fresh):
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
     model = AutoencoderKL.from_pretrained(DEMO / "vae", torch_dtype=torch.float32)
     assert model.config.scaling_factor == vae.SCALE
     pictures = fresh[0][::2]
@@ -140,7 +194,15 @@ def test_committed_figures_meet_the_bar_and_the_card_quotes_them():
     assert score["recognised"] >= 0.95 and score["of"] == 512 and (score["cfg_scale"], score["steps"]) == (4.0, 250)
     assert training["classes"] == list(CLASSES) and training["vae"]["psnr_db"] > PSNR_BOUND
     card = (DEMO / "README.md").read_text()
-    figures = [f"{100 * score['recognised']:.1f} %", f"{training['vae']['psnr_db']} dB", training["commit"], training["date"],
-               str(training["dit"]["loss"]), training["torch"], training["device"], training["command"]]
+    figures = [
+        f"{100 * score['recognised']:.1f} %",
+        f"{training['vae']['psnr_db']} dB",
+        training["commit"],
+        training["date"],
+        str(training["dit"]["loss"]),
+        training["torch"],
+        training["device"],
+        training["command"],
+    ]
     for figure in figures + [f"{name} {100 * share:.1f} %" for name, share in score["by_class"].items()]:
         assert figure in card, figure

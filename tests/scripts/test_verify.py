@@ -37,9 +37,15 @@ def test_one_bad_tile_fails_the_tier():
     assert same["verdicts"] == dict(contest="PASS", strict="PASS") and len(same["parts"]) == 2 * 9
     bad = verify.judge(want, grids(damage=0.1, only=5), Distance())
     assert bad["verdicts"]["contest"] == "FAIL" and bad["worst_seed"] == 1
-    assert [(row["seed"], row["part"]) for row in bad["parts"] if row["verdict"]["contest"] == "FAIL" and row["part"] != "grid"] == [(1, "2,2")]
+    assert [
+        (row["seed"], row["part"])
+        for row in bad["parts"]
+        if row["verdict"]["contest"] == "FAIL" and row["part"] != "grid"
+    ] == [(1, "2,2")]
     assert bad["worst"]["tile"]["psnr"] == min(row["psnr"] for row in bad["parts"])
-    slight = verify.judge(want, grids(damage=0.004), Distance())  # half a level: within the contest's bar, not within the strict one
+    slight = verify.judge(
+        want, grids(damage=0.004), Distance()
+    )  # half a level: within the contest's bar, not within the strict one
     assert slight["verdicts"] == dict(contest="PASS", strict="FAIL")
 
 
@@ -57,32 +63,81 @@ def test_the_fastest_that_passes_is_recommended():
     def tier(name, seconds, contest, strict):
         return dict(tier=name, seconds=dict(median=seconds), verdicts=dict(contest=contest, strict=strict))
 
-    tiers = [tier("bf16", 1, "FAIL", "FAIL"), tier("fp16", 2, "PASS", "FAIL"), tier("tf32", 4, "PASS", "PASS"), dict(tier="x", refused="overflows")]
+    tiers = [
+        tier("bf16", 1, "FAIL", "FAIL"),
+        tier("fp16", 2, "PASS", "FAIL"),
+        tier("tf32", 4, "PASS", "PASS"),
+        dict(tier="x", refused="overflows"),
+    ]
     assert verify.recommend(tiers, "contest") == "fp16" and verify.recommend(tiers, "strict") == "tf32"
     assert verify.recommend(tiers[:1], "contest") is None
 
 
 def test_tiers_that_the_device_lacks():
     assert verify.choose_tiers(None, torch.device("cpu"))
-    assert verify.choose_tiers(["fp32"], torch.device("cpu")) == [verify.AGAIN] and verify.choose_tiers(["fp32"], torch.device("cpu"), "plan") == ["fp32"]
+    assert verify.choose_tiers(["fp32"], torch.device("cpu")) == [verify.AGAIN] and verify.choose_tiers(
+        ["fp32"], torch.device("cpu"), "plan"
+    ) == ["fp32"]
     with pytest.raises(UsageError, match="--precision bf16"):
         verify.choose_tiers(["bf16"], torch.device("cpu"))
 
 
 def test_on_a_cpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "2", "--labels", "0", "3",
-                                      "--seeds", "2", "--precision", "fp32", "--output", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "verify.py",
+            "--model",
+            "DiT-Demo/2",
+            "--device",
+            "cpu",
+            "--num-sampling-steps",
+            "2",
+            "--labels",
+            "0",
+            "3",
+            "--seeds",
+            "2",
+            "--precision",
+            "fp32",
+            "--output",
+            str(tmp_path / "out"),
+        ],
+    )
     with pytest.raises(SystemExit) as done:
         verify.main()
     text = capsys.readouterr().out
     assert done.value.code == 0 and "nothing but fp32" in text and "RECOMMENDED: --precision fp32" in text
     record = json.loads((tmp_path / "out" / "verify.json").read_text())
-    assert [len(tier["parts"]) for tier in record["tiers"]] == [2 * 3] and record["recommended"] == "fp32 again" and record["gpu"] is None
-    assert {"seed0-fp32.png", "seed1-fp32.png", "seed1-fp32-again.png", "heatmap-fp32-again.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert (
+        [len(tier["parts"]) for tier in record["tiers"]] == [2 * 3]
+        and record["recommended"] == "fp32 again"
+        and record["gpu"] is None
+    )
+    assert {"seed0-fp32.png", "seed1-fp32.png", "seed1-fp32-again.png", "heatmap-fp32-again.png"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
 
 
 def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "20", "--forecast", "plan", "--output", str(tmp_path)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "verify.py",
+            "--model",
+            "DiT-Demo/2",
+            "--device",
+            "cpu",
+            "--num-sampling-steps",
+            "20",
+            "--forecast",
+            "plan",
+            "--output",
+            str(tmp_path),
+        ],
+    )
     monkeypatch.setattr(verify, "sample", lambda *_: pytest.fail("sampled"))
     with pytest.raises(SystemExit) as done:
         verify.main()
@@ -92,11 +147,34 @@ def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_p
 
 def test_forecasts_are_held_to_all_calls(tmp_path, monkeypatch, capsys):
     """The reference calls the network at every step, whatever is verified; fp32's forecasts are then another picture."""
-    monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "auto", "--forecast-tolerance", "1000",
-                                      "--output", str(tmp_path)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "verify.py",
+            "--model",
+            "DiT-Demo/2",
+            "--device",
+            "cpu",
+            "--num-sampling-steps",
+            "12",
+            "--labels",
+            "0",
+            "--seeds",
+            "1",
+            "--forecast",
+            "auto",
+            "--forecast-tolerance",
+            "1000",
+            "--output",
+            str(tmp_path),
+        ],
+    )
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
     with pytest.raises(SystemExit):
         verify.main()
     [tier] = json.loads((tmp_path / "verify.json").read_text())["tiers"]
-    assert tier["tier"] == "fp32, forecast auto" and 0 < tier["worst"]["grid"]["mae"]
-    assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-auto.png").read_bytes() and (tmp_path / "heatmap-fp32--forecast-auto.png").is_file()
+    assert tier["tier"] == "fp32, forecast auto" and tier["worst"]["grid"]["mae"] > 0
+    assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-auto.png").read_bytes() and (
+        tmp_path / "heatmap-fp32--forecast-auto.png"
+    ).is_file()

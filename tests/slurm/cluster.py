@@ -45,8 +45,15 @@ class Cluster:
     commands talk to it."""
 
     def __init__(self, nodes=2, cpus=16, memory_mb=64000, gpus=4):
-        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a Unix socket's path has 107 characters at most
-        self.nodes, self.cpus, self.memory_mb, self.gpus = [f"127.0.0.{i + 1}" for i in range(nodes)], cpus, memory_mb, gpus
+        self.root = Path(
+            tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
+        )  # short: a Unix socket's path has 107 characters at most
+        self.nodes, self.cpus, self.memory_mb, self.gpus = (
+            [f"127.0.0.{i + 1}" for i in range(nodes)],
+            cpus,
+            memory_mb,
+            gpus,
+        )
         self.env = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
         self.processes = []
 
@@ -84,8 +91,11 @@ class Cluster:
         for i in range(self.gpus):
             os.mknod(root / f"dev/gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         (root / "gres.conf").write_text(f"Name=gpu File={root}/dev/gpu[0-{self.gpus - 1}]\n")
-        nodes = "\n".join(f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={_free_port()} CPUs={self.cpus} "
-                          f"RealMemory={self.memory_mb} Gres=gpu:{self.gpus} State=UNKNOWN" for node in self.nodes)
+        nodes = "\n".join(
+            f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={_free_port()} CPUs={self.cpus} "
+            f"RealMemory={self.memory_mb} Gres=gpu:{self.gpus} State=UNKNOWN"
+            for node in self.nodes
+        )
         (root / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainCores=no\n")
         (root / "slurm.conf").write_text(f"""
 ClusterName=test
@@ -122,26 +132,40 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
 
     def _start(self):
         root = self.root
-        self._spawn("munged", "--foreground", "--force", f"--socket={root}/munge.socket", f"--key-file={root}/munge.key",
-                    f"--pid-file={root}/munged.pid", f"--log-file={root}/log/munged", f"--seed-file={root}/munge.seed",
-                    "--num-threads=2")
+        self._spawn(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={root}/munge.socket",
+            f"--key-file={root}/munge.key",
+            f"--pid-file={root}/munged.pid",
+            f"--log-file={root}/log/munged",
+            f"--seed-file={root}/munge.seed",
+            "--num-threads=2",
+        )
         self._wait(lambda: (root / "munge.socket").exists(), "munged did not open its socket")
         self._spawn("slurmctld", "-D", "-c", "-i")
         for node in self.nodes:
             self._spawn("slurmd", "-D", "-c", "-N", node)
-        self._wait(lambda: self.run("sinfo", "-h", "-o", "%D %T", check=False) == f"{len(self.nodes)} idle",
-                   "the nodes did not become idle", 30)
+        self._wait(
+            lambda: self.run("sinfo", "-h", "-o", "%D %T", check=False) == f"{len(self.nodes)} idle",
+            "the nodes did not become idle",
+            30,
+        )
 
     def _spawn(self, *command):
         with open(self.root / "log" / f"{len(self.processes)}-{command[0]}.out", "w") as log:
-            self.processes.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT,
-                                                   start_new_session=True))
+            self.processes.append(
+                subprocess.Popen(command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            )
 
     def _wait(self, ready, complaint, seconds=10):
         deadline = time.monotonic() + seconds
         while not ready():
             if time.monotonic() > deadline or any(p.poll() is not None for p in self.processes):
-                logs = "\n".join(f"== {f.name}\n{f.read_text(errors='replace')[-2000:]}" for f in (self.root / "log").iterdir())
+                logs = "\n".join(
+                    f"== {f.name}\n{f.read_text(errors='replace')[-2000:]}" for f in (self.root / "log").iterdir()
+                )
                 raise RuntimeError(f"{complaint}\n{logs}")
             time.sleep(0.1)
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cluster import Cluster, missing
+from conftest import ROOT, fill
 from PIL import Image
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cluster import Cluster, missing  # noqa: E402
-from conftest import ROOT, fill  # noqa: E402
-from models import DiT_models  # noqa: E402
+from models import DiT_models
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started: {missing()}"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started: {missing()}"),
+    pytest.mark.timeout(240),
+]
 STEPS = "--num-sampling-steps", "4"
 
 
@@ -64,8 +66,15 @@ def picture(checkout, job):
 
 def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, checkout, demo):
     """Four files submitted at once; Slurm decides what runs when."""
-    jobs = [cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout) for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")]
-    jobs.append(cluster.submit("--gres=gpu:2", "--cpus-per-task=2", "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
+    jobs = [
+        cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout)
+        for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")
+    ]
+    jobs.append(
+        cluster.submit(
+            "--gres=gpu:2", "--cpus-per-task=2", "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout
+        )
+    )
     assert cluster.fact(jobs[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(jobs[3], "NumNodes").startswith("2")
     for job in jobs:
         finish(cluster, checkout, job)
@@ -78,11 +87,18 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
 
 def test_evaluate_waits_for_the_pictures(cluster, checkout, demo):
     """`evaluate` starts after both jobs, gets the two files, and leaves its words in its folder."""
-    (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere; here: the dependency, the arguments, the output
+    (
+        checkout / "evaluate.py"
+    ).unlink()  # the verdict is tested elsewhere; here: the dependency, the arguments, the output
     (checkout / "evaluate.py").write_text("import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n")
     a, b = (cluster.submit("slurm/sample_1gpu.sbatch", *demo, *STEPS, cwd=checkout) for _ in "ab")
-    job = cluster.submit(f"--dependency=afterok:{a}:{b}", "slurm/evaluate.sbatch", f"output/job_{a}/sample.png", f"output/job_{b}/sample.png",
-                         cwd=checkout)
+    job = cluster.submit(
+        f"--dependency=afterok:{a}:{b}",
+        "slurm/evaluate.sbatch",
+        f"output/job_{a}/sample.png",
+        f"output/job_{b}/sample.png",
+        cwd=checkout,
+    )
     assert cluster.state(job) == "PENDING" and cluster.fact(job, "Reason") == "Dependency"
     finish(cluster, checkout, job)
     assert (checkout / "output" / f"job_{job}" / "verdict.txt").read_text().count("PNG") == 2
@@ -141,7 +157,9 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     for each in (calm, job):
         finish(cluster, checkout, each)
     expected = fid_files(checkout, calm)
-    assert sum(name.endswith(".png") for name in expected) == 32 and sum(name.endswith(".npz") for name in expected) == 1
+    assert (
+        sum(name.endswith(".png") for name in expected) == 32 and sum(name.endswith(".npz") for name in expected) == 1
+    )
     assert fid_files(checkout, job) == expected
     assert int(cluster.fact(job, "Restarts")) == 3 and int(cluster.fact(calm, "Restarts")) == 0
 
@@ -155,7 +173,12 @@ def ranks_of(job):
         except OSError:
             continue
         rank = re.search(rb"SLURM_PROCID=(\d+)", environ)
-        if b"sample_ddp.py" in command and f"SLURM_JOB_ID={job}\0".encode() in environ and b"SLURM_STEP_NUM_TASKS" in environ and rank \
-                and not command.startswith((b"srun", b"/bin/bash")):
+        if (
+            b"sample_ddp.py" in command
+            and f"SLURM_JOB_ID={job}\0".encode() in environ
+            and b"SLURM_STEP_NUM_TASKS" in environ
+            and rank
+            and not command.startswith((b"srun", b"/bin/bash"))
+        ):
             found[int(rank[1])] = int(process.name)
     return [found[rank] for rank in sorted(found)]

@@ -1,0 +1,10 @@
+"""`python scripts/verify.py` runs as `python -m scripts.verify` does: the repository's root on the path, not the folder."""
+
+import runpy
+import sys
+from pathlib import Path
+
+_file = Path(sys.argv[0]).resolve()
+sys.path[0] = str(_file.parents[1])
+runpy.run_module(f"{_file.parent.name}.{_file.stem}", run_name="__main__", alter_sys=True)
+sys.exit()
