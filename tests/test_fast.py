@@ -10,11 +10,10 @@ import torch
 from conftest import ROOT, fill
 from reference_dit import dit
 
-from accel import engine, graphs
+from accel import engine
 from accel import fast as fast_module
 from accel.conditioning import HoistedConditioning
 from accel.fast import FastDiT, Optimisations, accelerate, hoist_conditioning
-from accel.kernels.linear import linear
 from accel.options import SamplingOptions, UsageError
 from diffusion import create_diffusion
 from models import DiT, DiT_models
@@ -287,14 +286,14 @@ class TestHoistedConditioning:
         monkeypatch.setattr(
             fast_module, "HoistedConditioning", lambda c, **how: HoistedConditioning(c, 5 * c.bias.numel() * 8, **how)
         )
-        fast.captured["a step"] = step = SimpleNamespace(captured={})
+        fast.captured["a step"] = step = SimpleNamespace(graphs={})
         x, y = torch.randn(9, 4, 8, 8, dtype=torch.float64), torch.arange(9)
         found = []
         for n, together, chunk in ((2, 1, 2), (9, 1, 1), (9, 2, 2), (2, 1, 2)):
-            step.captured["shapes"] = "a graph"
+            step.graphs["shapes"] = "a graph"
             grows = fast.table is None or fast.table.capacity < n * together
             with hoist_conditioning(fast, [900, 500, 20], range(n), together) as table:
-                assert table.chunk == chunk and bool(step.captured) != grows
+                assert table.chunk == chunk and bool(step.graphs) != grows
                 for index, t in enumerate((900, 500, 20)):
                     table.reach(index, *range(index + 1, min(3, index + together)))
                     found.append(fast(x[:n], torch.full((n,), t), y[:n]))
@@ -366,28 +365,10 @@ def test_every_switch_computes_the_same(n):
 def test_the_graph_changes_no_bit():
     """Launched or replayed, on fresh inputs every time."""
     model = build("DiT-Demo/2").cuda()
-    parts = [
-        accelerate(model, "fp16", optimisations=Optimisations(graph=graph, reset_once=once))
-        for graph, once in ((False, False), (True, False), (True, True))
-    ]
+    direct, captured = (accelerate(model, "fp16", optimisations=Optimisations(graph=graph)) for graph in (False, True))
     for seed in range(5):
         x, t, y = inputs(model, 128, "cuda", seed)
-        first, second, third = (fast.forward_with_cfg(x, t, y, 4.0) for fast in parts)
-        assert torch.equal(first, second) and torch.equal(first, third)
-
-
-@gpu
-def test_counters_are_reset_once(monkeypatch):
-    """The memsets are there to be dropped, they are, and the products are right on every replay."""
-    x, weight, bias = (torch.randn(shape, device="cuda").half() for shape in ((16384, 1152), (4608, 1152), (4608,)))
-    dropped, drop = [], graphs._drop_resets
-    monkeypatch.setattr(graphs, "_drop_resets", lambda *arguments: dropped.append(drop(*arguments)))
-    replayed = graphs.Replayed(lambda x: torch.stack([linear(x, weight, bias, route="tuned") for _ in range(3)]))
-    for _ in range(4):
-        x.normal_()
-        out = replayed(x)
-        assert all(torch.equal(one, linear(x, weight, bias, route="tuned")) for one in out)
-    assert dropped == [3]
+        assert torch.equal(direct.forward_with_cfg(x, t, y, 4.0), captured.forward_with_cfg(x, t, y, 4.0))
 
 
 def prepared(fast, diffusion, z, labels, **how):
@@ -421,7 +402,7 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
                 f"the first step that differs: {int((graph_sums != sums).nonzero()[0])}"
             )
             assert torch.equal(got, want)
-    assert [len(replayed.captured) for replayed in captured.captured.values()] == [2]  # two shapes, each captured once
+    assert [len(replayed.graphs) for replayed in captured.captured.values()] == [2]  # two shapes, each captured once
 
 
 @gpu

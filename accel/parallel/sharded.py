@@ -37,7 +37,7 @@ class Sharded:
         network.attend = attend
         # Captured on a GPU, the plain network's steps too: shared, they are short enough for launches to count.
         self.optimisations = getattr(network, "optimisations", None) or SimpleNamespace(
-            hoist=False, ends="torch", graph=True, reset_once=False
+            hoist=False, ends="torch", graph=True
         )
         self.conditioning = getattr(network, "conditioning", None)
         self.table = self.hoisted = None
@@ -87,6 +87,7 @@ class PlainPieces:
 
     def __init__(self, model, depth=None):
         self.model, self.patch_size, self.blocks = model, model.patch_size, model.blocks[:depth]
+        self.attend = self.alone
         self.depth, self.width, self.out_channels, self.position = (
             len(self.blocks),
             model.pos_embed.shape[-1],
@@ -97,15 +98,6 @@ class PlainPieces:
     def shallow(self, depth):
         return PlainPieces(self.model, depth)
 
-    @property
-    def attend(self):
-        return self.blocks[0].attn.attend
-
-    @attend.setter
-    def attend(self, attend):
-        for block in self.blocks:
-            block.attn.attend = attend
-
     def embed(self, x, tokens=slice(None)):
         return (self.model.x_embedder(x) + self.model.pos_embed)[:, tokens]
 
@@ -115,7 +107,7 @@ class PlainPieces:
     def tower(self, x, c, blocks=None):
         blocks = blocks or range(self.depth)
         for i in blocks:
-            x = self.blocks[i](x, c)
+            x = self.blocks[i](x, c, self.attend)
         return self.model.final_layer(x, c) if blocks[-1] + 1 == self.depth else x
 
     def unpatchify(self, x):

@@ -1,0 +1,178 @@
+"""The Network protocol: all that the sampler, the engine and the ranks know of a network.
+
+Guidance and unpatchify are written here, once for every network. An accelerated network (accel/fast), a reference model
+(PlainDiT below) and a network that several GPUs share (accel/parallel) all look alike from outside.
+
+Shapes: N batch rows, n latents (N is n, or 2n with guidance), C latent channels, H = W latent side, p patch side,
+T = (H/p)² tokens, D width.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from accel.graphs import Replayed
+from models import DiT, DiT_models, attention
+
+MODELS = {**DiT_models}  # every name that --model takes → its constructor
+GUIDED_CHANNELS = 3  # of the noise estimate; the published pictures were made so
+
+
+def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Tokens (N, T, p·p·C) of a square picture → (N, C, H, W); inside a token the order is (p, p, C)."""
+    side, p = round(tokens.shape[1] ** 0.5), patch_size
+    x = tokens.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C)
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
+
+
+def guide(out: torch.Tensor, cfg_scale: float) -> torch.Tensor:
+    """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) on the first three channels of out (2n, C', H, W).
+
+    The first n rows are conditional, the others not. Both halves get uncond + cfg_scale · (cond − uncond); the other
+    channels pass.
+    """
+    eps, rest = out[:, :GUIDED_CHANNELS], out[:, GUIDED_CHANNELS:]
+    cond, uncond = eps.chunk(2)  # each (n, 3, H, W)
+    guided = uncond + cfg_scale * (cond - uncond)
+    return torch.cat([torch.cat([guided, guided]), rest], dim=1)
+
+
+class Network(ABC):
+    """A network that is ready to sample. A subclass gives `tokens`; the rest has defaults."""
+
+    patch_size: int
+    in_channels: int
+    captures = False  # whether the sampler should record a step as a CUDA graph
+    fuses_update = False  # whether the sampler should end a step by kernels.ancestral_update on `tokens`
+
+    def __init__(self):
+        self._replayed = {}
+
+    @abstractmethod
+    def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x (n, C, H, W); t, y (N,), N a multiple of n: the latents are repeated → last layer's tokens (N, T, p·p·C')."""
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """As models.DiT.forward: x (N, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
+        return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
+
+    __call__ = forward
+
+    @torch.no_grad()
+    def forward_with_cfg(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float) -> torch.Tensor:
+        """As models.DiT.forward_with_cfg: x (2n, C, H, W), of which the first n rows are read; t, y (2n,)."""
+        out = unpatchify(self.tokens(x[: len(x) // 2], t, y), self.patch_size)
+        return guide(out, cfg_scale).to(x.dtype)
+
+    @contextmanager
+    def sampling_run(self, timesteps: list[int], labels: list[int], at_once: int = 1) -> Iterator[Callable[..., None]]:
+        """The sampler's loop runs inside. Yields `advance`; advance(i, …) comes before evaluations i, … of the run.
+
+        timesteps: of each evaluation, in order (original timesteps); labels: all that occur, the null label included;
+        at_once: the most evaluations that one call of `advance` announces. Inside, only these may be evaluated.
+        """
+        yield lambda *evaluations: None
+
+    def replayed(self, key: Any, step: Callable) -> Callable:
+        """`step` as a CUDA graph, kept under `key` as long as this network lives."""
+        return self._replayed.setdefault(key, Replayed(step))
+
+    def tune(self, row_tokens: Iterable[int], share: Callable[[Callable[[], Any]], Any]) -> None:
+        """Choose the fastest GEMMs for so many tokens at once (batch rows × tokens of a row).
+
+        share(make): what `make()` returns on rank 0, on every rank; so all ranks choose alike. Here: nothing to choose.
+        """
+        return None
+
+    def overflowed(self) -> str | None:
+        """The first layer whose values left the range of the number format, in any evaluation so far, or None."""
+        return None
+
+
+class BlockNetwork(Network):
+    """A network of transformer blocks, which ranks can share by batch rows, by tokens or by blocks.
+
+    attention(qkv, num_heads): its own attention, packed (N, T, 3·D) → (N, T, D), for tokens that are all on this device.
+    exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep its accuracy, the fastest first.
+    """
+
+    depth: int
+    width: int
+    num_heads: int
+    attention: Callable
+    exchanges = ("push", "kv", "ulysses", "ring")
+
+    @abstractmethod
+    def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
+        """Latents (n, C, H, W) → the part `tokens` of their tokens (copies·n, t, D), the batch `copies` times over."""
+
+    @abstractmethod
+    def condition(self, t: torch.Tensor, y: torch.Tensor) -> Any:
+        """What the blocks need to know of timesteps t (N,) and labels y (N,)."""
+
+    @abstractmethod
+    def forward_blocks(
+        self,
+        h: torch.Tensor,
+        condition: Any,
+        *,
+        attend: Callable | None = None,
+        blocks: range | None = None,
+        tokens: slice = slice(None),
+    ) -> torch.Tensor:
+        """All blocks and the final layer: h (N, t, D), which may be overwritten → (N, t, p·p·C').
+
+        attend: replaces `attention` (an exchange, where the other tokens are on other devices). blocks: run these only;
+        a range that lacks the last block gives h (N, t, D). tokens: which tokens of each row h holds.
+        """
+
+    @abstractmethod
+    def shallow(self, depth: int) -> "BlockNetwork":
+        """This network with its first `depth` blocks only, sharing the weights; for measurements."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What its speed depends on, in words: class, sizes, dtype. A kept measurement is looked up by it."""
+
+    @torch.no_grad()
+    def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x, copies=len(y) // len(x))  # (N, T, D)
+        return self.forward_blocks(h, self.condition(t, y))
+
+
+class PlainDiT(BlockNetwork):
+    """models.DiT itself behind the protocol: the tiers fp32 and tf32."""
+
+    attention = staticmethod(attention)
+
+    def __init__(self, model: DiT):
+        super().__init__()
+        self.model, self.blocks = model, model.blocks
+        self.patch_size, self.in_channels, self.num_heads = model.patch_size, model.in_channels, model.num_heads
+        self.depth, self.width = len(model.blocks), model.pos_embed.shape[-1]
+
+    def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
+        x = torch.cat([x] * copies) if copies > 1 else x
+        return (self.model.x_embedder(x) + self.model.pos_embed)[:, tokens]
+
+    def condition(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, D)
+
+    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)) -> torch.Tensor:
+        blocks = blocks or range(self.depth)
+        for i in blocks:
+            h = self.blocks[i](h, condition, attend or self.attention)
+        return self.model.final_layer(h, condition) if blocks[-1] + 1 == self.depth else h
+
+    def shallow(self, depth: int) -> "PlainDiT":
+        network = copy.copy(self)
+        network.depth, network._replayed = depth, {}
+        return network
+
+    def describe(self) -> str:
+        return f"DiT of {self.depth} blocks of {self.width}, {self.model.pos_embed.dtype}"
