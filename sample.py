@@ -3,10 +3,10 @@
 Arguments → engine → picture, in one process. `sample_ddp.py` does the same over many GPUs.
 """
 
-from accel.options import OneLineParser, add_arguments, options_from, user_errors
+from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 
 
-def main():
+def main() -> None:
     parser = OneLineParser(description="Sample class-conditional pictures from a diffusion transformer.")
     add_arguments(parser)
     args = parser.parse_args()

@@ -154,19 +154,18 @@ def test_ddim_with_eta_1_is_the_ancestral_step():
 def test_ddim_runs_in_reverse():
     # eps depends on nothing but t: then down and up are exact inverses.
     d, _ = process("50")
-    x = before = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def model(x, t):
         return torch.sin(t / 100.0).view(-1, 1, 1, 1) * torch.ones(2, 6, 4, 4, dtype=x.dtype)
 
     for i in range(49):  # from t = i (that is x_i) to x_{i+1}
-        x_before, before = before, x
-        x = d.ddim_reverse_sample(model, x, torch.full((2,), i), clip_denoised=False)["sample"]
+        before, x = x, d.ddim_reverse_sample(model, x, torch.full((2,), i), clip_denoised=False)["sample"]
         # Down from t = i + 1 asks the model there; take the prediction that went up.
         down = d.ddim_sample(
             lambda x, t: model(x, torch.full((2,), d.timestep_map[i])), x, torch.full((2,), i + 1), clip_denoised=False
         )["sample"]
-        torch.testing.assert_close(down, x_before, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(down, before, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="eta"):
         d.ddim_reverse_sample(model, x, torch.zeros(2, dtype=torch.long), eta=0.5)
 

@@ -1,71 +1,77 @@
 """
-Several ancestral steps by one or two calls of the network, on the noise that they would have drawn anyway.
+Several ancestral steps by one or two network evaluations, on the noise that they would have drawn anyway.
 
 Write c_t, d_t for the two coefficients of the posterior mean (Ho et al. 2020, 2006.11239, eq. 7). k steps from x_t are
 
     x_{s-1} = c_s D(x_s, s) + d_s x_s + sigma_s z_s,    s = t, t-1, ..., t-k+1                                (1)
 
-with D(x_s, s) the network's x_0. Where they end depends on the k values of D through one sum only,
+with D(x_s, s) the network's x_0. The end depends on the k values of D through one sum only,
 
     x_{t-k} = ... + W sum_s w_s D(x_s, s),    w_s ~ c_s d_{s-1} ... d_{t-k+1},  sum_s w_s = 1.                (2)
 
-The noise moves D from step to step: D(x_s, s) is a martingale under p, so no extrapolation from past calls can foresee it. But the noise is
-known: it is the run's random stream, which may be drawn ahead. D is smooth in u = x / sqrt(abar), x_0 plus noise of variance
-tau = (1 - abar) / abar. So (2) is an integral over the path u_s with the weights w_s, and has its quadratures: with points
-p_i = sum_s a_is u_s, sum_s a_is = 1, and n of them,
+The noise moves D from step to step: D(x_s, s) is a martingale under p, so no extrapolation from past evaluations can
+predict it. But the noise is known: it is the run's random stream, and can be drawn ahead. D is smooth in
+u = x / sqrt(abar), which is x_0 plus noise of variance tau = (1 - abar) / abar. So (2) is an integral over the path u_s
+with the weights w_s, and has quadratures: with n points p_i = sum_s a_is u_s, sum_s a_is = 1,
 
     sum_s w_s D(u_s, tau_s) = (1/n) sum_i D(p_i, tau_i) + rest,    tau_i = sum_s a_is tau_s.                  (3)
 
-One point, the path's weighted mean u*, cancels all terms of first order. Two points also have its spread along one direction, the one that holds most
-of it: the path's increments are independent, of variance tau_s - tau_{s-1}, so that the covariance of the path is known before its noise is, and
+One point, the path's weighted mean u*, cancels all terms of first order. Two points also carry the path's spread along
+one direction, the one that holds most of it. The path's increments are independent, of variance tau_s - tau_{s-1}, so
+its covariance is known before its noise is, and
 
     p_1, p_2 = u* -+ e,    e the largest principal axis of the u_s, times its standard deviation.             (4)
 
-For k = 3 what is then left of the curvature is a ninth of that of a pair of steps; three steps by two calls lie four times nearer to all three calls than a
-pair of steps by one call and a single step do, for the same two calls (measured on the demo).
+For k = 3 this leaves a ninth of the curvature that a pair of steps leaves.
 
-Averaging takes noise away: p_i holds noise of variance theta_i = sum_sr a_is a_ir min(tau_s, tau_r) < tau_i, less than its timestep says, and D at a point that
-is cleaner than it is said to be errs to one side: the Laplacian in the rest of (3) has a mean, and the same sign at every stride. So p_i is moved from the
-forecast m of x_0 until its noise is that of the timestep, the timestep of the trained process nearest to tau_i,
+Averaging removes noise: p_i holds noise of variance theta_i = sum_sr a_is a_ir min(tau_s, tau_r) < tau_i, less than its
+timestep says. D at a point with too little noise has a bias, of the same sign at every stride. So p_i is moved away from
+the forecast m of x_0 until its noise is that of the timestep, the trained timestep nearest to tau_i:
 
     p_i <- m + sqrt(tau_i / theta_i) (p_i - m).                                                               (5)
 
-The path u_s needs D itself. There its place is taken by a forecast m_s, and an error of m enters (3) only through the small steps it is multiplied
-with. m_t is the last call's x_0; along the path it takes in what the noise says about x_0. The learned variance holds the network's
-own uncertainty of x_0, sigma_s^2 = b_s + c_s^2 Var(x_0 | x_s), b_s being the posterior's variance given x_0 (eq. 7); so by the rule
-for Gaussians, pixel by pixel,
+The path u_s needs D itself. A forecast m_s takes its place there; an error of m enters (3) only through the small steps
+that multiply it. m_t is the x_0 of the last evaluation. Along the path it is updated by what the noise says about x_0.
+The learned variance holds the network's own uncertainty of x_0, sigma_s^2 = b_s + c_s^2 Var(x_0 | x_s), with b_s the
+posterior's variance given x_0 (eq. 7). So by the rule for Gaussians, pixel by pixel,
 
     m_{s-1} = m_s + (1 - b_s / sigma_s^2) (sigma_s / c_s) z_s.                                                (6)
 
-The first of two calls gives a better path; the second point is then 2 u* - p_1 on that one, and the mean of both is right although p_1 was not.
-With k = 1, u* = u_t: the ancestral step itself, to the bit.
+The first of two evaluations gives a better path. The second point is then 2 u* - p_1 on that path, and the mean of both
+is right although p_1 was not. With k = 1, u* = u_t: the ancestral step itself, to the bit.
 """
 
 import numpy as np
 import torch
 
+from .respace import SpacedDiffusion
+
+Kind = tuple[int, int]  # (steps, network evaluations) of a stride
+
 
 class Strides:
     """
-    Ancestral sampling of `diffusion` (a SpacedDiffusion) by strides. Each is of a kind (k, calls): k steps by so many calls of the network, (1, 1), or
-    k > 1 and one or two, or k > 2 and two; `kinds` are those that may be taken.
+    Ancestral sampling of `diffusion` by strides.
 
-    x (n, C, ...) throughout; t: a timestep of `diffusion`, (n,) int64, from which k steps lead to t - k. ValueError for a process that predicts
-    anything but the noise and a variance within its range, and for a kind that is none.
+    kinds: the kinds of stride that may be taken: (1, 1), or k > 1 steps by one evaluation, or k > 2 steps by two.
+    x (n, C, ...) throughout. t (n,) int64: a timestep of `diffusion`, from which k steps lead to t - k.
+    Raises ValueError for another kind, and for a process that predicts anything but the noise and a learned range of
+    variance.
     """
 
-    def __init__(self, diffusion, kinds):
+    def __init__(self, diffusion: SpacedDiffusion, kinds: list[Kind]):
         if not diffusion.learns_range:
             raise ValueError("strides: need a network that predicts the noise and a learned range of variance")
         self.diffusion, self.kinds = diffusion, sorted({(1, 1), *map(tuple, kinds)})
-        for k, calls in self.kinds:
-            if not (k == calls == 1 or 1 <= calls <= 2 and calls < k):
-                raise ValueError(f"strides: {k} steps by {calls} calls are no kind of stride")
+        for k, evaluations in self.kinds:
+            if not (k == evaluations == 1 or 1 <= evaluations <= 2 and evaluations < k):
+                raise ValueError(f"strides: {k} steps by {evaluations} evaluations is not a kind of stride")
         self.tables = {kind: self._plan(*kind) for kind in self.kinds}
         self._device_tables = {}
 
-    def _plan(self, k, calls):
-        """For strides of one kind from every t: dict of arrays (T, ...), float64, `timestep` int64. Zeros where fewer than k steps are left."""
+    def _plan(self, k, evaluations):
+        """For strides of one kind from every t: arrays (T, ...), float64, `timestep` int64; zeros where fewer than k
+        steps are left."""
         d, steps = self.diffusion, self.diffusion.num_timesteps
         c1, c2, abar, trained = (
             d.posterior_mean_coef1,
@@ -75,19 +81,18 @@ class Strides:
         )
         level = (1 - trained) / trained  # tau of the trained process
         mean, first = np.zeros((steps, k)), np.zeros((steps, k))  # of x_s in u* and in p_1
-        widen, root, noise, seen = (
-            np.zeros((steps, calls)),
-            np.ones((steps, calls)),
-            np.zeros((steps, calls)),
-            np.zeros((steps, calls, k)),
+        widen, root, noise = (
+            np.zeros((steps, evaluations)),
+            np.ones((steps, evaluations)),
+            np.zeros((steps, evaluations)),
         )
-        timestep, total = np.zeros((steps, calls), dtype=np.int64), np.zeros(steps)
+        seen, timestep = np.zeros((steps, evaluations, k)), np.zeros((steps, evaluations), dtype=np.int64)
         for t in range(k - 1, steps):
             s = np.arange(t, t - k, -1)
             tau = (1 - abar[s]) / abar[s]
             w = c1[s] * np.append(np.cumprod(c2[s[:0:-1]])[::-1], 1.0)  # eq. 2
-            total[t], w = w.sum(), w / w.sum()
-            points = [w] if calls == 1 else [w - _axis(w, tau), w + _axis(w, tau)]
+            w = w / w.sum()
+            points = [w] if evaluations == 1 else [w - _axis(w, tau), w + _axis(w, tau)]
             for i, a in enumerate(points):
                 theta = a @ np.minimum.outer(tau, tau) @ a
                 at = np.clip(a @ tau, tau[-1], tau[0])  # a large step may throw a point off the path's ends
@@ -98,19 +103,13 @@ class Strides:
                     0, 1
                 )  # how much of each step's noise is in the point
             mean[t], first[t] = w / np.sqrt(abar[s]), points[0] / np.sqrt(abar[s])
-        return dict(
-            mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep, total=total
-        )
+        return dict(mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep)
 
-    def timesteps(self, t, kind):
-        """The original timesteps that a stride from t (int) calls, in order."""
+    def timesteps(self, t: int, kind: Kind) -> list[int]:
+        """The original timesteps at which a stride from t evaluates the network, in order."""
         return self.tables[kind]["timestep"][t].tolist()
 
-    def total(self, t, kind):
-        """W of eq. 2 for a stride from t (int)."""
-        return float(self.tables[kind]["total"][t])
-
-    def prepare(self, device):
+    def prepare(self, device: torch.device | str) -> None:
         """Upload the tables to `device`, as GaussianDiffusion.prepare does."""
         self.diffusion.prepare(device)
         for kind in self.kinds:
@@ -118,47 +117,47 @@ class Strides:
 
     def _tables(self, kind, device):
         if (kind, device) not in self._device_tables:
-            with torch.inference_mode(False):  # these outlive the mode of whoever comes first
+            with torch.inference_mode(False):  # later callers may be in another mode
                 self._device_tables[kind, device] = {
                     name: torch.from_numpy(value).to(torch.int64 if name == "timestep" else torch.float32).to(device)
                     for name, value in self.tables[kind].items()
                 }
         return self._device_tables[kind, device]
 
-    def start(self, x):
-        """What a run carries from stride to stride, before its first: the forecast of x_0 and the values of the learned variance, each like x. The
-        first stride must be one step: there is nothing yet to forecast from."""
+    def start(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The forecast of x_0 and the values of the learned variance, each like x, before the first stride of a run. That
+        stride must be one step: there is nothing yet to forecast from."""
         return torch.zeros_like(x), torch.zeros_like(x)
 
-    def stride(self, model, x, t, m, values, noise, calls=1):
+    def stride(self, model, x, t, m, values, noise, evaluations=1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        k = len(noise) steps from x at t by `calls` calls of `model`: (x, original t) -> (n, 2C, ...).
+        k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
 
-        m, values: of the stride before, or of `start` with k = 1. noise (k, n, C, ...): what each step draws; the one of t = 0 is masked.
-        Returns x_{t-k}, the next m and values, each like x, and the error (n,) of the forecast: the mean square of the x_0 found minus m.
+        m, values: of the stride before, or of `start` with k = 1. noise (k, n, C, ...): the draw of each step; that of
+        t = 0 is masked. Returns x_{t-k} and the next m and values, each like x.
         """
-        k, d, tables = len(noise), self.diffusion, self._tables((len(noise), calls), x.device)
+        k, d, tables = len(noise), self.diffusion, self._tables((len(noise), evaluations), x.device)
         if k == 1:
             eps, fresh = d._split_output(model(x, tables["timestep"][t, 0]), x)
             x0 = last = d._predict_xstart_from_eps(x, t, eps)
         else:
             path = self._path(x, t, m, values, noise)
-            point = _weighted(tables["mean" if calls == 1 else "first"][t], path)
-            x0, fresh = self._call(model, point, m, tables, t, 0)
+            point = _weighted(tables["mean" if evaluations == 1 else "first"][t], path)
+            x0, fresh = self._evaluate(model, point, m, tables, t, 0)
             last = x0
-            if calls == 2:
+            if evaluations == 2:
                 path = self._path(x, t, x0, fresh, noise, tables["later"][t, 0])
-                last, second = self._call(model, 2 * _weighted(tables["mean"][t], path) - point, x0, tables, t, 1)
+                last, second = self._evaluate(model, 2 * _weighted(tables["mean"][t], path) - point, x0, tables, t, 1)
                 x0, fresh = (x0 + last) / 2, (fresh + second) / 2
-        error, later = (x0 - m).flatten(1).square().mean(1), tables["later"][t, -1]
-        m = last
+        m, later = last, tables["later"][t, -1]
         for j in range(k):
             x, news = self._advance(x, t - j, x0, fresh, noise[j])
             m = m + _like(later[:, j], x) * news
-        return x, m, fresh, error
+        return x, m, fresh
 
     def _path(self, x, t, m, values, noise, later=None):
-        """x_s of eq. 1 with m_s of eq. 6 in place of D, a list. later (n, k): how much of each step's noise m does not hold yet; default: all."""
+        """x_s of eq. 1 with m_s of eq. 6 in place of D, a list. later (n, k): how much of each step's noise m does not
+        hold yet; default: all."""
         path = [x]
         for j in range(len(noise) - 1):
             x, news = self._advance(x, t - j, m, values, noise[j])
@@ -166,7 +165,7 @@ class Strides:
             path.append(x)
         return path
 
-    def _call(self, model, point, m, tables, t, i):
+    def _evaluate(self, model, point, m, tables, t, i):
         """x_0 and the values of the variance at the i-th point (in u) of a stride, eq. 5 applied."""
         root, noise, widen = (_like(tables[name][t, i], point) for name in ("root", "noise", "widen"))
         at = root * (m + widen * (point - m))

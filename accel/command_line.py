@@ -1,0 +1,65 @@
+"""From flags to options, and from errors to one line and an exit status."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+
+from accel.errors import INTERRUPTED, USAGE, UsageError
+from accel.options import SamplingOptions, flag_names
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line; exit status 2."""
+
+    def error(self, message: str) -> None:
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+class _Once(argparse.Action):
+    """Stores a value and refuses a second, different one: of two checkpoints only one can be meant."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        earlier = getattr(namespace, self.dest)
+        if earlier is not None and earlier != value:
+            parser.error(f"{option_string} {value}: conflicts with {option_string} {earlier}; give one")
+        setattr(namespace, self.dest, value)
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, options: type = SamplingOptions, leave_out: tuple[str, ...] = ()
+) -> None:
+    """Add a flag for every field of `options` but those in `leave_out`, in the groups that the fields name."""
+    groups = {}
+    for item in fields(options):
+        if item.name in leave_out:
+            continue
+        argument = {key: value for key, value in item.metadata.items() if key not in ("names", "group")}
+        if item.default is None and not argument.keys() & {"nargs", "type", "choices", "action"}:
+            argument["action"] = _Once
+        if item.default not in (None, MISSING) and "action" not in argument:
+            argument["help"] += f" (default: {item.default})"
+            argument.setdefault("type", type(item.default))
+        group = item.metadata["group"]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(*flag_names(options, item.name), dest=item.name, default=item.default, **argument)
+
+
+def options_from(args: argparse.Namespace, options: type = SamplingOptions) -> SamplingOptions:
+    """The parsed flags as resolved options."""
+    known = {item.name for item in fields(options)}
+    return options(**{name: value for name, value in vars(args).items() if name in known}).resolve()
+
+
+@contextmanager
+def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Turn a UsageError into its line and exit status 2, Ctrl-C into a line and 130."""
+    try:
+        yield
+    except UsageError as error:
+        parser.exit(USAGE, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: interrupted; nothing was written", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,45 @@
+"""The accelerated networks, one file a family, and how one is loaded."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from accel.fast.dit import FastDiT, build
+from accel.kernels.linear import Tuner
+from models import DiT
+
+
+def load(
+    state: dict[str, torch.Tensor],
+    model: DiT,
+    tier: str,
+    device: torch.device,
+    batch_rows: int,
+    guided: bool = True,
+    tuner: Tuner | None = None,
+) -> FastDiT:
+    """The accelerated network of `tier` with the weights `state`. Kernels are compiled while the weights are copied.
+
+    model: of the same shape, without values (on the meta device). batch_rows: of one evaluation; guided: whether two of
+    them share a latent. Raises ValueError, naming the layer, for weights that the tier cannot hold.
+    """
+    tuner = tuner or Tuner()
+    zeros = {
+        name: torch.zeros(value.shape, device=device)
+        for name, value in model.state_dict().items()
+        if name.startswith("blocks.0.") or not name.startswith("blocks.")
+    }
+    copies, side = 2 if guided else 1, model.x_embedder.img_size[0]
+    latents = torch.zeros(-(-batch_rows // copies), model.in_channels, side, side, device=device)
+    calls = build(zeros, model.num_heads, tier, device, tuner=tuner).kernel_calls(latents, copies)
+
+    def warm_up(call):
+        with torch.inference_mode(), torch.cuda.device(device):
+            call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        compiling = [pool.submit(warm_up, call) for call in calls]
+        network = build(state, model.num_heads, tier, device, tuner=tuner)
+        for job in compiling:
+            job.result()
+    return network

@@ -1,0 +1,112 @@
+"""Conditioning taken out of the denoising loop.
+
+Every shift, scale and gate of a DiT depends on (timestep, label) alone (arXiv:2212.09748, section 3.2), and a third of
+XL/2's weights compute nothing else. A run knows all its timesteps and labels ahead, so a few large float32 GEMMs compute
+the vectors for many steps at once, and the loop looks them up by an index on the device. The null label is computed
+once, not once a picture.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from accel.kernels.adaln import Modulation
+from accel.precision import true_float32
+from models import TimestepEmbedder
+
+TABLE_BYTES = 256 << 20  # on XL/2: 37 steps for eight labels and the null label
+
+
+class Conditioning:
+    """(t, y) → the modulation vectors of all blocks and of the final layer, from a state dict.
+
+    Vector 6i + j is block i's j-th of shift, scale, gate of attention, then of the MLP; the last two are the final
+    layer's shift and scale. layers: the names of the adaLN projections, in that order. take(name): a parameter, on the
+    device, in the dtype to compute in.
+    """
+
+    def __init__(self, state: dict[str, torch.Tensor], layers: list[str], take: Callable[[str], torch.Tensor]):
+        self.time_mlp = [take(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")]
+        self.labels = take("y_embedder.embedding_table.weight")  # (classes + 1, C)
+        self.bias = torch.cat([take(f"{layer}.bias") for layer in layers])  # (V·D,)
+        # Filled layer by layer: concatenating would hold the 0.9 GB of XL/2 twice.
+        self.weight = self.bias.new_empty(len(self.bias), self.labels.shape[1])
+        row = 0
+        for layer in layers:
+            weight = state[f"{layer}.weight"].detach()
+            self.weight[row : row + len(weight)] = weight
+            row += len(weight)
+        self.width = len(state[f"{layers[-1]}.weight"]) // 2
+        self.vectors = len(self.bias) // self.width
+
+    def __call__(self, t: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """t (E,) timesteps, y (E,) labels → (E, V, D), into `out` if given. Without TF32."""
+        w0, b0, w2, b2 = self.time_mlp
+        sinusoid = TimestepEmbedder.timestep_embedding(t, w0.shape[1]).to(self.bias.dtype)  # (E, 256)
+        if out is None:
+            out = self.bias.new_empty(len(t), self.vectors, self.width)
+        with true_float32():
+            condition = F.linear(F.silu(F.linear(sinusoid, w0, b0)), w2, b2) + self.labels[y]  # (E, C)
+            torch.addmm(self.bias, F.silu(condition), self.weight.t(), out=out.flatten(1))
+        return out
+
+
+class ConditioningTable:
+    """The modulation vectors of a run, at fixed addresses: captured graphs outlive a change of steps and labels.
+
+    `begin(timesteps, labels)` starts a run, `advance(i)` makes sure that the run's i-th evaluation is in the table, and
+    `modulation(t, y)`, two look-ups on the device, is all the loop does. A pair that is not in the table finds a row of
+    NaN, so a wrong order of calls cannot pass for a picture.
+    """
+
+    def __init__(self, conditioning: Conditioning, table_bytes=TABLE_BYTES, original_steps=1000, least=1):
+        """least: how many entries there have to be, whatever their bytes."""
+        c = self.conditioning = conditioning
+        self.usual = max(1, table_bytes // (c.bias.numel() * c.bias.element_size()))  # entries
+        self.capacity = max(self.usual, least)
+        with torch.inference_mode(False):  # later callers may be in another mode
+            self.table = c.bias.new_empty(self.capacity + 1, c.vectors, c.width)
+            self.table[-1] = torch.nan
+            # Two offsets add up to an entry. What is not in the table has the offset `capacity`, the row of NaN; so has
+            # the last place of step_offset, which stands for a t out of range.
+            self.step_offset = torch.full((original_steps + 1,), self.capacity, device=c.bias.device)
+            self.label_offset = torch.full((len(c.labels),), self.capacity, device=c.bias.device)
+
+    def begin(self, timesteps: list[int], labels: list[int], at_once: int = 1) -> None:
+        """Start a run. timesteps: of each evaluation, in order (original timesteps); labels: all that occur, the null
+        label included; at_once: the most evaluations that one call of `advance` announces. ValueError if the table is
+        too small."""
+        device = self.table.device
+        if max(timesteps) >= len(self.step_offset) - 1:
+            raise ValueError(f"timestep {max(timesteps)}: the table is for {len(self.step_offset) - 1} steps")
+        self.timesteps = torch.tensor(
+            list(timesteps), device=device
+        )  # uploaded once: the loop never waits for the host
+        self.labels = torch.tensor(sorted(set(labels)), device=device)
+        if len(self.labels) * at_once > self.capacity:
+            raise ValueError(f"{len(self.labels)} labels do not fit in a table of {self.capacity} entries")
+        self.label_offset.fill_(self.capacity)
+        self.label_offset[self.labels] = torch.arange(len(self.labels), device=device)
+        # By the usual size, not by what a larger batch once asked for: the GEMMs of a chunk round by its size, and a job
+        # that is started again must give the same bits.
+        self.chunk = max(self.usual // len(self.labels), at_once)
+        self.ready = range(0)
+        self.advance(0)
+
+    def advance(self, index: int, *more: int) -> None:
+        """Fill the table from the run's `index`-th evaluation on, if that or one of `more` is not in it."""
+        if all(i in self.ready for i in (index, *more)):
+            return
+        self.ready = range(index, min(index + self.chunk, len(self.timesteps)))
+        steps = self.timesteps[index : self.ready.stop]  # (S,)
+        entries = len(steps) * len(self.labels)
+        t = steps[:, None].expand(-1, len(self.labels)).flatten()  # (E,)
+        self.conditioning(t, self.labels.repeat(len(steps)), out=self.table[:entries])
+        self.step_offset.fill_(self.capacity)
+        self.step_offset[steps] = torch.arange(len(steps), device=t.device) * len(self.labels)
+
+    def modulation(self, t: torch.Tensor, y: torch.Tensor) -> Modulation:
+        """t (N,) original timesteps, y (N,) labels → where each row finds its vectors."""
+        step = self.step_offset[t.long().clamp(-1, len(self.step_offset) - 1)]
+        return Modulation(self.table, (step + self.label_offset[y]).clamp(max=self.capacity))

@@ -1,0 +1,53 @@
+"""What a run shows of itself: seconds by phase, and a bar of its steps."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Stopwatch:
+    """Wall-clock seconds by phase; the device's queue is drained at each end."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds = device, {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def __str__(self):
+        phases = (f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        return " · ".join([*phases, f"total {sum(self.seconds.values()):.2f} s"])
+
+
+@contextmanager
+def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[[int], None]]:
+    """A tqdm bar of `total` steps. Yields a function to call with the index of each step that has been queued.
+
+    The bar advances when the device has finished the step, and asks without making anything wait for the answer.
+    """
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="step", **options) as bar:
+        if device.type != "cuda":
+            yield lambda index: bar.update(index + 1 - bar.n)
+            return
+        pending = []
+
+        def queued(index):
+            event = torch.cuda.Event()
+            event.record()
+            pending.append((event, index + 1))
+            while pending and pending[0][0].query():
+                bar.update(pending.pop(0)[1] - bar.n)
+
+        yield queued
+        for event, done in pending:
+            event.synchronize()
+            bar.update(done - bar.n)
