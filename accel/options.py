@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
+from accel.errors import UsageError
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "pretrained_models" / "demo"
 
@@ -20,10 +22,6 @@ EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/tokens.py
 PLANS = {"rows", "tokens", "exchange"}, {"weights"}, {"stages", "patches", "warmup"}  # what can be asked for together
 STOPPED = 75  # exit status of a job that was asked to stop and can be continued (EX_TEMPFAIL of sysexits.h)
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
-
-
-class UsageError(Exception):
-    """A mistake in what the user asked for: one line that names the flag and the remedy. Commands exit with 2."""
 
 
 def flag(default, help, **argument):
