@@ -9,13 +9,12 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from accel import precision, vae
+from accel.checkpoint import Checkpoint, published_name, shapes_only
 from accel.forecast import Auto, Plan, read_plan
 from accel.graphs import Replayed
-from accel.meta import shapes_only
 from accel.options import UsageError, partial_file
 from diffusion import create_diffusion
 from models import DiT_models
-from pretrained_models.download import check_there, find_model, pretrained_models
 
 #################################################################################
 #                             Before any work is done                           #
@@ -82,15 +81,16 @@ def network_shape(options):
     return model.pos_embed.shape[1], model.num_heads, len(model.blocks)
 
 
-def load_model(options, device, tier="fp32"):
+def load_model(options, device, tier="fp32", checkpoint=None):
     """The network of `options` on `device`, its weights straight from the file: nothing is initialised to be thrown away, and a file that
     torch can map is read once. A models.DiT in eval mode and float32; for the half and exact tiers a FastDiT.
 
     Raises UsageError for an unknown model, weights that are missing or those of another model.
     """
     model = _empty_model(options)
-    state = find_model(options.ckpt or published(options))
-    _check_fit(options, model, state)
+    checkpoint = checkpoint or find_checkpoint(options)
+    checkpoint.require_fit(options.model, model, options.image_size)
+    state = checkpoint.state
     if (
         state["pos_embed"].shape != model.pos_embed.shape
     ):  # the table is a function of the grid, so the network runs at any size
@@ -153,7 +153,7 @@ def load_model(options, device, tier="fp32"):
             try:
                 network = FastDiT(state, model.num_heads, dtype, device)
             except ValueError as error:
-                raise UsageError(f"--ckpt {options.ckpt or published(options)}: {error}") from None
+                raise UsageError(f"--ckpt {checkpoint.name}: {error}") from None
             for one in compiling:
                 one.result()
         return network
@@ -180,53 +180,9 @@ def overflows(network, options, device):
     )
 
 
-def fetch_weights(options):
-    """Download the published weights if the options want them and they are not here yet. Raises UsageError."""
-    if options.ckpt is None:
-        find_model(published(options))
-
-
-def published(options):
-    name = f"DiT-XL-2-{options.image_size}x{options.image_size}.pt"
-    if options.model != "DiT-XL/2" or name not in pretrained_models or options.num_classes != 1000:
-        raise UsageError(
-            f"--ckpt: no published weights for {options.model} at {options.image_size} px with {options.num_classes} classes "
-            f"(there are DiT-XL/2 at 256 and 512); give a file"
-        )
-    return name
-
-
-def _mismatches(model, state):
-    """Names on which a model's keys or shapes differ from a state dict's, the position table's length aside."""
-    want = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    have = {name: tensor.shape for name, tensor in state.items()}
-    for shapes in (want, have):
-        if "pos_embed" in shapes:
-            shapes["pos_embed"] = shapes["pos_embed"][2:]
-    return [name for name in {**want, **have} if want.get(name) != have.get(name)]
-
-
-def _check_fit(options, model, state):
-    wrong = _mismatches(model, state)
-    if not wrong:
-        return
-    name = options.ckpt or published(options)
-    table = state.get("y_embedder.embedding_table.weight")
-    if wrong == ["y_embedder.embedding_table.weight"] and table is not None:
-        raise UsageError(
-            f"--num-classes {options.num_classes}: the weights in {name} know {len(table) - 1} classes; "
-            f"use --num-classes {len(table) - 1}"
-        )
-    for other, build in DiT_models.items():
-        with shapes_only():
-            candidate = build(input_size=options.latent_size, num_classes=len(table) - 1 if table is not None else 1000)
-        if not _mismatches(candidate, state):
-            raise UsageError(
-                f"--ckpt {name}: holds the weights of {other}, not of {options.model}; use --model {other}"
-            )
-    raise UsageError(
-        f"--ckpt {name}: fits none of {', '.join(DiT_models)} ({len(wrong)} entries differ, first {wrong[0]})"
-    )
+def find_checkpoint(options):
+    """The Checkpoint of the options' weights, not fetched yet. Raises UsageError if there is none."""
+    return Checkpoint(options.ckpt or published_name(options.model, options.image_size, options.num_classes))
 
 
 #################################################################################
@@ -423,13 +379,13 @@ class Engine:
         self.decoder = self.loading = None  # the VAE, loaded when it is first needed, and the load under way
         with self.watch.phase("load"):
             _empty_model(options)  # what the flags alone decide comes before weights that are fetched and read
-            check_there(options.ckpt or published(options))
+            self.checkpoint = find_checkpoint(options)
             self.precision = choose_precision(options, self.device)
             self.decoder_precision = choose_decoder_precision(options, self.device, self.precision)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
-            gaps = read_plan(options, options.ckpt or published(options)) if options.forecast == "plan" else None
+            gaps = read_plan(options, self.checkpoint.name) if options.forecast == "plan" else None
             with self._room_for_all():
-                self.network = load_model(options, place or self.device, self.precision)
+                self.network = load_model(options, place or self.device, self.precision, self.checkpoint)
                 if self.precision in ("fp16", "exact") and overflows(self.network, options, self.device):
                     self._leave_fp16()
             self.diffusion = create_diffusion(str(options.num_sampling_steps))
@@ -453,7 +409,7 @@ class Engine:
         self.precision = "bf16"
         precision.apply_precision("bf16", self.device)
         self.network = None  # first its memory
-        self.network = load_model(self.options, self.device, "bf16")
+        self.network = load_model(self.options, self.device, "bf16", self.checkpoint)
 
     def _wider_than_fp16(self):
         return "bf16" if precision.supports("bf16", self.device) else "fp32"

@@ -7,20 +7,11 @@ from pathlib import Path
 
 import torch
 
+from accel.checkpoint import Checkpoint
 from accel.options import ROOT, UsageError
 from diffusion.forecast import Strides
-from pretrained_models.download import find_model
 
-KIND = "forecast plan, version 2"
-
-
-def weights_hash(state):
-    """A short hash of a few hundred values of every tensor of a state dict: the same for every tier and file format."""
-    digest = hashlib.sha256()
-    for name in sorted(name for name in state if name != "pos_embed"):  # the table is a function of the grid
-        tensor = state[name].detach().flatten()
-        digest.update(name.encode() + tensor[:: tensor.numel() // 256 + 1].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+KIND = "forecast plan, version 3"
 
 
 def plan_path(options):
@@ -46,7 +37,7 @@ def settings_of(options, name):
         "image_size": options.image_size,
         "num_sampling_steps": options.num_sampling_steps,
         "cfg_scale": float(options.cfg_scale),
-        "weights": weights_hash(find_model(name)),
+        "weights": Checkpoint(name).digest(),
     }
 
 
