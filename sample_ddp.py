@@ -64,11 +64,11 @@ def stop_at_once(*_):
 
 def load(options, group, place=None):
     """The engine on this rank's device, its network in `place` if given. What any rank lacks is named before anything is sampled."""
-    from accel.engine import Engine, fetch_weights
+    from accel.engine import Engine, find_checkpoint
 
     # One download where the file system is shared, one a node where it is not.
-    group.together("fetch once", lambda: fetch_weights(options), only=0)
-    group.together("fetch a node", lambda: group.local_rank or fetch_weights(options))
+    group.together("fetch once", lambda: find_checkpoint(options).fetch(), only=0)
+    group.together("fetch a node", lambda: group.local_rank or find_checkpoint(options).fetch())
     engine = group.together("load", lambda: Engine(options, place))
     print(f"{engine.describe()} · {group.world} rank{'s' * (group.world > 1)}")
     return engine

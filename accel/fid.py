@@ -12,7 +12,6 @@ So the folder ends with the same bits, however often it was interrupted.
 """
 
 import errno
-import hashlib
 import json
 import os
 import zipfile
@@ -26,11 +25,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from accel import kernels
+from accel import kernels, vae
 from accel.kernels.linear import keep_measurements
 from accel.options import DEFAULTS_OF, UsageError, check_writable, flag_names
 from accel.parallel.group import Stopped
-from accel.vae import to_uint8
 
 IRRELEVANT = {
     "ckpt",
@@ -119,9 +117,9 @@ def settings_of(engine, plan):
     }
     settings |= {
         "--precision": engine.precision,
-        "--ckpt (contents)": _fingerprint(engine.network),
-        "--vae (contents)": _fingerprint(engine.load_decoder().plain),
-        "--vae-precision": engine.decoder.precision,
+        "--ckpt (contents)": engine.checkpoint.digest(),
+        "--vae (contents)": vae.digest(engine.vae_folder),
+        "--vae-precision": engine.load_decoder().precision,
         "device": kind,
         "torch": torch.__version__,
         CODE: kernels.version(kernels.FOLDER),
@@ -131,12 +129,6 @@ def settings_of(engine, plan):
     if not plan.independent:
         settings["number of ranks"] = plan.world
     return json.loads(json.dumps(settings))  # as they will be read back
-
-
-def _fingerprint(module):
-    """A short hash of a few hundred values of every parameter: another checkpoint is seen, another path to the same is not."""
-    some = torch.cat([p.detach().flatten()[:: p.numel() // 256 + 1].float() for p in module.parameters()])
-    return hashlib.sha256(some.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 #################################################################################
@@ -484,7 +476,7 @@ def _make_pictures(engine, group, journal, todo, already):
             with _room_for(plan.n):
                 with engine.watch.phase("sample"):
                     latents = engine.denoise(z, labels, guided=options.cfg_scale > 1, draw=draw)
-                pixels = to_uint8(engine.decode(latents))
+                pixels = vae.to_uint8(engine.decode(latents))
             writer.put(batch, pixels.numpy(), noise.state())
             todo = todo[1:]
             group.store.add("pictures", len(pixels))

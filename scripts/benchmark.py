@@ -34,7 +34,6 @@ from pathlib import Path
 import torch
 
 from accel import engine, precision, vae
-from accel.decoder import SD_VAE_FT, Decoder
 from accel.fast import CompiledDiT, FastDiT, Optimisations
 from accel.options import (
     OneLineParser,
@@ -45,6 +44,7 @@ from accel.options import (
     positive,
     user_errors,
 )
+from accel.vae.decoder import SD_VAE_FT, Decoder
 from diffusion import create_diffusion
 from models import DiT_models
 
@@ -175,8 +175,7 @@ class DiffusersDiT:
     def __init__(self, state, dtype, device):
         from diffusers import DiTTransformer2DModel
 
-        from pretrained_models.download import to_diffusers
-        from scripts.convert_checkpoint import config_of
+        from accel.diffusers_layout import config_of, to_diffusers
 
         with torch.device(device):
             model = DiTTransformer2DModel(

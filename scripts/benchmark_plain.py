@@ -19,8 +19,8 @@ import torch
 import torch.nn as nn
 from timm.models.vision_transformer import Attention, Mlp
 
+from download import find_model
 from models import DiT_models
-from pretrained_models.download import find_model
 
 
 class PlainBlock(nn.Module):

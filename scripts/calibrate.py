@@ -373,7 +373,7 @@ def calibrate(args, options, path):
         calls = min(max(plans), calls + max(1, calls // 50))
     write_plan(
         path,
-        settings_of(options, options.ckpt or engine.published(options)),
+        settings_of(options, engine.find_checkpoint(options).name),
         plans[calls],
         json_ready(
             dict(

@@ -1,7 +1,7 @@
-"""Convert DiT weights between .pt, .safetensors and a folder in diffusers' layout, and prove it by reading the result back.
+"""Convert DiT weights between .pt, .safetensors and diffusers' layout, and prove it by reading the result back.
 
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
-python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/     # diffusers' layout
+python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/ --pipeline --vae ema
 """
 
 if not __package__:
@@ -13,116 +13,105 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from accel.options import OneLineParser, UsageError, partial_file, user_errors
-from models import DiT_models
-from pretrained_models.download import find_model, to_diffusers
+from accel.checkpoint import find_model
+from accel.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
+from accel.errors import UsageError
+from accel.files import atomic_write
+from accel.options import OneLineParser, user_errors
+from accel.tensor_files import digest, mode_of
+from accel.vae import find_vae
 
-
-def config_of(state):
-    """The config of diffusers' DiTTransformer2DModel for a state dict in this repository's keys.
-
-    The head count is in no tensor: it is that of the model in DiT_models with this width and depth.
-    """
-    width, channels, patch_size, _ = state["x_embedder.proj.weight"].shape
-    depth = sum(key.endswith("attn.qkv.weight") for key in state)
-    with torch.device("meta"):
-        heads = next(
-            (
-                model.num_heads
-                for model in (build() for build in DiT_models.values())
-                if (model.pos_embed.shape[-1], len(model.blocks)) == (width, depth)
-            ),
-            None,
-        )
-    if heads is None:
-        raise UsageError(f"--ckpt: width {width} and depth {depth} are no model of {', '.join(DiT_models)}")
-    return {
-        "_class_name": "DiTTransformer2DModel",
-        "activation_fn": "gelu-approximate",
-        "attention_bias": True,
-        "attention_head_dim": width // heads,
-        "dropout": 0.0,
-        "in_channels": channels,
-        "norm_elementwise_affine": False,
-        "norm_eps": 1e-6,
-        "norm_num_groups": 32,
-        "norm_type": "ada_norm_zero",
-        "num_attention_heads": heads,
-        "num_embeds_ada_norm": len(state["y_embedder.embedding_table.weight"]) - 1,
-        "num_layers": depth,
-        "out_channels": state["final_layer.linear.weight"].shape[0] // patch_size**2,
-        "patch_size": patch_size,
-        "sample_size": round(state["pos_embed"].shape[1] ** 0.5) * patch_size,
-        "upcast_attention": False,
-    }
+# DiT's diffusion process.
+SCHEDULER = {"_class_name": "DDIMScheduler", "beta_start": 0.0001, "beta_end": 0.02, "clip_sample": False}
 
 
-def write(state, target):
-    """Write `state` as the kind of file that `target`'s name asks for; a folder appears only when it is whole."""
-    from safetensors.torch import save_file
+def write_folder(state: dict[str, torch.Tensor], folder: Path, pipeline: bool, vae: Path | None) -> None:
+    """A new folder in diffusers' layout: transformer/, for a pipeline also index, scheduler and `vae` if given."""
+    files = {"transformer/config.json": config_of(state)}
+    if pipeline:
+        parts = {"transformer": "DiTTransformer2DModel", "scheduler": "DDIMScheduler", "vae": "AutoencoderKL"}
+        index = {part: ["diffusers", name] for part, name in parts.items()} | ({} if vae else {"vae": [None, None]})
+        files["model_index.json"] = {"_class_name": "DiTPipeline"} | index
+        files["scheduler/scheduler_config.json"] = SCHEDULER
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    # The blocks' copies of the embedders share memory here; safetensors wants each tensor to own its bytes.
+    tensors = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
+    save_file(tensors, folder / "transformer" / WEIGHTS, metadata={"format": "pt"})
+    if vae:
+        (folder / "vae").mkdir()
+        for file in (vae / "config.json", *weight_files(vae, "--vae"), *vae.glob("*.index.json")):
+            shutil.copyfile(file, folder / "vae" / file.name)
 
+
+def write(state: dict[str, torch.Tensor], target: Path, pipeline: bool, vae: Path | None) -> None:
+    """Write what the name of `target` asks for. It is whole or absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix in (".pt", ".safetensors"):
-        with partial_file(target) as partial:
-            partial.touch()  # an OSError that says why, where torch and safetensors raise their own
-            save_file(state, partial) if target.suffix == ".safetensors" else torch.save(state, partial)
+    if target.suffix:
+        with atomic_write(target) as file:
+            torch.save(state, file) if target.suffix == ".pt" else save_file(state, file.name)
         return
     partial = target.with_name(f".{target.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        (partial / "transformer").mkdir(parents=True)
-        # The blocks' copies of the embedders share memory here; safetensors wants each tensor to own its bytes.
-        tensors = {key: tensor.clone() for key, tensor in to_diffusers(state).items()}
-        save_file(tensors, partial / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-        (partial / "transformer" / "config.json").write_text(json.dumps(config_of(state), indent=2) + "\n")
+        write_folder(state, partial, pipeline, vae)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfinite: bool) -> None:
+    """Check, write, read back and compare. Raises UsageError."""
+    target = Path(output)
+    if mode_of(target, "--output"):
+        raise UsageError(f"--output {target}: exists; remove it or choose another name")
+    if target.suffix not in (".pt", ".safetensors", ""):
+        raise UsageError(f"--output {target}: must end in .pt or .safetensors, or name a folder")
+    if pipeline and target.suffix or vae and not pipeline:
+        raise UsageError("--pipeline: writes a folder, so --output must name one; --vae needs --pipeline")
+    vae = find_vae(vae) if vae else None
+    state = {name: tensor.contiguous() for name, tensor in find_model(ckpt).items()}
+    if state.get("x_embedder.proj.weight", torch.empty(0)).ndim != 4:
+        raise UsageError(f"--ckpt {ckpt}: holds no DiT (no x_embedder.proj.weight)")
+    nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if nonfinite and not allow_nonfinite:
+        raise UsageError(
+            f"--ckpt {ckpt}: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of {len(state)} tensors do); "
+            "take another checkpoint, or add --allow-nonfinite"
+        )
+    try:
+        write(state, target, pipeline, vae)
+    except KeyError as error:
+        raise UsageError(f"--ckpt {ckpt}: is not a whole DiT, it lacks {error}; save it again") from None
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UsageError(
+            f"--output {target}: cannot write there ({reason}); choose another path, or free space"
+        ) from None
+    back = find_model(target)
+    wrong = sorted(state.keys() ^ back.keys()) or [
+        name for name in state if digest({name: state[name]}) != digest({name: back[name]})
+    ]
+    if wrong:
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        raise UsageError(f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])}")
+    total = sum(tensor.numel() for tensor in state.values())
+    print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")
+
+
 def main():
     parser = OneLineParser(description="Convert DiT weights and prove the round trip.")
-    parser.add_argument(
-        "--ckpt", required=True, help="a .pt or .safetensors file, a published name, or a folder in diffusers' layout"
-    )
-    parser.add_argument(
-        "--output", required=True, help="what to write: NAME.pt, NAME.safetensors, or a folder for diffusers' layout"
-    )
+    parser.add_argument("--ckpt", required=True, help="file, diffusers' folder, published name or hub id (owner/name)")
+    parser.add_argument("--output", required=True, help="NAME.pt, NAME.safetensors, or a folder for diffusers' layout")
+    parser.add_argument("--pipeline", action="store_true", help="into a folder: all that diffusers.DiTPipeline loads")
+    parser.add_argument("--vae", help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained")
+    parser.add_argument("--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too")
     args = parser.parse_args()
     with user_errors(parser):
-        target = Path(args.output)
-        if target.exists():
-            raise UsageError(f"--output {target}: exists; remove it or choose another name")
-        if target.suffix not in (".pt", ".safetensors", ""):
-            raise UsageError(f"--output {target}: must end in .pt or .safetensors, or name a folder")
-        state = {key: tensor.contiguous() for key, tensor in find_model(args.ckpt).items()}
-        if "x_embedder.proj.weight" not in state:
-            raise UsageError(f"--ckpt {args.ckpt}: holds no DiT (no x_embedder.proj.weight)")
-        try:
-            write(state, target)
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:  # torch and safetensors have their own for a full disk
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise UsageError(
-                f"--output {target}: cannot write there ({reason}); choose another path, or free some space"
-            ) from None
-        back = find_model(target)
-        wrong = [
-            key
-            for key in {**state, **back}
-            if key not in state or key not in back or not torch.equal(state[key], back[key])
-        ]
-        if wrong:
-            shutil.rmtree(target) if target.is_dir() else target.unlink()
-            raise UsageError(
-                f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])} ({len(wrong)} in all)"
-            )
-        total = sum(tensor.numel() for tensor in state.values())
-        print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")
+        convert(**vars(args))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def make_vae(folder):
     from safetensors.torch import save_file
 
     from accel import vae
-    from accel.decoder import SD_VAE_FT, Decoder
+    from accel.vae.decoder import SD_VAE_FT, Decoder
 
     folder.mkdir()
     (folder / vae.FILES[0]).write_text(json.dumps(SD_VAE_FT))

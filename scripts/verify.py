@@ -175,9 +175,10 @@ def main():
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
-        engine.fetch_weights(options)
+        checkpoint = engine.find_checkpoint(options)
+        checkpoint.fetch()
         if options.forecast == "plan":
-            read_plan(options, options.ckpt or engine.published(options))
+            read_plan(options, checkpoint.name)
         status = verify(args, options, tiers, device, out)
     sys.exit(status)
 

@@ -1,136 +1,163 @@
-import argparse
+"""What upstream's scripts import, where they import it from, and how published weights are fetched."""
+
 import http.server
-import os
-import pickle
+import subprocess
+import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
-from conftest import fill
-from safetensors.torch import save_file
+from conftest import ROOT, fill
+from PIL import Image
+from safetensors.torch import load_file
 
-from accel.options import UsageError
+import download
+import pretrained_models.download
+from accel import checkpoint
+from accel.errors import UsageError
+from accel.options import DEMO
 from models import DiT
-from pretrained_models import download
-from pretrained_models.download import download_model, find_model
 
-SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
+NAME = "DiT-XL-2-512x512.pt"
 
+# In the shape of upstream's sample.py: one process, every import and every name that it uses.
+SAMPLE = """
+import argparse
+import torch
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.backends.cudnn.allow_tf32 = True
+from torchvision.utils import save_image
+from diffusion import create_diffusion
+from diffusers.models import AutoencoderKL
+from download import find_model
+from models import DiT_models
 
-@pytest.fixture(scope="module")
-def state():
-    return fill(DiT(**SMALL)).state_dict()
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", choices=list(DiT_models.keys()), default="DiT-XL/2")
+parser.add_argument("--vae")
+parser.add_argument("--image-size", type=int)
+parser.add_argument("--num-classes", type=int)
+parser.add_argument("--ckpt")
+args = parser.parse_args()
 
+torch.set_grad_enabled(False)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+side = args.image_size // 8
+model = DiT_models[args.model](input_size=side, num_classes=args.num_classes).to(device)
+model.load_state_dict(find_model(args.ckpt))
+model.eval()
+diffusion = create_diffusion(str(4))
+vae = AutoencoderKL.from_pretrained(args.vae).to(device)
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+torch.manual_seed(0)  # here, because on a CPU the model's initialisation draws from the same generator
+labels = [0, 3]
+z = torch.randn(len(labels), 4, side, side, device=device)
+y = torch.tensor(labels, device=device)
+z = torch.cat([z, z], 0)
+y = torch.cat([y, torch.tensor([args.num_classes] * len(labels), device=device)], 0)
+model_kwargs = dict(y=y, cfg_scale=4.0)
+samples = diffusion.p_sample_loop(
+    model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=model_kwargs, progress=True, device=device
+)
+samples, _ = samples.chunk(2, dim=0)
+samples = vae.decode(samples / 0.18215).sample
+save_image(samples, "sample.png", nrow=4, normalize=True, value_range=(-1, 1))
+"""
 
+# In the shape of upstream's sample_ddp.py, with gloo in the place of NCCL: ranks, one folder of PNGs.
+SAMPLE_DDP = """
+import argparse, math, os, sys
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from tqdm import tqdm
+from models import DiT_models
+from download import find_model
+from diffusion import create_diffusion
+from diffusers.models import AutoencoderKL
 
-def error(path):
-    with pytest.raises(UsageError) as caught:
-        find_model(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_training_checkpoint_gives_its_ema_and_loads_strictly(tmp_path, state):
-    """The layout that DiT's train.py writes: model, ema, opt, args (an argparse.Namespace)."""
-    path = tmp_path / "0050000.pt"
-    other = {key: value + 1 for key, value in state.items()}
-    torch.save(
-        {
-            "model": other,
-            "ema": state,
-            "opt": {"state": {}, "param_groups": []},
-            "args": argparse.Namespace(model="x", lr=1e-4),
-        },
-        path,
+vae_folder, ckpt, folder = sys.argv[1:]
+torch.set_grad_enabled(False)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(world + rank)
+model = DiT_models["DiT-Demo/2"](input_size=16, num_classes=8)
+state_dict = find_model(ckpt)
+model.load_state_dict(state_dict)
+model.eval()
+diffusion = create_diffusion("2")
+vae = AutoencoderKL.from_pretrained(vae_folder)
+if rank == 0:
+    os.makedirs(folder, exist_ok=True)
+dist.barrier()
+for i in tqdm(range(1)) if rank == 0 else range(1):
+    z = torch.randn(2, model.in_channels, 16, 16)
+    y = torch.randint(0, 8, (2,))
+    z, y = torch.cat([z, z], 0), torch.cat([y, torch.tensor([8] * 2)], 0)
+    model_kwargs = dict(y=y, cfg_scale=1.5)
+    samples = diffusion.p_sample_loop(
+        model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=model_kwargs, progress=False, device="cpu"
     )
-    found = find_model(str(path))
-    assert same(found, state)
-    assert DiT(**SMALL).load_state_dict(found, strict=True)
-    torch.save({"model": other, "opt": {}}, path)
-    assert same(find_model(path), other)
+    samples, _ = samples.chunk(2, dim=0)
+    samples = vae.decode(samples / 0.18215).sample
+    samples = torch.clamp(127.5 * samples + 128.0, 0, 255).permute(0, 2, 3, 1).to("cpu", dtype=torch.uint8).numpy()
+    for j, sample in enumerate(samples):
+        Image.fromarray(sample).save(f"{folder}/{j * world + rank:06d}.png")
+dist.barrier()
+dist.destroy_process_group()
+"""
 
 
-def test_plain_legacy_and_safetensors(tmp_path, state):
-    torch.save(state, tmp_path / "a.pt")
-    torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)  # as written before torch 1.6
-    save_file(state, tmp_path / "c.safetensors")
-    for name in ("a.pt", "b.pt", "c.safetensors"):
-        assert same(find_model(tmp_path / name), state), name
+@pytest.fixture
+def checkout(tmp_path):
+    """This repository's root beside scripts of the user's own, as after replacing upstream's checkout by ours."""
+    for path in ROOT.iterdir():
+        if path.name not in ("sample.py", "sample_ddp.py", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    (tmp_path / "sample_ddp.py").write_text(SAMPLE_DDP)
+    return tmp_path
 
 
-def test_pt_is_memory_mapped(tmp_path):
-    """Asking for 512 MB of weights must not read them."""
-    path = tmp_path / "large.pt"
-    torch.save({"w": torch.ones(128 << 20)}, path)
-    before = rss()
-    found = find_model(path)
-    assert rss() - before < 100
-    assert found["w"][:: 1 << 20].sum() == 128
+def test_upstreams_sample_runs_unmodified(checkout, run, tmp_path):
+    flags = ["--model", "DiT-Demo/2", "--image-size", 128, "--num-classes", 8, "--vae", DEMO / "vae"]
+    done = run(checkout / "sample.py", *flags, "--ckpt", DEMO / "dit.safetensors", cwd=checkout, PYTHONPATH="")
+    assert done.returncode == 0, done.stderr
+    ours = ["--model", "DiT-Demo/2", "--labels", 0, 3, "--num-sampling-steps", 4, "--precision", "fp32"]
+    done = run("sample.py", *ours, "--output", tmp_path / "ours.png")
+    assert done.returncode == 0, done.stderr
+    a, b = (np.asarray(Image.open(path)).astype(int) for path in (checkout / "sample.png", tmp_path / "ours.png"))
+    assert a.shape == b.shape and a.std() > 20
+    assert abs(a - b).max() <= 1  # the decoder here sees one picture at a time
 
 
-def rss():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+def test_upstreams_sample_ddp_runs_unmodified(checkout, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "sample_ddp.py"]
+    command += [DEMO / "vae", DEMO / "dit.safetensors", tmp_path / "pictures"]
+    done = subprocess.run(list(map(str, command)), cwd=checkout, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"{n:06d}.png" for n in range(4)]
 
 
-def test_missing(tmp_path):
-    message = error(tmp_path / "none.pt")
-    assert "no such file" in message and "DiT-XL-2-512x512.pt" in message
-
-
-@pytest.mark.parametrize("name", ["a.pt", "legacy.pt", "c.safetensors"])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 0.999])
-def test_truncated(tmp_path, state, name, share):
-    path = tmp_path / name
-    if name.endswith("pt"):
-        torch.save(state, path, _use_new_zipfile_serialization=name == "a.pt")
-    else:
-        save_file(state, path)
-    os.truncate(path, int(path.stat().st_size * share))
-    message = error(path)
-    assert "truncated" in message and name in message
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch exploded",)
-
-
-@pytest.mark.parametrize("how", ["zip", "legacy", "pickle"])
-def test_code_is_never_run(tmp_path, how, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "evil.pt"
-    if how == "pickle":
-        path.write_bytes(pickle.dumps({"ema": Bomb()}, protocol=2))
-    else:
-        torch.save({"ema": Bomb()}, path, _use_new_zipfile_serialization=how == "zip")
-    message = error(path)
-    assert "would run code" in message and "system" in message
-    assert not (tmp_path / "exploded").exists()
-
-
-def test_no_state_dict(tmp_path):
-    torch.save([1, 2], tmp_path / "list.pt")
-    assert "holds a list" in error(tmp_path / "list.pt")
-    torch.save({"step": 7, "name": "x"}, tmp_path / "numbers.pt")
-    assert "no state dict" in error(tmp_path / "numbers.pt")
-    for text in ("hello", "junk"):  # which an unpickler takes for something begun
-        (tmp_path / "text.pt").write_text(text)
-        assert "not a checkpoint" in error(tmp_path / "text.pt")
-    (tmp_path / "empty").mkdir()
-    assert "transformer/config.json" in error(tmp_path / "empty")
+@pytest.mark.parametrize("module", [download, pretrained_models.download])
+def test_names(module, tmp_path):
+    assert module.pretrained_models == {"DiT-XL-2-256x256.pt", NAME}
+    want = load_file(DEMO / "dit.safetensors")
+    got = module.find_model(str(DEMO / "dit.safetensors"))
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    with pytest.raises(UsageError, match="--ckpt DiT-S-2.pt: not published"):
+        module.download_model("DiT-S-2.pt")
 
 
 class Server:
     """A local web server that can promise more bytes than it sends."""
 
-    def __init__(self, body, promised=None, path="/weights.pt"):
+    def __init__(self, body, promised=None):
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
-                if self.path != path:
+                if self.path != f"/{NAME}":
                     return self.send_error(404)
                 self.send_response(200)
                 self.send_header("Content-Length", str(promised or len(body)))
@@ -141,7 +168,7 @@ class Server:
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}{path}"
+        self.url = f"http://127.0.0.1:{self.server.server_port}/"
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -152,32 +179,58 @@ class Server:
         self.server.server_close()
 
 
-def test_download_is_whole_or_absent(tmp_path, state):
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """A small network's weights in the place of the published ones, and the folder that they are fetched into."""
+    state = fill(DiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)).state_dict()
     torch.save(state, tmp_path / "source.pt")
-    body = (tmp_path / "source.pt").read_bytes()
-    folder = tmp_path / "to"
+    folder = tmp_path / "pretrained_models"
     folder.mkdir()
+    monkeypatch.setattr(checkpoint, "FOLDER", folder)
+    return (tmp_path / "source.pt").read_bytes(), folder
+
+
+def test_published_weights_are_fetched_once(published, monkeypatch):
+    body, folder = published
     with Server(body) as url:
-        path = download_model("DiT-XL-2-512x512.pt", url, folder)
-        assert same(find_model(path), state)
-        path.unlink()
+        monkeypatch.setattr(checkpoint, "BASE_URL", url)
+        weights = checkpoint.Checkpoint(NAME)
+        assert weights.path == folder / NAME and not weights.path.exists()
+        want = download.download_model(NAME)
+    assert (folder / NAME).read_bytes() == body and [path.name for path in folder.iterdir()] == [NAME]
+    for name in (NAME, f"pretrained_models/{NAME}", folder / NAME):  # the server is gone
+        got = download.find_model(name)
+        assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+    assert weights.fetch() == folder / NAME
+
+
+def test_a_download_is_whole_or_absent(published, monkeypatch):
+    body, folder = published
+    with Server(body) as url:
+        monkeypatch.setattr(checkpoint, "BASE_URL", url)
         with pytest.raises(UsageError, match="404"):
-            download_model("DiT-XL-2-512x512.pt", url + "x", folder)
-    with (
-        Server(body[:-100], promised=len(body)) as url,
-        pytest.raises(UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at"),
-    ):
-        download_model("DiT-XL-2-512x512.pt", url, folder)
+            download.find_model("DiT-XL-2-256x256.pt")
+    with Server(body[:-100], promised=len(body)) as url:
+        monkeypatch.setattr(checkpoint, "BASE_URL", url)
+        with pytest.raises(UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at {folder / NAME}"):
+            download.find_model(NAME)
     with pytest.raises(UsageError, match="download failed"):
-        download_model("DiT-XL-2-512x512.pt", url, folder)  # the server is gone
+        download.find_model(NAME)  # the server is gone
     assert list(folder.iterdir()) == []
 
 
-def test_published_name_is_fetched_once(tmp_path, state, monkeypatch):
-    torch.save(state, tmp_path / "source.pt")
-    monkeypatch.setattr(download, "FOLDER", tmp_path)
-    with Server((tmp_path / "source.pt").read_bytes(), path="/DiT-XL-2-256x256.pt") as url:
-        monkeypatch.setattr(download, "BASE_URL", url.rsplit("/", 1)[0] + "/")
-        assert same(find_model("DiT-XL-2-256x256.pt"), state)
-    assert same(find_model("DiT-XL-2-256x256.pt"), state)  # now from the file: the server is gone
-    assert same(find_model("pretrained_models/DiT-XL-2-256x256.pt"), state)
+def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
+    body, folder = published
+    (folder / "DiT-XL-2-256x256.pt").write_bytes(body)
+    with Server(body) as url:
+        monkeypatch.setattr(checkpoint, "BASE_URL", url)
+        checkpoint.fetch_published()
+    assert capsys.readouterr().out.split() == [str(folder / "DiT-XL-2-256x256.pt"), str(folder / NAME)]
+
+
+@pytest.mark.parametrize("script", ["download.py", "pretrained_models/download.py"])
+def test_both_files_are_commands(script, run):
+    """Through a proxy that refuses: nothing is fetched from a test."""
+    done = run(script, PYTHONPATH="", https_proxy="http://127.0.0.1:9", no_proxy="")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("download.py: --ckpt DiT-XL-2-256x256.pt: download failed")

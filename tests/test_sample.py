@@ -293,9 +293,9 @@ def test_bad_weights_are_found_before_a_model_is_built(weights, monkeypatch):
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
-    for fetch in ("accel.vae._fetch", "pretrained_models.download.download_model"):
+    for fetch in ("accel.vae.fetch_from_hub", "accel.checkpoint.fetch_from_hub", "accel.checkpoint._download"):
         monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
-    monkeypatch.setattr(vae, "ROOT", weights.parent)  # where no decoder lies
+    monkeypatch.setattr(vae, "FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
         engine.Engine(
             SamplingOptions(

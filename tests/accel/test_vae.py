@@ -1,14 +1,29 @@
 import json
+import os
 import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
+from hub import Hub
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from unprivileged import unprivileged
 
 from accel import vae
-from accel.options import DEMO, UsageError
+from accel.errors import UsageError
+from accel.options import DEMO
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 8])
@@ -114,54 +129,169 @@ def test_deprecated_attention_names_load(tiny_vae, tmp_path):
     assert torch.equal(a, b)
 
 
-def test_bad_folders(tiny_vae, tmp_path):
-    def error(name):
-        with pytest.raises(UsageError) as caught:
-            vae.find_vae(str(name))
-        assert "--vae" in str(caught.value) and "\n" not in str(caught.value)
-        return str(caught.value)
+def refused(name, function=lambda name: vae.find_vae(str(name))):
+    with pytest.raises(UsageError) as caught:
+        function(name)
+    message = str(caught.value)
+    assert message.startswith("--vae") and "\n" not in message
+    return message
 
-    assert "neither ema nor mse" in error("nowhere")
-    assert "must hold config.json" in error(tmp_path)
-    (tmp_path / vae.FILES[1]).write_bytes((tiny_vae / vae.FILES[1]).read_bytes()[:-100])
-    (tmp_path / "config.json").write_text("{")
-    assert "not JSON" in error(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "VQModel"}))
-    assert "holds VQModel" in error(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(act_fn="relu"))
+
+@pytest.fixture
+def folder(tiny_vae, tmp_path):
+    """A VAE's folder that a test may damage."""
+    return Path(shutil.copytree(tiny_vae, tmp_path / "vae"))
+
+
+def test_a_pipelines_root(folder):
+    (folder.parent / "model_index.json").write_text("{}")
+    assert vae.find_vae(str(folder.parent)) == folder == vae.find_vae(str(folder))
+
+
+def test_missing_and_damaged_folders(folder, tmp_path):
+    assert "neither ema nor mse" in refused("nowhere")
+    assert "neither ema nor mse" in refused(folder / "config.json")
+    (tmp_path / "empty").mkdir()
+    assert "must hold config.json" in refused(tmp_path / "empty")
+    weights, content = folder / vae.FILES[1], (folder / vae.FILES[1]).read_bytes()
+    for share in (0, 0.1, 0.9):
+        weights.write_bytes(content[: int(share * len(content))])
+        assert "truncated" in refused(folder)
+    weights.unlink()
+    assert "must hold config.json" in refused(folder)
+    for broken in (b"junk", b""):
+        (folder / "diffusion_pytorch_model.bin").write_bytes(broken)
+        assert "truncated" in refused(folder)
+    (folder / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(print, protocol=2))
+    assert "would run code (print)" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "3", "null", '"AutoencoderKL"', "\xff", "", "{}", '{"_class_name": "VQModel"}']
+)
+def test_config_of_another_kind(folder, text):
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    assert "config.json" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "entry, values",
+    {
+        "act_fn": ["relu", None, 3],
+        "block_out_channels": [8, "8", [8, 8, 16], [8, 8, 16, 0], [8, 8, 16, "16"], [8, 8, 16, 2.5], [[8]] * 4, None],
+        "layers_per_block": [0, -1, "1", 1.0, True, None, [1]],
+        "norm_num_groups": [0, 3, "4", 4.0, True],
+        "latent_channels": [16, "4"],
+        "up_block_types": ["UpDecoderBlock2D", ["UpDecoderBlock2D"] * 3, [{}] * 4],
+        "use_post_quant_conv": ["yes", 1, None],
+        "mid_block_add_attention": [0, "no"],
+    }.items(),
+)
+def test_wrong_entries_and_types_in_config(folder, entry, values):
+    config = json.loads((folder / "config.json").read_text())
+    for value in values:
+        (folder / "config.json").write_text(json.dumps(config | {entry: value}))
+        message = refused(folder)
+        assert "config.json" in message and (entry in message or "num_groups" in message), value
+
+
+def test_weights_of_another_config_or_kind(folder):
+    """Found before a picture is sampled."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(layers_per_block=2)))
+    assert "not those of config.json" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    state = load_file(folder / vae.FILES[1])
+    (folder / vae.FILES[1]).unlink()
+    for wrong in (3, torch.tensor(3.0), torch.ones(3, dtype=torch.int32)):
+        torch.save(state | {"decoder.conv_out.bias": wrong}, folder / "diffusion_pytorch_model.bin")
+        assert "decoder.conv_out.bias is" in refused(folder)
+
+
+def test_pipes_are_never_opened(folder, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "neither ema nor mse nor a folder" in refused(tmp_path / "pipe")
+    for name in vae.FILES:
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        assert f"{name}: is a folder, a pipe" in refused(folder)
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+
+
+def test_permissions_and_names(folder, tmp_path):
+    tmp_path.chmod(0o700 if os.geteuid() == 0 else 0)
+    with unprivileged():
+        for path in (folder, folder / "x"):
+            assert "Permission denied" in refused(path)
+        assert "Permission denied" in refused(folder, lambda path: vae.load_vae(path, "cpu"))
+    tmp_path.chmod(0o700)
+    assert "File name too long" in refused("x" * 300)
+
+
+def test_unreadable_files(folder):
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        copy = Path(shutil.copytree(folder, Path(name, "vae")))
+        copy.chmod(0o755)
+        for file in vae.FILES:
+            (copy / file).chmod(0o644)
+        for file in vae.FILES:
+            (copy / file).chmod(0)
+            with unprivileged():
+                assert f"{file}: Permission denied" in refused(copy)
+            (copy / file).chmod(0o644)
+        vae.find_vae(str(copy))
+
+
+def test_a_run_opens_the_weights_once(folder, monkeypatch):
+    opened, read = [], vae.read_tensors
+    monkeypatch.setattr(vae, "read_tensors", lambda *a: opened.append(a) or read(*a))
+    found = vae.find_vae(str(folder))
+    first = vae.load_vae(found, "cpu")
+    want = vae.digest(found)
+    assert len(opened) == 1
+    # What is loaded is the caller's: writing to it changes neither the file nor the next load.
+    first.decoder.conv_out.bias.zero_()
+    again = vae.load_vae(found, "cpu")
+    assert again.decoder.conv_out.bias.any() and len(opened) == 1 and vae.digest(found) == want
+    state = load_file(folder / vae.FILES[1])
+    save_file(state | {"decoder.conv_out.bias": torch.zeros(3)}, folder / vae.FILES[1], metadata={"format": "pt"})
+    assert not vae.load_vae(found, "cpu").decoder.conv_out.bias.any()  # another file
+    assert len(opened) == 2 and vae.digest(found) != want
+
+
+def test_digest_is_of_the_decoder(folder):
+    want = vae.digest(folder)
+    state = load_file(folder / vae.FILES[1])
+    torch.save(
+        {name: tensor for name, tensor in state.items() if "encoder." not in name},
+        folder / "diffusion_pytorch_model.bin",
     )
-    assert "act_fn relu" in error(tmp_path)
-    (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
-    assert "damaged" in error(tmp_path)
-    (tmp_path / vae.FILES[1]).write_bytes((tiny_vae / vae.FILES[1]).read_bytes())
-    (tmp_path / "config.json").write_text(
-        json.dumps(json.loads((tiny_vae / "config.json").read_text()) | dict(layers_per_block=2))
-    )
-    assert "not those of its config.json" in error(tmp_path)  # already here, before a picture is sampled
-    (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
-    (tmp_path / vae.FILES[1]).unlink()
-    for content in (b"junk", b"", pickle.dumps(print)):
-        (tmp_path / vae.PICKLED).write_bytes(content)
-        assert "is damaged" in error(tmp_path)
-    torch.save(dict(load_file(tiny_vae / vae.FILES[1]), **{"decoder.conv_out.bias": 3}), tmp_path / vae.PICKLED)
-    assert "is damaged" in error(tmp_path)
+    (folder / vae.FILES[1]).unlink()
+    assert vae.digest(folder) == want  # another format, without the encoder
 
 
 def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
     """The hub is really asked, through a proxy that refuses."""
-    monkeypatch.setattr(vae, "ROOT", tmp_path)
+    monkeypatch.setattr(vae, "FOLDER", tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for name in ("https_proxy", "HTTPS_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    with pytest.raises(UsageError) as caught:
-        vae.find_vae("mse")
-    message = str(caught.value)
-    assert (
-        str(tmp_path / "pretrained_models" / "sd-vae-ft-mse") in message
-        and vae.FILES[1] in message
-        and "\n" not in message
-    )
-    (tmp_path / "pretrained_models" / "sd-vae-ft-mse").mkdir(parents=True)
-    with pytest.raises(UsageError, match="must hold"):  # a local folder goes before the hub
-        vae.find_vae("mse")
+    message = refused("mse")
+    assert f"put config.json and {vae.FILES[1]}" in message and str(tmp_path / "sd-vae-ft-mse") in message
+    (tmp_path / "sd-vae-ft-mse").mkdir(parents=True)
+    assert "must hold" in refused("mse")  # a local folder goes before the hub
+
+
+def test_fetched_from_the_hub(tiny_vae, tmp_path):
+    """In a fresh process, because the hub's client reads its environment once."""
+    code = "from accel import vae; vae.FOLDER = vae.Path('nowhere'); print(vae.digest(vae.find_vae('ema')))"
+    environment = dict(os.environ, HF_HUB_CACHE=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    with Hub("stabilityai/sd-vae-ft-ema", tiny_vae) as hub:
+        environment["HF_ENDPOINT"] = hub.url
+        command = dict(cwd=ROOT, env=environment, text=True, check=True, stdout=subprocess.PIPE)
+        done = subprocess.run([sys.executable, "-c", code], **command)
+    assert done.stdout.strip() == vae.digest(tiny_vae) and sorted(hub.asked) == sorted(vae.FILES)
+    assert subprocess.run([sys.executable, "-c", code], **command).stdout == done.stdout  # cached: the server is gone

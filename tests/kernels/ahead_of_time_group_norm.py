@@ -76,9 +76,9 @@ def variants_of_decoding(capability):
     import torch
 
     from accel import vae
-    from accel.decoder import SD_VAE_FT, Decoder
-    from accel.half_decoder import HalfDecoder
     from accel.options import DEMO
+    from accel.vae.decoder import SD_VAE_FT, Decoder
+    from accel.vae.half import HalfDecoder
 
     triton.runtime.driver.set_active(NoGpu(capability))
     torch.cuda.device = torch.cuda.device_of = lambda _: nullcontext()

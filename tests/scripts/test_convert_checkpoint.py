@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import sys
 
@@ -6,9 +7,13 @@ import pytest
 import torch
 from conftest import fill
 from safetensors.torch import save_file
+from unprivileged import unprivileged
 
+from accel.diffusers_layout import to_diffusers
+from accel.options import DEMO
+from diffusion import create_diffusion
+from download import find_model
 from models import DiT_models
-from pretrained_models.download import find_model
 from scripts import convert_checkpoint
 
 
@@ -64,42 +69,97 @@ def test_ambiguous_and_damaged_folders(source, tmp_path, run):
     assert done.returncode == 2 and "sample_size" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def convert(monkeypatch, capsys, *args):
+    """The exit status and the one line on stderr, in this process."""
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, args)])
+    with pytest.raises(SystemExit) as stop:
+        convert_checkpoint.main()
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return stop.value.code, error
+
+
+@pytest.mark.parametrize("with_vae", [False, True])
+def test_diffusers_loads_the_pipeline(tmp_path, run, with_vae):
+    from diffusers import AutoencoderKL, DiTPipeline
+
+    out = tmp_path / "pipeline"
+    flags = ["--ckpt", DEMO / "dit.safetensors", "--output", out, "--pipeline"]
+    done = run("scripts/convert_checkpoint.py", *flags, *(["--vae", DEMO / "vae"] if with_vae else []))
+    assert done.returncode == 0, done.stderr
+    passed = {} if with_vae else {"vae": AutoencoderKL.from_pretrained(DEMO / "vae")}
+    pipeline = DiTPipeline.from_pretrained(out, **passed)
+    want = to_diffusers(find_model(DEMO / "dit.safetensors"))
+    got = pipeline.transformer.state_dict()
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name].float()) for name in want)
+    betas = create_diffusion("").betas
+    assert torch.allclose(pipeline.scheduler.betas.double(), torch.from_numpy(betas), rtol=1e-6)
+    # One label without guidance: the pipeline's null label is ImageNet's.
+    images = pipeline([3], guidance_scale=1.0, num_inference_steps=2, output_type="np").images
+    assert images.shape == (1, 128, 128, 3) and images.std() > 0.05
+    flags = ["--model", "DiT-Demo/2", "--ckpt", out, "--labels", 3, "--num-sampling-steps", 1, "--device", "cpu"]
+    done = run("sample.py", *flags, *(["--vae", out] if with_vae else []), "--output", tmp_path / "x.png")
+    assert done.returncode == 0, done.stderr
+
+
+def test_weights_that_are_not_finite(tmp_path, monkeypatch, capsys):
+    state = find_model(DEMO / "dit.safetensors")
+    broken = state["blocks.1.mlp.fc1.bias"].clone()
+    broken[3] = float("nan")
+    save_file({**state, "blocks.1.mlp.fc1.bias": broken}, tmp_path / "a.safetensors")
+    flags = ["--ckpt", tmp_path / "a.safetensors", "--output", tmp_path / "b.pt"]
+    status, error = convert(monkeypatch, capsys, *flags)
+    assert status == 2 and "blocks.1.mlp.fc1.bias holds NaN or infinity" in error and "--allow-nonfinite" in error
+    assert not (tmp_path / "b.pt").exists()
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, flags), "--allow-nonfinite"])
+    convert_checkpoint.main()
+    assert find_model(tmp_path / "b.pt")["blocks.1.mlp.fc1.bias"].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("entry", ["pos_embed", "y_embedder.embedding_table.weight", "blocks.3.attn.qkv.bias"])
+def test_weights_that_are_not_whole(entry, tmp_path, monkeypatch, capsys):
+    state = find_model(DEMO / "dit.safetensors")
+    save_file({name: tensor for name, tensor in state.items() if name != entry}, tmp_path / "a.safetensors")
+    status, error = convert(monkeypatch, capsys, "--ckpt", tmp_path / "a.safetensors", "--output", tmp_path / "out")
+    assert status == 2 and f"lacks '{entry}'" in error and not (tmp_path / "out").exists()
+
+
+def test_flags_that_contradict(tmp_path, monkeypatch, capsys):
+    for flags in (("x.pt", "--pipeline"), ("x", "--vae", "ema")):
+        status, error = convert(monkeypatch, capsys, "--ckpt", DEMO / "dit.safetensors", "--output", *flags)
+        assert status == 2 and "--pipeline: " in error
+
+
+def test_permissions_and_names(source, tmp_path, monkeypatch, capsys):
+    """Of another user's private folder, whether it is to be read or written."""
+    tmp_path.chmod(0o700 if os.geteuid() == 0 else 0)
+    with unprivileged():
+        for ckpt, output in ((tmp_path / "a.pt", "/tmp/x.pt"), (DEMO / "dit.safetensors", tmp_path / "x.pt")):
+            status, error = convert(monkeypatch, capsys, "--ckpt", ckpt, "--output", output)
+            assert status == 2 and "Permission denied" in error
+    tmp_path.chmod(0o700)
+    status, error = convert(monkeypatch, capsys, "--ckpt", source, "--output", "x" * 300)
+    assert status == 2 and "File name too long" in error
+
+
 def test_what_a_folder_does_not_hold_is_not_left_there(tmp_path, monkeypatch, capsys):
     """diffusers computes the position table: one that is another would be lost."""
     state = fill(DiT_models["DiT-Demo/2"]()).state_dict()
     save_file({**state, "pos_embed": state["pos_embed"] + 1}, tmp_path / "a.safetensors")
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["convert_checkpoint.py", "--ckpt", str(tmp_path / "a.safetensors"), "--output", str(tmp_path / "out")],
-    )
-    with pytest.raises(SystemExit) as stop:
-        convert_checkpoint.main()
-    assert (
-        stop.value.code == 2
-        and "other tensors: pos_embed" in capsys.readouterr().err
-        and not (tmp_path / "out").exists()
-    )
+    status, error = convert(monkeypatch, capsys, "--ckpt", tmp_path / "a.safetensors", "--output", tmp_path / "out")
+    assert status == 2 and "other tensors: pos_embed" in error and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
 def test_a_disk_that_is_full_is_a_line(source, name, tmp_path, monkeypatch, capsys):
     """Here a limit on the size of files."""
-    monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", "--ckpt", str(source), "--output", str(tmp_path / name)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(SystemExit) as stop:
-            convert_checkpoint.main()
+        status, error = convert(monkeypatch, capsys, "--ckpt", source, "--output", tmp_path / name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    error = capsys.readouterr().err
-    assert (
-        stop.value.code == 2
-        and "cannot write there" in error
-        and error.count("\n") == 1
-        and list(tmp_path.iterdir()) == []
-    )
+    assert status == 2 and "cannot write there" in error and list(tmp_path.iterdir()) == []
 
 
 def test_bad_input(source, tmp_path, run):

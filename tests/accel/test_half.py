@@ -1,4 +1,7 @@
-"""The float16 decoder against the float32 one, and what happens where float16 does not hold. On a CPU through the kernels' twins."""
+"""The float16 decoder against the float32 one, and the fallback where float16 fails.
+
+On a CPU the kernels' reference implementations run.
+"""
 
 import math
 import statistics
@@ -8,10 +11,10 @@ import pytest
 import torch
 
 from accel import precision, vae
-from accel.decoder import SD_VAE_FT, Decoder
 from accel.engine import Engine
-from accel.half_decoder import HalfDecoder
 from accel.options import DEMO, SamplingOptions, UsageError
+from accel.vae.decoder import SD_VAE_FT, Decoder
+from accel.vae.half import HalfDecoder
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -45,7 +48,7 @@ def psnr(a, b):
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 @torch.inference_mode()
 def test_the_same_mathematics(config):
-    """In float32 to float32's accuracy; in float16 to the rounding of its products, whose size the check of weights asks for."""
+    """In float32 to float32's accuracy; in float16 to the rounding of its GEMMs, which the check of weights allows."""
     plain, z = random_decoder(**config), noise(1, 6) / vae.SCALE
     want = plain(z)
     assert 0.1 < want.std() < 2
@@ -55,14 +58,14 @@ def test_the_same_mathematics(config):
         assert (got - want).norm() <= bound * want.norm()
 
 
-def test_the_demos_decoder_holds_in_float16():
+def test_the_demos_decoder_runs_in_float16():
     plain = vae.load_vae(DEMO / "vae", CPU)
     checked = vae.CheckedDecoder(plain, "fp16", "fp32")
     assert checked.precision == "fp16" and checked.refusal is None
     z = noise(2, 16, seed=3)
     got, want = vae.decode(checked, z), vae.decode(plain, z)
     assert not torch.equal(got, want) and min(psnr(a, b) for a, b in zip(got, want)) > 70
-    assert torch.equal(got[1:], vae.decode(checked, z[1:]))  # alone as beside another
+    assert torch.equal(got[1:], vae.decode(checked, z[1:]))  # the same alone and in a batch
 
 
 def test_checking_leaves_the_random_stream_alone():
@@ -75,22 +78,22 @@ def test_checking_leaves_the_random_stream_alone():
 
 
 def overflowing():
-    """Between two norms values grow beyond 65504, which changes nothing for float32."""
+    """Between two norms values grow beyond 65504, which float32 does not notice."""
     plain = random_decoder()
     plain.decoder.up_blocks[1].resnets[0].conv1.weight.mul_(1e5)
     return plain
 
 
 def coarse():
-    """Its last layer multiplies every rounding of float16's by a hundred."""
+    """Its last layer amplifies float16's rounding a hundredfold."""
     plain = random_decoder()
     plain.decoder.conv_out.weight.mul_(100)
     return plain
 
 
-@pytest.mark.parametrize("make, said", ((overflowing, "overflows float16"), (coarse, "dB from float32")))
-def test_where_float16_does_not_hold_float32_decodes(make, said, tiny_vae, tmp_path, capsys):
-    """Found again at every start, said in one line; the bits are those of the float32 decoder."""
+@pytest.mark.parametrize("make, reason", ((overflowing, "overflows float16"), (coarse, "dB from float32")))
+def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, capsys):
+    """Found again at every start, printed in one line; the bits are those of the float32 decoder."""
     from safetensors.torch import save_file
 
     plain = make()
@@ -105,7 +108,7 @@ def test_where_float16_does_not_hold_float32_decodes(make, said, tiny_vae, tmp_p
     capsys.readouterr()
     got = torch.cat([run.decode(latents[:1]), run.decode(latents[1:])])
     [line] = capsys.readouterr().out.splitlines()
-    assert said in line and "decoding in float32" in line and run.load_decoder().precision == "fp32"
+    assert reason in line and "decoding in float32" in line and run.load_decoder().precision == "fp32"
     assert torch.equal(got, vae.decode(plain, latents)) and got.isfinite().all()
 
 
@@ -113,7 +116,7 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     plain = random_decoder()
     checked = vae.CheckedDecoder(plain, "fp16", "tf32")
     latents = noise(4, 4)
-    latents[[1, 3]] *= 1e6  # no float16; float32's norms take it back
+    latents[[1, 3]] *= 1e6  # beyond float16; in float32 the norms cancel it
     assert capsys.readouterr().out == ""
     got, want = vae.decode(checked, latents), vae.decode(plain, latents)
     [line] = capsys.readouterr().out.splitlines()
@@ -122,8 +125,8 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     assert torch.equal(got, torch.cat([vae.decode(checked, one) for one in latents.split(1)]))
 
 
-def test_a_decoder_that_would_paint_it_black_stops_the_run():
-    """NaN becomes 0 in bytes."""
+def test_a_decoder_that_gives_nan_stops_the_run():
+    """As bytes, NaN would be black."""
     run = Engine(SamplingOptions(model="DiT-Demo/2", device="cpu", labels=(0,)).resolve())
     run.load_decoder().plain.decoder.conv_out.bias[1] = float("nan")
     with pytest.raises(UsageError, match="--vae .*demo/vae: decodes finite latents to pixels that are not finite"):
@@ -133,7 +136,10 @@ def test_a_decoder_that_would_paint_it_black_stops_the_run():
 def test_which_arithmetic(monkeypatch):
     have = {"fp16", "tf32", "bf16", "exact"}
     monkeypatch.setattr(precision, "supports", lambda tier, device: tier == "fp32" or tier in have)
-    choose = lambda tier, wanted="auto": precision.decoder_precision(wanted, tier, CPU)  # noqa: E731
+
+    def choose(tier, wanted="auto"):
+        return precision.decoder_precision(wanted, tier, CPU)
+
     assert [choose(tier) for tier in precision.TIERS] == ["fp32", "fp32", "tf32", "fp16", "fp16"]
     assert [choose("fp16", name) for name in ("fp32", "tf32", "fp16")] == ["fp32", "tf32", "fp16"]
     assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == [
@@ -156,7 +162,7 @@ def test_the_cpu_has_no_float16_decoder():
 
 
 def test_a_folder_for_fid_records_what_decodes():
-    """By what it came to, so that "auto" and its name are the same job, and a decoder that float16 does not hold for is another."""
+    """The arithmetic in use: "auto" and its name are the same job, a decoder that fell back to float32 is another."""
     from accel.fid import settings_of
 
     plan, found = SimpleNamespace(independent=True), {}
@@ -173,7 +179,7 @@ def test_a_folder_for_fid_records_what_decodes():
 
 
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
-def test_float32s_switches_hold_inside_only(name, flags):
+def test_float32s_switches_are_set_inside_only(name, flags):
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = not flags[0], True
     try:
@@ -211,7 +217,7 @@ def test_sd_vae_ft_at_512px(switches):
     precision.apply_precision("fp16", device)
     checked = vae.CheckedDecoder(plain, "fp16", "tf32")
     got = vae.decode(checked, z)
-    assert checked.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > vae.AGREE
+    assert checked.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > vae.REQUIRED_PSNR
     assert torch.equal(got, vae.decode(checked, z)) and torch.equal(got[1:], vae.decode(checked, z[1:]))
 
     def milliseconds(decoder):
@@ -238,7 +244,7 @@ def test_sd_vae_ft_at_512px(switches):
 
 @pytest.mark.gpu
 def test_the_demos_pictures_pass_the_gate(switches):
-    """64 pictures of one float16 run, decoded in float16 and in float32, every one with a hundredth of the gate's error."""
+    """64 pictures of one float16 run, decoded in float16 and in float32: each has a hundredth of the allowed error."""
     import evaluate
 
     options = SamplingOptions(model="DiT-Demo/2", labels=tuple(range(8)) * 8, device="cuda", precision="fp16").resolve()

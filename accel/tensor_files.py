@@ -1,0 +1,160 @@
+"""Files of tensors and JSON that a user names: read safely, and every failure is one line about the flag.
+
+Nothing in a file is ever executed, a pipe or a device is never opened, and tensors are memory-mapped where the format
+allows it.
+"""
+
+import argparse
+import hashlib
+import json
+import pickle
+import re
+import stat
+import time
+import warnings
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from accel.errors import UsageError, path_errors
+from accel.files import atomic_write, cache_folder
+
+SETTLED = 2e9  # ns: two changes of a file that come sooner after one another may have the same time stamp
+
+
+def mode_of(path: Path, flag: str) -> int:
+    """st_mode of what is at `path`, 0 if nothing is. Raises UsageError where permissions or the name forbid to look."""
+    with path_errors(flag, path):
+        try:
+            return path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+
+def read_tensors(path: Path, flag: str) -> dict:
+    """What a .safetensors file or a pickle (.pt, .ckpt, .bin) holds, on the CPU. Raises UsageError about `flag`."""
+    _require_file(path, flag)
+    with path_errors(flag, path):
+        return _read_safetensors(path, flag) if path.suffix == ".safetensors" else _read_pickle(path, flag)
+
+
+def read_json(path: Path, flag: str) -> dict:
+    """The object in a JSON file. Raises UsageError about `flag`."""
+    _require_file(path, flag)
+    with path_errors(flag, path):
+        text = path.read_bytes()
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UsageError(f"{flag} {path}: is not a JSON object; copy it again")
+    return content
+
+
+def require_floats(state: dict, flag: str, path: Path) -> None:
+    """Raise UsageError unless every entry of a state dict is a dense tensor of floats of at least one dimension."""
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            kind = f"of type {type(tensor).__name__}"
+        elif tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            kind = f"{tensor.layout} on {tensor.device}"
+        elif tensor.ndim and tensor.is_floating_point() and isinstance(name, str):
+            continue
+        else:
+            kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise UsageError(f"{flag} {path}: {name} is {kind}; weights are dense tensors of floats, save them as such")
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    """16 hex digits over names, shapes and all float32 values: the same for every file format and order of entries."""
+    total = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().float().flatten()
+        total.update(f"{name} {tuple(state[name].shape)}\n".encode())
+        total.update(tensor.numpy())
+    return total.hexdigest()[:16]
+
+
+def file_stamps(files: list[Path], flag: str) -> list[tuple]:
+    """(path, size, mtime, inode, ctime) of each file: another version of it has another stamp."""
+    stamps = []
+    for file in files:
+        with path_errors(flag, file):
+            one = file.stat()
+        stamps.append((str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns))
+    return stamps
+
+
+def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
+    """`digest(state())` of files with these stamps, taken before they were opened; kept in the cache folder."""
+    name = Path("digests", hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
+    with suppress(OSError, ValueError):
+        found = (cache_folder() / name).read_text()
+        if re.fullmatch("[0-9a-f]{16}", found):
+            return found
+    found = digest(state())
+    newest = max(ctime for *_, ctime in stamps)
+    with suppress(OSError):
+        if time.time_ns() - newest > SETTLED:
+            kept = cache_folder() / name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(kept, "w") as file:
+                file.write(found)
+    return found
+
+
+def _require_file(path: Path, flag: str) -> None:
+    with path_errors(flag, path):
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
+            raise UsageError(f"{flag} {path}: is a folder, a pipe, a socket or a device; give a file")
+        path.open("rb").close()
+
+
+def _read_safetensors(path: Path, flag: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UsageError(f"{flag} {path}: truncated or not safetensors ({reason}); copy it again") from None
+
+
+def _read_pickle(path: Path, flag: str) -> dict:
+    damaged = UsageError(f"{flag} {path}: truncated or not a checkpoint; copy it again")
+    try:
+        # Training scripts store their parsed arguments beside the weights: a Namespace is plain data.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
+    except pickle.UnpicklingError as error:
+        if "truncated" in str(error) or "Ran out of input" in str(error):
+            raise damaged from None
+        what = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
+        what = next(filter(None, what.groups())) if what else "objects that are not tensors"
+        raise UsageError(
+            f"{flag} {path}: refused, loading it would run code ({what}); save its state dict with torch.save"
+        ) from None
+    except OSError:
+        raise
+    except Exception:  # an unpickler ends in whatever the bytes happen to mean
+        raise damaged from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not a state dict")
+    return content
+
+
+def _can_be_mapped(path: Path) -> bool:
+    """Whether torch may map the file: a zip archive of uncompressed members, as torch.save writes it."""
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            if file.read(2) == b"PK":
+                raise EOFError("a zip archive without its directory, which stands at the end")
+        return False  # as written before torch 1.6
+    with zipfile.ZipFile(path) as archive:
+        return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())

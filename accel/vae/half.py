@@ -1,0 +1,107 @@
+"""The decoder in float16, for one picture at a time: the mathematics of accel/vae/decoder.py, arranged for a GPU.
+
+Convolutions and the attention's GEMMs read and write float16 and accumulate in float32, in channels_last layout as
+tensor cores want it. The residual stream inside a block, biases, norms and softmax statistics are float32. A value that
+overflows float16 enters the statistics of a GroupNorm and turns the whole picture into NaN, which CheckedDecoder looks
+for. Nearest upsampling and the convolution after it are one transposed convolution, with 4/9 of the multiplications.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel.kernels.group_norm import Sum, add, group_norm
+from accel.vae.decoder import Attention, Decoder, Residual
+
+
+class HalfDecoder:
+    """Latents (1, 4, L, L) float32, unscaled → pixels (1, 3, 8L, 8L) float32.
+
+    decoder: the float32 decoder; its weights are converted once, here. dtype: of the GEMMs and convolutions.
+    """
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype = torch.float16):
+        self.decoder, self.dtype = decoder, dtype
+        self.weights = {}  # layer → its weights in dtype
+        self.biases = {}  # Residual → all biases that its sum receives
+        layers = decoder.decoder
+        for layer in layers.modules():
+            if isinstance(layer, torch.nn.Conv2d):
+                self.weights[layer] = layer.weight.to(dtype, memory_format=torch.channels_last)
+        before = (
+            layers.conv_in
+        )  # the convolution before a Residual, if its bias is not yet added to the Residual's input
+        for block in (layers.mid_block, *layers.up_blocks):
+            for layer in block.resnets:
+                pending = 0 if before is None else before.bias
+                if layer.conv_shortcut is not None:
+                    through = 0 if before is None else layer.conv_shortcut.weight[:, :, 0, 0] @ pending
+                    pending = layer.conv_shortcut.bias + through
+                self.biases[layer], before = layer.conv2.bias + pending, None
+            for layer in block.upsamplers:
+                self.weights[layer.conv] = _doubling(layer.conv.weight).to(dtype, memory_format=torch.channels_last)
+                before = layer.conv
+        for attention in layers.mid_block.attentions:
+            qkv = attention.to_q, attention.to_k, attention.to_v
+            self.weights[attention] = (
+                torch.cat([layer.weight for layer in qkv]).to(dtype),
+                torch.cat([layer.bias for layer in qkv]).to(dtype),
+                attention.to_out[0].weight.to(dtype),
+            )
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        before = torch.backends.cudnn.deterministic
+        torch.backends.cudnn.deterministic = True  # some algorithms of transposed convolutions add in any order
+        try:
+            return self._decode(z)
+        finally:
+            torch.backends.cudnn.deterministic = before
+
+    def _decode(self, z: torch.Tensor) -> torch.Tensor:
+        outer, layers = self.decoder, self.decoder.decoder
+        z = z if outer.post_quant_conv is None else outer.post_quant_conv(z)  # 4 × 4: stays in float32
+        z = z.to(self.dtype, memory_format=torch.channels_last)
+        x = add(self._convolve(layers.conv_in, z), layers.conv_in.bias)
+        for block in (layers.mid_block, *layers.up_blocks):
+            for layer in (block.resnets[0], *block.attentions, *block.resnets[1:]):
+                if isinstance(layer, Attention):
+                    x = self._attend(layer, x)
+                else:
+                    # Before an upsampling the sum needs no statistics, and the convolution there reads half precision.
+                    x = self._residual(layer, x, last=layer is block.resnets[-1] and len(block.upsamplers) > 0)
+            for layer in block.upsamplers:
+                x = add(F.conv_transpose2d(x.value, self.weights[layer.conv], None, 2, 1), layer.conv.bias)
+        x = self._convolve(layers.conv_out, self._norm(layers.conv_norm_out, x))
+        return (x.float() + layers.conv_out.bias[:, None, None]).contiguous()
+
+    def _convolve(self, layer: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+        """Without the bias, which a later pass adds."""
+        return F.conv2d(x, self.weights[layer], None, layer.stride, layer.padding)
+
+    def _norm(self, layer: torch.nn.GroupNorm, x: Sum, silu: bool = True) -> torch.Tensor:
+        return group_norm(x, layer.weight, layer.bias, layer.num_groups, silu, self.dtype)
+
+    def _residual(self, layer: Residual, x: Sum, last: bool = False) -> Sum:
+        h = add(self._convolve(layer.conv1, self._norm(layer.norm1, x)), layer.conv1.bias)
+        h = self._convolve(layer.conv2, self._norm(layer.norm2, h))
+        x = x.value if layer.conv_shortcut is None else self._convolve(layer.conv_shortcut, x.value.to(self.dtype))
+        return add(x, self.biases[layer], h, self.dtype if last else torch.float32, statistics=not last)
+
+    def _attend(self, layer: Attention, x: Sum) -> Sum:
+        weight, bias, out = self.weights[layer]
+        h = self._norm(layer.group_norm, x, silu=False)
+        _, channels, height, width = h.shape
+        h = h.permute(0, 2, 3, 1).reshape(1, 1, height * width, channels)
+        q, k, v = F.linear(h, weight, bias).split(channels, -1)  # each (1, 1, HW, C)
+        h = F.linear(F.scaled_dot_product_attention(q, k, v), out)
+        return add(x.value, layer.to_out[0].bias, h.view(1, height, width, channels).permute(0, 3, 1, 2), torch.float32)
+
+
+def _doubling(weight: torch.Tensor) -> torch.Tensor:
+    """Weight of nearest upsampling by 2 and then a 3×3 convolution, as one transposed convolution, 4×4 at stride 2.
+
+    Per axis, taps (a, b, c) become (c, b + c, a + b, a).
+    """
+    for axis in (2, 3):
+        a, b, c = weight.unbind(axis)
+        weight = torch.stack([c, b + c, a + b, a], axis)
+    return weight.transpose(0, 1)

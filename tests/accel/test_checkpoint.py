@@ -1,0 +1,491 @@
+import argparse
+import json
+import os
+import pickle
+import socket
+import tempfile
+import threading
+import zipfile
+
+import pytest
+import torch
+from conftest import fill
+from hub import Hub
+from safetensors.torch import save_file
+from unprivileged import unprivileged
+
+from accel import checkpoint, tensor_files
+from accel.checkpoint import Checkpoint, find_model, published_name, shapes_only
+from accel.diffusers_layout import to_diffusers
+from accel.errors import UsageError
+from accel.options import DEMO
+from models import DiT, DiT_models
+
+SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
+
+
+@pytest.fixture(scope="module")
+def state():
+    return fill(DiT(**SMALL)).state_dict()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path, state):
+    """The small DiT in diffusers' layout."""
+    folder = tmp_path / "diffusers" / "transformer"
+    folder.mkdir(parents=True)
+    save_file(
+        {name: tensor.clone() for name, tensor in to_diffusers(state).items()},
+        folder / "diffusion_pytorch_model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps(dict(sample_size=8, patch_size=2)))
+    return folder
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def error(path, ask=find_model):
+    with pytest.raises(UsageError) as caught:
+        ask(path)
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("--ckpt")
+    return message
+
+
+#################################################################################
+#                                  What is read                                 #
+#################################################################################
+
+
+def test_training_checkpoint_gives_its_ema_and_loads_strictly(tmp_path, state):
+    """The layout that DiT's train.py writes: model, ema, opt, args (an argparse.Namespace)."""
+    path = tmp_path / "0050000.pt"
+    other = {key: value + 1 for key, value in state.items()}
+    arguments = argparse.Namespace(model="x", lr=1e-4)
+    torch.save({"model": other, "ema": state, "opt": {"state": {}, "param_groups": []}, "args": arguments}, path)
+    found = find_model(str(path))
+    assert same(found, state)
+    assert DiT(**SMALL).load_state_dict(found, strict=True)
+    torch.save({"model": other, "opt": {}}, path)
+    assert same(find_model(path), other)
+
+
+def test_plain_legacy_and_safetensors(tmp_path, state):
+    torch.save(state, tmp_path / "a.pt")
+    torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)  # as written before torch 1.6
+    torch.save({"state_dict": state}, tmp_path / "c.ckpt")
+    save_file(state, tmp_path / "d.safetensors")
+    for name in ("a.pt", "b.pt", "c.ckpt", "d.safetensors"):
+        assert same(find_model(tmp_path / name), state), name
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_weights_are_memory_mapped(tmp_path, kind):
+    """Opening 512 MB of weights must not read them."""
+    path = tmp_path / f"large.{kind}"
+    content = {"w": torch.ones(128 << 20)}
+    torch.save(content, path) if kind == "pt" else save_file(content, path)
+    before = rss()
+    found = find_model(path)
+    assert rss() - before < 100
+    assert found["w"][:: 1 << 20].sum() == 128
+
+
+def rss():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def test_compressed_pt(tmp_path, state):
+    """Re-zipped with deflate, mapped bytes are not the tensors'."""
+    torch.save(state, tmp_path / "a.pt")
+    for method in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
+        with zipfile.ZipFile(tmp_path / "a.pt") as source, zipfile.ZipFile(tmp_path / "b.pt", "w", method) as target:
+            for name in source.namelist():
+                target.writestr(name, source.read(name))
+        assert same(find_model(tmp_path / "b.pt"), state)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrapped_models_load(tmp_path, state, prefix, capsys):
+    torch.save({"ema": {prefix + name: tensor for name, tensor in state.items()}}, tmp_path / "a.pt")
+    weights = Checkpoint(tmp_path / "a.pt")
+    assert same(weights.state, state) and weights.state is weights.state
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"--ckpt {tmp_path / 'a.pt'}: ") and f'"{prefix}"' in line
+    save_file(state, tmp_path / "b.safetensors")
+    assert weights.digest() == Checkpoint(tmp_path / "b.safetensors").digest() and capsys.readouterr().out == ""
+
+
+def test_diffusers_layout(tmp_path, folder, state):
+    for path in (folder, folder.parent):
+        assert same(find_model(path), state)
+    plain = folder / "diffusion_pytorch_model.safetensors"
+    theirs = tensor_files.read_tensors(plain, "--ckpt")
+    plain.unlink()
+    torch.save(theirs, folder / "diffusion_pytorch_model.bin")
+    assert same(find_model(folder), state)
+    (folder / "diffusion_pytorch_model.bin").rename(tmp_path / "aside.bin")
+    names = sorted(theirs)
+    shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for name, part in shards.items():
+        save_file({key: theirs[key].clone() for key in part}, folder / name)
+    assert "one.safetensors, two.safetensors conflict" in error(folder)
+    (tmp_path / "aside.bin").rename(folder / "diffusion_pytorch_model.bin")
+    assert same(find_model(folder), state)  # by its name
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {key: name for name, part in shards.items() for key in part}}))
+    assert same(find_model(folder), state)
+    (folder / "two.safetensors").unlink()
+    assert "lacks two.safetensors" in error(folder)
+    for wrong in (
+        {"weight_map": ["one.safetensors"]},
+        {"weight_map": {"a": "../../one.safetensors", "b": [3]}},
+        {"weight_map": {}},
+        {},
+    ):
+        index.write_text(json.dumps(wrong))
+        assert "copy it again" in error(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '"x"', "\xff", "[" * 100000, "", "{}", '{"sample_size": 8}'])
+def test_damaged_config(folder, text):
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    assert "config.json" in error(folder)
+
+
+@pytest.mark.parametrize("size", ["8", None, 0, -8, 2.5, True, [8], 10**9])
+@pytest.mark.parametrize("entry", ["sample_size", "patch_size"])
+def test_wrong_types_in_config(folder, entry, size):
+    (folder / "config.json").write_text(json.dumps({"sample_size": 8, "patch_size": 2, entry: size}))
+    assert "sample_size and patch_size are" in error(folder)
+
+
+def test_folders_that_are_not_a_dit(tmp_path, folder, state):
+    assert "transformer/config.json" in error(
+        tmp_path / "diffusers/transformer/..", lambda path: find_model(path / "..")
+    )
+    theirs = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
+    theirs["transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.bias"] += 1
+    save_file(theirs, folder / "diffusion_pytorch_model.safetensors")
+    assert "copies of emb.timestep_embedder.linear_1.bias differ" in error(folder)
+    save_file({"x": torch.ones(2)}, folder / "diffusion_pytorch_model.safetensors")
+    assert "not a DiT in diffusers' layout" in error(folder)
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    assert "must hold config.json and" in error(folder)
+
+
+#################################################################################
+#                                What is refused                                #
+#################################################################################
+
+
+def test_missing(tmp_path):
+    for path in (tmp_path / "none.pt", "no/such.pt", tmp_path / "none.pt" / "x", "a/b/c", "../x", ""):
+        with pytest.raises(UsageError):
+            find_model(path)
+    message = error(tmp_path / "none.pt", Checkpoint)
+    assert "no such file" in message and "DiT-XL-2-512x512.pt" in message
+
+
+@pytest.mark.parametrize("name", ["a.pt", "legacy.pt", "c.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 0.999])
+def test_truncated(tmp_path, state, name, share):
+    path = tmp_path / name
+    if name.endswith("pt"):
+        torch.save(state, path, _use_new_zipfile_serialization=name == "a.pt")
+    else:
+        save_file(state, path)
+    os.truncate(path, int(path.stat().st_size * share))
+    message = error(path)
+    assert "truncated" in message and name in message
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+@pytest.mark.parametrize("how", ["zip", "legacy", "pickle"])
+def test_code_is_never_run(tmp_path, how, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "evil.pt"
+    if how == "pickle":
+        path.write_bytes(pickle.dumps({"ema": Bomb()}, protocol=2))
+    else:
+        torch.save({"ema": Bomb()}, path, _use_new_zipfile_serialization=how == "zip")
+    message = error(path)
+    assert "would run code" in message and "system" in message
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_no_state_dict(tmp_path):
+    torch.save([1, 2], tmp_path / "list.pt")
+    assert "holds a list" in error(tmp_path / "list.pt")
+    torch.save({"step": 7, "name": "x"}, tmp_path / "numbers.pt")
+    assert "no state dict" in error(tmp_path / "numbers.pt")
+    for text in ("hello", "junk"):  # which an unpickler takes for something begun
+        (tmp_path / "text.pt").write_text(text)
+        assert "not a checkpoint" in error(tmp_path / "text.pt")
+    (tmp_path / "empty").mkdir()
+    assert "transformer/config.json" in error(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(4),
+        torch.ones(4, dtype=torch.complex64),
+        torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        torch.tensor(1.0),
+        torch.eye(4).to_sparse(),
+        torch.ones(4, device="meta"),
+    ],
+    ids=["integers", "complex", "quantised", "no dimension", "sparse", "no values"],
+)
+def test_tensors_that_are_no_weights(tmp_path, state, tensor):
+    torch.save({**state, "final_layer.linear.bias": tensor}, tmp_path / "a.pt")
+    message = error(tmp_path / "a.pt")
+    assert "final_layer.linear.bias is" in message and "tensors of floats" in message
+
+
+@pytest.mark.parametrize("shape", [(9,), (1, 9), (1, 8, 144), (2, 16, 144), (1, 0, 144), (1, 16, 144, 1)])
+def test_malformed_position_table(tmp_path, state, shape):
+    torch.save({**state, "pos_embed": torch.ones(shape)}, tmp_path / "a.pt")
+    with shapes_only():
+        model = DiT(**SMALL)
+    message = error(tmp_path / "a.pt", lambda path: Checkpoint(path).require_fit("a model", model, 64))
+    assert "first pos_embed: " in message and str(shape) in message
+
+
+def test_pipes_sockets_and_devices_are_never_opened(tmp_path, folder):
+    os.mkfifo(tmp_path / "pipe.pt")
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "socket.pt"))
+        for path in (tmp_path / "pipe.pt", tmp_path / "socket.pt", "/dev/zero", "/dev/full"):
+            assert "give a file or a folder" in error(path, Checkpoint)
+    for name in ("config.json", "diffusion_pytorch_model.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        assert f"{name}: is a folder, a pipe" in error(folder)
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+
+
+def test_permissions_and_names(tmp_path, folder, state):
+    """Private files and folders of another user, and names that no file system takes."""
+    torch.save(state, tmp_path / "a.pt")
+    tmp_path.chmod(0o700 if os.geteuid() == 0 else 0)
+    with unprivileged():
+        for path in (tmp_path / "a.pt", tmp_path / "a.pt" / "x", folder, folder / "config.json"):
+            assert "Permission denied" in error(path)
+    tmp_path.chmod(0o700)
+    assert "File name too long" in error("x" * 300)
+    assert "File name too long" in error(f"{'x' * 300}/y")
+    (tmp_path / "loop").symlink_to("loop")
+    assert "--ckpt" in error(tmp_path / "loop")
+
+
+def test_unreadable_files(state, folder):
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        for suffix in ("pt", "safetensors"):
+            path = os.path.join(name, f"a.{suffix}")
+            torch.save(state, path) if suffix == "pt" else save_file(state, path)
+            os.chmod(path, 0)
+            with unprivileged():
+                assert f"a.{suffix}: Permission denied" in error(path)
+        os.mkdir(os.path.join(name, "b"), 0)
+        with unprivileged():
+            assert "Permission denied" in error(os.path.join(name, "b"))
+
+
+#################################################################################
+#                                 Which model                                   #
+#################################################################################
+
+
+def fit(path, model, **sizes):
+    with shapes_only():
+        module = DiT_models[model](**sizes)
+    Checkpoint(path).require_fit(model, module, 128)
+
+
+def test_which_model_the_weights_fit(tmp_path):
+    weights = DEMO / "dit.safetensors"
+    fit(weights, "DiT-Demo/2")
+    fit(weights, "DiT-Demo/2", input_size=32)  # positions are recomputed
+    with pytest.raises(UsageError, match=r"--num-classes 12: the weights in .* know 8 classes; use --num-classes 8"):
+        fit(weights, "DiT-Demo/2", num_classes=12)
+    with pytest.raises(UsageError, match="holds the weights of DiT-Demo/2, not of DiT-S/4; use --model DiT-Demo/2"):
+        fit(weights, "DiT-S/4")
+    torch.save({"blocks.0.x": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="fits none of DiT-XL/2.* first pos_embed: missing"):
+        fit(tmp_path / "x.pt", "DiT-S/8")
+    torch.save({**find_model(weights), "blocks.9.x": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="1 entries differ, first blocks.9.x"):
+        fit(tmp_path / "x.pt", "DiT-Demo/2")
+
+
+def test_published_names():
+    assert published_name("DiT-XL/2", 256, 1000) == "DiT-XL-2-256x256.pt"
+    for other in (("DiT-XL/2", 128, 1000), ("DiT-XL/4", 256, 1000), ("DiT-XL/2", 256, 8)):
+        with pytest.raises(UsageError, match="--ckpt: no published weights"):
+            published_name(*other)
+
+
+#################################################################################
+#                                    Digest                                     #
+#################################################################################
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """As if every file had been written long ago."""
+    monkeypatch.setattr(tensor_files, "SETTLED", -1)
+
+
+def test_digest_sees_every_value(tmp_path, state, folder):
+    torch.save(state, tmp_path / "a.pt")
+    save_file(state, tmp_path / "b.safetensors")
+    want = Checkpoint(tmp_path / "a.pt").digest()
+    assert len(want) == 16 and int(want, 16)
+    assert Checkpoint(tmp_path / "b.safetensors").digest() == want == Checkpoint(folder).digest()
+    moved = {**state, "pos_embed": state["pos_embed"] + 1}  # of another image size
+    save_file(moved, tmp_path / "b.safetensors")
+    assert Checkpoint(tmp_path / "b.safetensors").digest() == want
+    for name in ("y_embedder.embedding_table.weight", "blocks.1.attn.qkv.weight"):
+        for row in range(0, len(state[name]), 3):  # sparse sampling misses most of these
+            changed = state[name].clone()
+            changed[row, 5] += 1e-6
+            save_file({**state, name: changed}, tmp_path / "b.safetensors")
+            assert Checkpoint(tmp_path / "b.safetensors").digest() != want, (name, row)
+
+
+def test_digest_is_kept_until_a_file_changes(tmp_path, state, monkeypatch, settled):
+    path = tmp_path / "a.safetensors"
+    save_file(state, path)
+    os.utime(path, (1e9, 1e9))
+    want = Checkpoint(path).digest()
+    with monkeypatch.context() as closed:
+        closed.setattr(Checkpoint, "state", property(lambda self: pytest.fail("opened")))
+        assert Checkpoint(path).digest() == want
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"1234")
+    os.utime(path, (1e9, 1e9))  # the same name, size, inode and time of change
+    assert Checkpoint(path).digest() != want
+
+
+def test_digest_of_weights_that_are_replaced_meanwhile(tmp_path, state, settled):
+    """What was opened is hashed, and is not kept as the digest of what lies there now."""
+    path = tmp_path / "a.safetensors"
+    save_file(state, path)
+    first = Checkpoint(path)
+    assert first.state.keys() == state.keys()
+    other = tmp_path / "b.safetensors"
+    save_file({name: tensor + 1 for name, tensor in state.items()}, other)
+    want = Checkpoint(other).digest()
+    other.rename(path)
+    assert first.digest() != want == Checkpoint(path).digest()
+
+
+def test_a_kept_digest_that_is_damaged_is_not_used(tmp_path, state, settled):
+    path = tmp_path / "a.safetensors"
+    save_file(state, path)
+    want = Checkpoint(path).digest()
+    [kept] = (tmp_path / "cache/dit/digests").iterdir()
+    for text in (b"", b"x" * 16, b"\xff" * 16, b"0" * 17):
+        kept.write_bytes(text)
+        assert Checkpoint(path).digest() == want and kept.read_text() == want
+
+
+def test_digest_of_a_file_just_written_is_not_kept(tmp_path, state):
+    """A change within the clock's resolution would go unseen."""
+    save_file(state, tmp_path / "a.safetensors")
+    Checkpoint(tmp_path / "a.safetensors").digest()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_digest_where_nothing_can_be_kept(tmp_path, state, monkeypatch, settled):
+    path = tmp_path / "a.safetensors"
+    save_file(state, path)
+    want = Checkpoint(path).digest()
+    (tmp_path / "file").write_text("")
+    for home in (tmp_path / "file", "/proc"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        assert Checkpoint(path).digest() == want
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert Checkpoint(path).digest() == want
+
+
+def test_threads_open_and_hash_once(tmp_path, state, monkeypatch):
+    save_file(state, tmp_path / "a.safetensors")
+    weights, opened = Checkpoint(tmp_path / "a.safetensors"), []
+    read = checkpoint.read_tensors
+    monkeypatch.setattr(checkpoint, "read_tensors", lambda *a: opened.append(a) or read(*a))
+    threads = [threading.Thread(target=ask) for ask in (weights.digest, lambda: weights.state) * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 1
+
+
+#################################################################################
+#                                  From the hub                                 #
+#################################################################################
+
+SAMPLE = ["--model", "DiT-Demo/2", "--num-sampling-steps", "2", "--labels", "1", "--device", "cpu", "--output"]
+
+
+@pytest.fixture
+def repository(tmp_path, folder):
+    """The demo's weights as a hub repository, with what must not be fetched beside them."""
+    root = folder.parent
+    theirs = {name: tensor.clone() for name, tensor in to_diffusers(find_model(DEMO / "dit.safetensors")).items()}
+    save_file(theirs, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps(dict(sample_size=16, patch_size=2)))
+    (folder / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"not asked for")
+    (root / "model_index.json").write_text("{}")
+    (root / "vae").mkdir()
+    (root / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"not asked for")
+    return root
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_hub_id(repository, tmp_path, run, kind):
+    if kind == "bin":  # a repository that has pickles only
+        file = repository / "transformer" / "diffusion_pytorch_model.safetensors"
+        torch.save(tensor_files.read_tensors(file, "--ckpt"), file.with_suffix(".bin"))
+        file.unlink()
+    environment = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
+    pictures = [tmp_path / f"{name}.png" for name in "abc"]
+    assert run("sample.py", *SAMPLE, pictures[0]).returncode == 0
+    with Hub("someone/dit-demo", repository) as hub:
+        environment["HF_ENDPOINT"] = hub.url
+        done = run("sample.py", *SAMPLE, pictures[1], "--ckpt", "someone/dit-demo", **environment)
+        assert done.returncode == 0, done.stderr
+        wanted = ["transformer/config.json", f"transformer/diffusion_pytorch_model.{kind}"]
+        assert sorted(hub.asked) == wanted
+        done = run("sample.py", *SAMPLE, tmp_path / "x.png", "--ckpt", "someone/nothing", **environment)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert "--ckpt someone/nothing: not here" in done.stderr and "404" in done.stderr
+    done = run("sample.py", *SAMPLE, pictures[2], "--ckpt", "someone/dit-demo", **environment)
+    assert done.returncode == 0, done.stderr  # cached: the server is gone
+    a, b, c = (picture.read_bytes() for picture in pictures)
+    assert a == b == c
+    done = run("sample.py", *SAMPLE, tmp_path / "x.png", "--ckpt", "someone/else", **environment)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "by other means and give its folder" in done.stderr and not (tmp_path / "x.png").exists()
