@@ -157,7 +157,7 @@ class Engine:
             self.checkpoint.fetch()
             self.plan = None
             if options.forecast == "plan":
-                self.plan = StridePlan(self.diffusion, read_plan(options, self.checkpoint.digest()))
+                self.plan = StridePlan(self.diffusion, read_plan(options, self.checkpoint))
             self._load_network(place or self.device)
 
     def _load_network(self, place):

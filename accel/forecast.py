@@ -6,45 +6,39 @@ import json
 from copy import copy
 from pathlib import Path
 
+from accel.checkpoint import Checkpoint
 from accel.errors import UsageError
-from accel.options import ROOT, SamplingOptions
+from accel.options import SamplingOptions
 from diffusion.respace import SpacedDiffusion
 from diffusion.strides import Strides
 
-KIND = "stride plan, version 3"
+KIND = "forecast plan, version 3"
 Stride = tuple[int, int]  # (steps, network evaluations)
 
 
-def plan_path(options: SamplingOptions) -> Path:
-    """Where the plan of the options' weights lies: --forecast-plan, or beside the checkpoint."""
+def plan_path(options: SamplingOptions, checkpoint: Checkpoint) -> Path:
+    """Where the plan of the weights lies: --forecast-plan, or beside the checkpoint."""
     if options.forecast_plan is not None:
         return Path(options.forecast_plan)
-    published = ROOT / "pretrained_models" / f"DiT-XL-2-{options.image_size}x{options.image_size}.pt"
-    checkpoint = Path(options.ckpt or published)
-    if not checkpoint.exists() and (published.parent / checkpoint.name).exists():
-        checkpoint = published.parent / checkpoint.name
-    return (
-        checkpoint / "forecast.json"
-        if checkpoint.is_dir()
-        else checkpoint.with_name(f"{checkpoint.stem}.forecast.json")
-    )
+    path = checkpoint.path
+    return path / "forecast.json" if path.is_dir() else path.with_name(f"{path.stem}.forecast.json")
 
 
-def settings_of(options: SamplingOptions, digest: str) -> dict:
-    """What a plan was made for. digest: of the weights (Checkpoint.digest)."""
+def settings_of(options: SamplingOptions, checkpoint: Checkpoint) -> dict:
+    """What a plan was made for."""
     return {
         "model": options.model,
         "image_size": options.image_size,
         "num_sampling_steps": options.num_sampling_steps,
         "cfg_scale": float(options.cfg_scale),
-        "weights": digest,
+        "weights": checkpoint.digest(),
     }
 
 
-def read_plan(options: SamplingOptions, digest: str) -> list[Stride]:
+def read_plan(options: SamplingOptions, checkpoint: Checkpoint) -> list[Stride]:
     """The strides of the options' plan. Raises UsageError if there is none, if it is damaged, or if it was made for other
     weights, steps, guidance, size or model."""
-    path = plan_path(options)
+    path = plan_path(options, checkpoint)
     flag, remedy = f"--forecast-plan {path}", "make one with scripts/calibrate.py, or use --forecast off"
     try:
         plan = json.loads(path.read_text())
@@ -54,7 +48,7 @@ def read_plan(options: SamplingOptions, digest: str) -> list[Stride]:
         raise UsageError(f"{flag}: cannot be read ({error}); {remedy}") from None
     if not isinstance(plan, dict) or plan.get("kind") != KIND:
         raise UsageError(f"{flag}: is not a {KIND}; {remedy}")
-    for key, value in settings_of(options, digest).items():
+    for key, value in settings_of(options, checkpoint).items():
         if plan.get(key) != value:
             what = "other weights" if key == "weights" else f"--{key.replace('_', '-')} {plan.get(key)}, not {value}"
             raise UsageError(f"{flag}: was made for {what}; {remedy}")

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from diffusion.forecast import Strides
 
 from accel import engine, precision, vae
 from accel.forecast import Plan, plan_path, settings_of, write_plan
@@ -35,7 +36,6 @@ from accel.options import (
     user_errors,
 )
 from diffusion import create_diffusion
-from diffusion.forecast import Strides
 from evaluate import GATES, json_ready, mae, psnr, ssim
 
 GRID = 8
