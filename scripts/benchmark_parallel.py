@@ -197,6 +197,7 @@ def main(arguments=None):
         group.open_collectives(name)
         group.opened()
         record = dict(
+            kind="parallel",
             gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             gpus=group.world,
             torch=torch.__version__,
@@ -204,8 +205,8 @@ def main(arguments=None):
             command=" ".join(["python", *sys.argv]),
             model=args.model,
             load_seconds=args.load,
-            rows=[],
-            gates=[],
+            plans=[],
+            judged=[],
         )
 
         def keep():
@@ -284,7 +285,7 @@ def measure(args, group, table, plans, case, record, keep):
         )
         rows.append(auto)
         print(f"auto: {text}, {best / took:.3f} of the best's speed; {reason}" if took else f"auto: {text}", flush=True)
-    record["rows"] += rows
+    record["plans"] += rows
     keep()
 
 
@@ -313,9 +314,9 @@ def gates(args, group, device, plans, record, keep):
                 planner.mesh(plan)
             result = gate.judge(tier, None if tier in ("fp32", "tf32") else Optimisations(), shared) if for_me else None
             if group.rank == 0:
-                record["gates"].append(dict(tier=tier, plan=str(plan) if plan != OFF else "one GPU", **result))
+                record["judged"].append(dict(tier=tier, plan=str(plan) if plan != OFF else "one GPU", **result))
                 print(
-                    f"gate {tier} {plan}: worst PSNR {result['worst']['psnr']:.1f}, contest {'pass' if result['passes'] else 'FALLS SHORT'}, "
+                    f"gate {tier} {plan}: worst PSNR {result['worst']['psnr']:.1f}, contest {'pass' if result['contest'] else 'FALLS SHORT'}, "
                     f"strict {'pass' if result['strict'] else 'falls short'}",
                     flush=True,
                 )

@@ -207,6 +207,7 @@ def main():
     )
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     about = dict(
+        kind="ddp",
         gpu=name,
         gpus=args.gpus,
         torch=torch.__version__,

@@ -326,7 +326,7 @@ def ceilings(tier, device):
         engine.synchronize(device)
         rates.append(5 * 2 * side**3 / products / (time.perf_counter() - begin) / 1e12)
     late = rates[len(rates) // 2 :]
-    return dict(product_tflops=statistics.median(late), product=f"{side}³ {tier}", copy_tb_s=copy_rate(device))
+    return dict(gemm_tflops=statistics.median(late), gemm=f"{side}³ {tier}", copy_tb_s=copy_rate(device))
 
 
 def copy_rate(device):
@@ -349,20 +349,20 @@ def copy_rate(device):
 
 def rates(result, shape, narrow, ceiling):
     """Adds to each kind of a step the work that it must do, and how fast it was done."""
-    need = {"GEMM": work.product_flops(shape), "attention": work.attention_flops(shape)}
+    need = {"GEMM": work.gemm_flops(shape), "attention": work.attention_flops(shape)}
     table = {}
     for kind, ms in result["kinds"].items():
         row = dict(ms=ms, share=ms / result["window_ms"])
         if kind in need and ms:
             row |= dict(tflop=need[kind] / 1e12, tflops=need[kind] / ms / 1e9)
-            row["of_ceiling"] = row["tflops"] / ceiling["product_tflops"]
+            row["of_ceiling"] = row["tflops"] / ceiling["gemm_tflops"]
         elif kind == OTHER and ms:
-            needed = work.row_bytes(shape, narrow)
+            needed = work.adaln_bytes(shape, narrow)
             row |= dict(gb=needed / 1e9, gb_s=needed / ms / 1e6)
             row["of_ceiling"] = row["gb_s"] / 1e3 / ceiling["copy_tb_s"]
         table[kind] = row
     result["kinds"] = table
-    result["floor_ms"] = work.floor_ms(shape, narrow, ceiling["product_tflops"], ceiling["copy_tb_s"])
+    result["floor_ms"] = work.floor_ms(shape, narrow, ceiling["gemm_tflops"], ceiling["copy_tb_s"])
 
 
 def job(record):
@@ -406,10 +406,10 @@ def describe(record):
     about = "upstream's arithmetic and its host→device copies" if record["baseline"] else "as sample.py runs it"
     unit = "GPU time" if record["gpu"] else "time"
     lines = [
-        f"{record['model']} · {record['image_size']} px · {record['rows']} rows · {record['tier']} · {about} · {where} · torch {record['torch']}",
+        f"{record['model']} · {record['image_size']} px · {record['batch_rows']} rows · {record['tier']} · {about} · {where} · torch {record['torch']}",
         f"{record['timed']['ms']:.2f} ms a step [{record['timed']['least']:.2f}, {record['timed']['most']:.2f}]; under the profiler "
-        f"{record['window_ms']:.2f}; floor {record['floor_ms']:.2f} ({record['ceilings']['product']} product "
-        f"{record['ceilings']['product_tflops']:.3g} TFLOP/s, copy {record['ceilings']['copy_tb_s']:.3g} TB/s, both measured here)",
+        f"{record['window_ms']:.2f}; floor {record['floor_ms']:.2f} ({record['ceilings']['gemm']} product "
+        f"{record['ceilings']['gemm_tflops']:.3g} TFLOP/s, copy {record['ceilings']['copy_tb_s']:.3g} TB/s, both measured here)",
         "",
         *(
             function_lines(f"Ten most expensive kernels, {record['steps']} steps", record["kernels"]) + [""]
@@ -465,7 +465,7 @@ def compare(paths):
     a, b = records
     names = [Path(path).stem for path in paths]
     lines = [f"{'':26}{names[0][:24]:>26}{names[1][:24]:>26}{'ratio':>9}"]
-    for what in ("gpu", "torch", "model", "image_size", "rows", "tier", "commit"):
+    for what in ("gpu", "torch", "model", "image_size", "batch_rows", "tier", "commit"):
         lines.append(
             f"{what:26}{str(a[what])[:24]:>26}{str(b[what])[:24]:>26}"
             + "   differ" * (a[what] != b[what] and what not in ("tier", "commit"))
@@ -602,7 +602,7 @@ def run(args, device):
         weights=options.ckpt and Path(options.ckpt).name or "random, seed 0",
         image_size=options.image_size,
         pictures=args.pictures,
-        rows=shape.rows,
+        batch_rows=shape.batch_rows,
         tier=tier,
         baseline=args.baseline,
         num_sampling_steps=options.num_sampling_steps,

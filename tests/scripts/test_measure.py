@@ -100,10 +100,10 @@ def test_few_pictures_on_many_ranks(tmp_path):
     )
     assert done.returncode == 0 and "say nothing about GPUs" in done.stdout, done.stderr
     record = json.loads((tmp_path / "out" / "x.json").read_text())
-    assert {(row["size"], row["tier"]) for row in record["rows"]} == {
+    assert {(row["size"], row["tier"]) for row in record["plans"]} == {
         (128, "fp32")
     }  # what the model and the device imply
-    one, two, auto = record["rows"]  # rows=4 needs more ranks than there are
+    one, two, auto = record["plans"]  # rows=4 needs more ranks than there are
     assert (one["plan"], one["gpus"], two["plan"], two["gpus"]) == (
         "one GPU",
         1,
