@@ -23,11 +23,10 @@ import jinja2
 from PIL import Image
 
 import evaluate
-from accel import work
 from accel.options import OneLineParser, UsageError, check_writable, partial_file, user_errors
-from scripts import plots
-from scripts.benchmark import score
-from scripts.profiling import clip
+from bench import plots, work
+from bench.jobs import score
+from bench.read_trace import clip
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT / "scripts" / "report"

@@ -161,22 +161,19 @@ def test_files_that_are_named_exist():
 
 
 def test_scripts_know_their_flags():
-    """Every flag that README gives a script stands in the script's help."""
+    """Every flag that README gives a script or a benchmark stands in its help."""
     given = {}
-    for command in re.findall(r"(?:python|nproc_per_node=\d+) (scripts/\w+\.py[^`#\n]*)", README):
+    for command in re.findall(r"(?:python|nproc_per_node=\d+) ((?:scripts|bench)/\w+\.py[^`#\n]*)", README):
         script, *words = shlex.split(command)
         given.setdefault(script, set()).update(word for word in words if word.startswith("--"))
-    assert {"scripts/profile.py", "scripts/verify.py", "scripts/report.py", "scripts/benchmark.py"} <= set(given)
+    assert {"bench/profile_step.py", "bench/steps.py", "scripts/verify.py", "scripts/report.py"} <= set(given)
     for script, flags in given.items():
-        source = (ROOT / script).read_text() + (ROOT / "scripts/profiling.py").read_text() * (
-            script == "scripts/profile.py"
-        )
-        shared = (
-            {"--" + name.replace("_", "-") for name in SamplingOptions.__dataclass_fields__}
-            if "add_arguments(" in source
-            else set()
-        )
-        assert flags <= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', source)) | shared, script
+        source = (ROOT / script).read_text()
+        if "measure.add_arguments(" in source:
+            source += (ROOT / "bench/measure.py").read_text()
+        shared = {"--" + name.replace("_", "-") for name in SamplingOptions.__dataclass_fields__}
+        known = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', source))
+        assert flags <= known | (shared if " add_arguments(" in source else set()), script
 
 
 def test_commands_parse():

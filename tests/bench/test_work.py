@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel import work
+from bench import work
 from models import DiT_models
 
 

@@ -12,7 +12,8 @@ from PIL import Image
 
 import evaluate
 from accel.options import UsageError
-from scripts import plots, report
+from bench import plots
+from scripts import report
 
 GPU = "Test GPU 9000"
 
