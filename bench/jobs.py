@@ -4,10 +4,11 @@
     python bench/jobs.py --start --output output/start.json
     python bench/jobs.py --gpus 4 --output output/ddp.json
 
---contest: T from loading the model to the picture on disk, and its points; sample.py in a process of its own, after a run
-that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh looks for it. --start: process start to picture
-with empty and with warm kernel caches, and the GPU memory that the driver reports over what was in use before. --gpus:
-sample_ddp.py on N GPUs of this node against one: start to first step, a grid of 8 labels, an FID job's pictures/s.
+--contest: T from loading the model to the picture on disk, and its points; sample.py in a process of its own, after a
+run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh looks for it. --start: process start to
+picture with empty and with warm kernel caches, and the GPU memory that the driver reports over what was in use
+before. --gpus: sample_ddp.py on N GPUs of this node against one: start to first step, a grid of 8 labels, an FID
+job's pictures/s.
 
 Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
 """
@@ -174,7 +175,7 @@ def against_one(args: Namespace, device: torch.device, flags: list, folder: Path
             for ranks in counts:
                 size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
                 notes = launch(ranks, *flags, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")["ranks"]
-                # From the end of the first whole batch to the end of the last: two batches sampled, decoded, handed over.
+                # From the end of the first whole batch to that of the last: two are sampled, decoded, handed over.
                 begin, end = (max(rank["runs"][index][1] for rank in notes) for index in (-3, -1))
                 rates[ranks] = 2 * args.batch * ranks / (end - begin)
                 bar.update()

@@ -3,9 +3,8 @@
     python bench/kernels.py --attention --output output/attention.json
     python bench/kernels.py --gemm 1024 16384 --output output/gemms.json
 
-Times are of replayed CUDA graphs that take turns, after seconds of load. A GEMM is 28 launches with as many weights, more
-than the cache holds, as in a step.
-"""
+Times are of replayed CUDA graphs that take turns, after seconds of load. A GEMM is 28 launches with as many weights,
+more than the cache holds, as in a step."""
 
 if not __package__:
     __import__("_as_module")

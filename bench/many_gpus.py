@@ -3,10 +3,11 @@
     torchrun --standalone --nproc_per_node=4 bench/many_gpus.py --gate --output output/parallel.json
     torchrun --standalone --nproc_per_node=4 bench/many_gpus.py --link --output output/link.json
 
-Times are of whole denoising steps on the slowest rank, as in bench/steps.py. The speed-up is over the same network, tier and
-kernels on one of these GPUs. Error: relative, of one guided forward pass, against one GPU. Bytes: what a rank receives a
-layer. --gate judges 250-step pictures of the demo, shared, against fp32's on one GPU. --link times collectives among two
-ranks and among all, of several sizes: over NCCL, ten calls in a CUDA graph as in a captured step, else over gloo.
+Times are of whole denoising steps on the slowest rank, as in bench/steps.py. The speed-up is over the same network,
+tier and kernels on one of these GPUs. Error: relative, of one guided forward pass, against one GPU. Bytes: what a
+rank receives a layer. --gate judges 250-step pictures of the demo, shared, against fp32's on one GPU. --link times
+collectives among two ranks and among all, of several sizes: over NCCL, ten calls in a CUDA graph as in a captured
+step, else over gloo.
 """
 
 if not __package__:

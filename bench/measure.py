@@ -1,4 +1,4 @@
-"""What every benchmark shares: its flags, where its figures come from, timing, weights, and the networks to compare with."""
+"""What every benchmark shares: flags, provenance, timing, random weights, and networks to compare with."""
 
 import json
 import os
@@ -145,8 +145,8 @@ def run_until(loop: Callable, progress: Callable) -> None:
 
 
 def time_steps(loop: Callable, device: torch.device, load: float, window: float, name: str = "") -> dict:
-    """Milliseconds of single steps of the sampling run `loop(progress)`: those of the last `window` seconds, after `load`
-    seconds, since a GPU under load runs slower than in a burst."""
+    """Milliseconds of single steps of the sampling run `loop(progress)`: those of the last `window` seconds, after
+    `load` seconds, since a GPU under load runs slower than in a burst."""
     steps = 0
 
     def two_steps():
@@ -259,7 +259,8 @@ def network_of(args: Namespace, device: torch.device) -> torch.nn.Module:
 
 
 def build(model: torch.nn.Module, tier: str, switches: Optimisations | None, device: torch.device):
-    """The network of a tier, its switches set: `model` (a models.DiT) itself without them, else a FastDiT of its weights."""
+    """The network of a tier, its switches set: `model` (a models.DiT) itself without them, else a FastDiT of its
+    weights."""
     if device.type == "cuda":
         precision.apply_precision(tier, device)
     if switches is None:

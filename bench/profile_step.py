@@ -239,8 +239,9 @@ def describe(record: dict) -> list[str]:
     )
     about = "upstream's arithmetic and its host→device copies" if record["baseline"] else "as sample.py runs it"
     lines = [
-        f"{record['model']} · {record['image_size']} px · {record['batch_rows']} batch rows · {record['tier']} · {about} · {where}",
-        f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; under the profiler {record['window_ms']:.2f}; "
+        " · ".join([record["model"], f"{record['image_size']} px, {record['batch_rows']} batch rows", record["tier"]]),
+        f"{about} · {where}",
+        f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled {record['window_ms']:.2f}; "
         f"floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM {ceiling['gemm_tflops']:.3g} TFLOP/s, copy "
         f"{ceiling['copy_tb_s']:.3g} TB/s, both measured here)",
         "",
@@ -267,7 +268,7 @@ def describe(record: dict) -> list[str]:
         times, ms = (sum(wait[key] for wait in record["waits"]) for key in ("per_step", "ms_per_step"))
         lines += [
             "",
-            f"The host waits for the GPU {times:.1f} times a step, {ms:.2f} ms of it, while the queue of kernels drains.",
+            f"The host waits for the GPU {times:.1f} times a step, {ms:.2f} ms, while the queue of kernels drains.",
         ]
         lines += [f"The copies between host and GPU themselves take {record['host_copies_ms']:.3f} ms a step."]
         lines += [

@@ -1,8 +1,9 @@
 """Reading a torch.profiler trace: where the GPU's time goes, by kind of work, and where the host waits for it.
 
-A trace is read as torch.profiler writes it (Chrome's format), so that what the tables say can be looked up in a viewer. Kernels'
-names tell the kind of GPU work; idle is the window less the union of what ran. A host that waits is shown as waiting, with the
-operator that made it wait: the time inside such a call is the GPU's queue draining, not the call's own work.
+A trace is read as torch.profiler writes it (Chrome's format), so that what the tables say can be looked up in a
+viewer. Kernels' names tell the kind of GPU work; idle is the window less the union of what ran. A host that waits is
+shown as waiting, with the operator that made it wait: the time inside such a call is the GPU's queue draining, not
+the call's own work.
 """
 
 import bisect
@@ -90,8 +91,9 @@ def span(event: dict) -> tuple[float, float]:
 
 
 def analyse(events: list[dict], steps: int) -> dict:
-    """Times by kind, the most expensive functions and the host's waits, of a trace whose first `steps` ProfilerStep ranges
-    are denoising steps and whose next one, if there is one, decodes pictures. Milliseconds; `kinds` are a step's."""
+    """Times by kind, the most expensive functions and the host's waits, of a trace whose first `steps` ProfilerStep
+    ranges are denoising steps and whose next one, if there is one, decodes pictures. Milliseconds; `kinds` are a
+    step's."""
     events = [event for event in events if event.get("ph") == "X"]
     notes = [event for event in events if event.get("cat") == "user_annotation"]
     ranges = sorted(span(event) for event in notes if event["name"].startswith("ProfilerStep"))

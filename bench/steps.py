@@ -5,10 +5,11 @@
     python bench/steps.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output output/sweep.json
     python bench/steps.py --decoder --output output/decoder.json
 
-Times are of whole steps in the sampling loop that sample.py runs (guidance, update and noise draw included, no decoder):
-median, 10th and 90th percentile, after --load seconds of the same steps. Weights are random and not zero, except the
-demo's: a fresh DiT outputs zeros. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward pass against float64. --gate
-judges 250-step pictures of the demo against fp32's from the same noise. --decoder times decoding instead.
+Times are of whole steps in the sampling loop that sample.py runs (guidance, update and noise draw included, no
+decoder): median, 10th and 90th percentile, after --load seconds of the same steps. Weights are random and not zero,
+except the demo's: a fresh DiT outputs zeros. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward pass against
+float64. --gate judges 250-step pictures of the demo against fp32's from the same noise. --decoder times decoding
+instead.
 """
 
 if not __package__:

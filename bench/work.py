@@ -1,4 +1,4 @@
-"""What a step of a DiT must do, whoever does it: operations and bytes, by kind, and what its division over GPUs sends."""
+"""What a step of a DiT must do, by kind: operations, bytes, and what its division over GPUs sends."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -36,8 +36,9 @@ def attention_flops(shape: Shape) -> int:
 
 
 def adaln_bytes(shape: Shape, value_bytes: int) -> int:
-    """Fewest bytes that move between the GEMMs if each pass over the tokens is one fused adaLN kernel, as in accel/fast:
-    the float32 residual stream, and branches and GEMM inputs of `value_bytes` a value (2 in half precision, else 4)."""
+    """Fewest bytes that move between the GEMMs if each pass over the tokens is one fused adaLN kernel, as in
+    accel/fast: the float32 residual stream, and branches and GEMM inputs of `value_bytes` a value (2 in half
+    precision, else 4)."""
     stream = 4
     middle = stream + 2 * value_bytes  # reads x and a, writes h
     joined = 2 * stream + 3 * value_bytes  # reads x, a and m, writes x and h
@@ -89,7 +90,8 @@ def strategies(shape: Shape, gpus: int, value_bytes: int, step_ms: dict[int, flo
 
 
 def collective_us(link: list[dict], collective: str, ranks: int, size: int) -> float | None:
-    """Microseconds of a collective on `size` bytes a rank, by straight lines between measured sizes; None without any."""
+    """Microseconds of a collective on `size` bytes a rank, by straight lines between measured sizes; None without
+    any."""
     points = sorted(
         (one["bytes"], one["us"]) for one in link if (one["collective"], one["ranks"]) == (collective, ranks)
     )

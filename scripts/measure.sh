@@ -3,9 +3,9 @@
 #
 #     bash scripts/measure.sh FOLDER [--ckpt WEIGHTS --vae DECODER --image-size PX]
 #
-# Without weights the networks are random (arithmetic costs the same) and pictures are verified on the demo. A file that is
-# there, whole, is not measured again, so a run that was stopped resumes; remove a file to renew it. Without a GPU the demo
-# is measured on the CPU.
+# Without weights the networks are random (arithmetic costs the same) and pictures are verified on the demo. A file
+# that is there, whole, is not measured again, so a run that was stopped resumes; remove a file to renew it. Without a
+# GPU the demo is measured on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 log=${1:-}

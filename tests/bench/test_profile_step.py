@@ -16,8 +16,8 @@ def event(category, name, start, length, thread=1):
     return dict(ph="X", cat=category, name=name, ts=start, dur=length, tid=thread)
 
 
-# Two steps of 1000 us on a GPU, a drain at the end of the last, then a decoded picture. In each step a GEMM and an attention kernel overlap
-# on two streams, an upload makes the host wait, and the end is idle.
+# Two steps of 1000 us on a GPU, a drain at the end of the last, then a decoded picture. In each step a GEMM and an
+# attention kernel overlap on two streams, an upload makes the host wait, and the end is idle.
 TRACE = [
     one
     for step in (0, 1)
@@ -212,7 +212,8 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
 
 
 def test_upstreams_traffic_changes_no_number():
-    """The baseline's loop gives the very pictures of p_sample_loop, and copies what upstream copies: 8 tables, the map, timesteps, frequencies."""
+    """The baseline's loop gives the very pictures of p_sample_loop, and copies what upstream copies: 8 tables, the
+    map, timesteps, frequencies."""
     from diffusion import create_diffusion
 
     model = DiT_models["DiT-S/8"](input_size=16, num_classes=4).eval()

@@ -21,7 +21,8 @@ esac
 
 
 def test_a_measurement_that_was_cut_short_is_made_again(tmp_path):
-    """The scripts write what they have as they go, so a file that is there need not be whole. python and torchrun are stand-ins: this is about the shell."""
+    """The scripts write what they have as they go, so a file that is there need not be whole. python and torchrun are
+    stand-ins: this is about the shell."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "measure.sh").write_text((ROOT / "scripts" / "measure.sh").read_text())
     for name in ("python", "torchrun"):

@@ -1,4 +1,5 @@
-"""The report: every figure in it is in a file, what is missing or mixed is refused by name, and a real browser shows it."""
+"""The report: every figure in it is in a file, what is missing or mixed is refused by name, and a real browser shows
+it."""
 
 import json
 import re
