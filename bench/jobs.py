@@ -7,8 +7,7 @@
 --contest: T from loading the model to the picture on disk, and its points; sample.py in a process of its own, after a
 run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh looks for it. --start: process start to
 picture with empty and with warm kernel caches, and the GPU memory that the driver reports over what was in use
-before. --gpus: sample_ddp.py on N GPUs of this node against one: start to first step, a grid of 8 labels, an FID
-job's pictures/s.
+before. --gpus: sample_ddp.py on N GPUs of this node against one: a grid of 8 labels, an FID job's pictures/s.
 
 Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
 """
@@ -144,63 +143,48 @@ def start(args: Namespace, device: torch.device, flags: list, folder: Path, reco
 #################################################################################
 
 
-def launch(ranks: int, *flags) -> dict:
-    """sample_ddp.py on so many GPUs → every rank's notes, the phases of rank 0, seconds of the whole command."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "bench/probe.py"]
-    threads = str(max(1, min(4, os.cpu_count() // ranks)))
-    with tempfile.TemporaryDirectory() as notes:
-        lines, taken = run([*launcher, *flags], START=str(time.time()), NOTES=notes, OMP_NUM_THREADS=threads)
-        every = [json.loads(Path(notes, str(rank)).read_text()) for rank in range(ranks)]
-    return dict(ranks=every, phases=phases(lines), seconds=taken)
-
-
 def against_one(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
-    counts, results = (1, args.gpus), {}
+    results = {}
     flags = [*flags, "--precision", args.precision or precision.default_tier(device)]
-    flags += ["--device", "cpu", "--num-sampling-steps"] if device.type == "cpu" else ["--num-sampling-steps"]
+    flags += ["--device", "cpu"] if device.type == "cpu" else []
     kinds = ((1, "local"), (args.gpus, "local"), (args.gpus, "gather"))
-    total = 1 + 3 * args.repeats * ("grid" in args.parts) + 2 * ("fid" in args.parts)
+    total = (device.type == "cuda") + 3 * args.repeats * ("grid" in args.parts) + 2 * ("fid" in args.parts)
     with tqdm(total=total, desc="jobs", unit="job", leave=False) as bar:
-        launch(args.gpus, *flags, 3, "--output", folder / "warm.png")  # file and kernel caches
-        bar.update()
+
+        def launch(ranks, steps, *more):
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
+            threads = str(max(1, min(4, os.cpu_count() // ranks)))
+            lines, taken = run([*launcher, *flags, "--num-sampling-steps", steps, *more], OMP_NUM_THREADS=threads)
+            bar.update()
+            return dict(phases=phases(lines), seconds=taken)
+
+        if device.type == "cuda":
+            launch(args.gpus, 3, "--output", folder / "warm.png")  # file and kernel caches
         if "grid" in args.parts:
             grids = {kind: [] for kind in kinds}
             for (ranks, how), some in [*grids.items()] * args.repeats:
-                some.append(launch(ranks, *flags, args.steps, "--decode", how, "--output", folder / "grid.png"))
-                bar.update()
-            results |= of_grids(grids, counts)
+                some.append(launch(ranks, args.steps, "--decode", how, "--output", folder / "grid.png"))
+            sampling = {n: [grid["phases"]["sample"] for grid in grids[n, "local"]] for n in (1, args.gpus)}
+            results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
+            for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
+                results[name] = {f"{n} {how}": [grid[key] for grid in some] for (n, how), some in grids.items()}
             record(results)
         if "fid" in args.parts:
             rates = {}
-            for ranks in counts:
+            for ranks in (1, args.gpus):
                 size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
-                notes = launch(ranks, *flags, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")["ranks"]
-                # From the end of the first whole batch to that of the last: two are sampled, decoded, handed over.
-                begin, end = (max(rank["runs"][index][1] for rank in notes) for index in (-3, -1))
-                rates[ranks] = 2 * args.batch * ranks / (end - begin)
-                bar.update()
+                launch(ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
+                rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
             efficiency = rates[args.gpus] / (args.gpus * rates[1])
             results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)
             record(results)
     print(json.dumps(results, indent=1))
 
 
-def of_grids(grids: dict[tuple, list[dict]], counts: tuple[int, int]) -> dict:
-    """What grids took, by (ranks, how they were decoded): the slowest rank's seconds and their ratio."""
-
-    def slowest(seconds):
-        times = {n: [max(map(seconds, grid["ranks"])) for grid in grids[n, "local"]] for n in counts}
-        return times | dict(ratio=min(times[counts[1]]) / min(times[1]))
-
-    def of_each(name):
-        return {f"{ranks} {how}": [grid[name] for grid in some] for (ranks, how), some in grids.items()}
-
-    return dict(
-        start_to_first_step_s=slowest(lambda rank: rank["first step"]),
-        grid_sampling_s=slowest(lambda rank: max(end - begin for begin, end in rank["runs"])),
-        grid_start_to_picture_s=of_each("seconds"),
-        grid_phases_s=of_each("phases"),
-    )
+def pictures_per_second(folder: Path, batch: int) -> float:
+    """Of an FID job's folder: from when its first `batch` pictures are written to when all are."""
+    written = [path.stat().st_mtime for path in sorted(folder.rglob("*.png"))]
+    return (len(written) - batch) / (max(written) - max(written[:batch]))
 
 
 def parse() -> tuple[OneLineParser, Namespace]:
@@ -210,7 +194,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     what.add_argument("--contest", **tiers, help="the contest's T and points in these tiers (default: sample.py's)")
     what.add_argument("--start", action="store_true", help="a cold and a warm start, and GPU memory")
     what.add_argument("--gpus", type=positive, help="so many GPUs of this node against one of them")
-    measure.add_arguments(parser)
+    measure.add_arguments(parser, batch=False)
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of --gpus (default: sample_ddp.py's)")
     parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus on a CPU: 25)")
@@ -257,7 +241,7 @@ def main() -> None:
             if asked
         )
         about = dict(kind=kind, **measure.provenance(device, args.commit), model=args.model, image_size=args.image_size)
-        about |= dict(pictures=8, weights=args.ckpt or "random, seed 0", steps=args.steps)
+        about |= dict(pictures=8, weights=Path(args.ckpt).name if args.ckpt else "random, seed 0", steps=args.steps)
         if args.gpus:
             about |= dict(gpus=args.gpus, precision=args.precision or precision.default_tier(device))
         flags = ["--model", args.model, "--image-size", args.image_size, "--num-classes", args.num_classes]

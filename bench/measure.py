@@ -27,10 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent
 #################################################################################
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
 def seconds(text: str) -> float:
     """A flag's value."""
     value = float(text)
@@ -39,20 +35,17 @@ def seconds(text: str) -> float:
     return value
 
 
-def add_arguments(parser: ArgumentParser, network: bool = True) -> None:
-    """The flags that benchmarks share; network: those of one network and one batch too."""
+def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
+    """The flags that benchmarks share; network, batch: those of one network, of one batch of it whose steps are timed."""
     if network:
         parser.add_argument("--model", choices=DiT_models, help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
         parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
         parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
         parser.add_argument("--num-classes", type=int, help="number of classes")
-        parser.add_argument(
-            "--pictures", type=positive, default=8, help="pictures in a batch; with guidance two rows each"
-        )
         parser.add_argument("--cfg-scale", type=float, default=SamplingOptions.cfg_scale, help="strength of guidance")
-        parser.add_argument(
-            "--load", type=seconds, help="seconds of steps before those that count (default: 5; CPU: 0.5)"
-        )
+    if network and batch:
+        parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two rows each")
+        parser.add_argument("--load", type=seconds, help="seconds of steps before those that count (5; CPU: 0.5)")
         parser.add_argument("--window", type=seconds, help="seconds of steps that count (default: 3; CPU: 1)")
     parser.add_argument("--device", help="where to measure (default: a GPU if there is one)")
     parser.add_argument("--output", help="JSON file to write")
@@ -71,8 +64,9 @@ def prepare(args: Namespace) -> torch.device:
     implied = SamplingOptions(model=args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
     engine.network_shape(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
-    args.load = (5.0 if on_gpu else 0.5) if args.load is None else args.load
-    args.window = (3.0 if on_gpu else 1.0) if args.window is None else args.window
+    for name, default in (("load", 5.0 if on_gpu else 0.5), ("window", 3.0 if on_gpu else 1.0)):
+        if getattr(args, name, default) is None:
+            setattr(args, name, default)
     if args.output:
         check_writable(args.output)
     if not on_gpu:
@@ -82,13 +76,14 @@ def prepare(args: Namespace) -> torch.device:
 
 def provenance(device: torch.device, commit: str | None) -> dict:
     """Where figures come from: GPU (None on a CPU), torch, commit, date, command."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
     return dict(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         torch=torch.__version__,
-        commit=commit or git("describe", "--always", "--dirty"),
+        commit=commit or git.stdout.strip(),
         date=str(date.today()),
-        command=" ".join([launcher, *sys.argv]),
+        command=" ".join([launcher, os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     )
 
 
@@ -96,7 +91,7 @@ def write(path: str | Path | None, record: dict) -> None:
     """Write `record` as the whole file `path`, or nothing without one. Called after every result, it loses none."""
     if path:
         with partial_file(path) as partial:
-            partial.write_text(json.dumps(record, indent=1) + "\n")
+            partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 #################################################################################
@@ -147,35 +142,28 @@ def run_until(loop: Callable, progress: Callable) -> None:
 def time_steps(loop: Callable, device: torch.device, load: float, window: float, name: str = "") -> dict:
     """Milliseconds of single steps of the sampling run `loop(progress)`: those of the last `window` seconds, after
     `load` seconds, since a GPU under load runs slower than in a burst."""
-    steps = 0
-
-    def two_steps():
-        nonlocal steps
-        steps += 1
-        if steps == 2:
-            raise Enough
-
-    run_until(loop, two_steps)  # what only first steps do
     marks, started = Marks(device), None
-    bar = tqdm(
-        total=round(load + window, 1), desc=name, unit="s", leave=False, bar_format="{l_bar}{bar}| {n:.0f}/{total} s"
-    )
+    total = round(load + window, 1)
+    bar = tqdm(total=total, desc=name, leave=False, bar_format="{l_bar}{bar}| {n:.0f}/{total} s")
 
     def mark():
         nonlocal started
         marks()
         marks.wait(4)  # so that the clock below counts work that was done
-        started = started or time.perf_counter()
-        bar.update(min(time.perf_counter() - started, bar.total) - bar.n)
-        if len(marks.marks) > 1 and time.perf_counter() - started > load + window:
+        if len(marks.marks) < 3:  # what only first steps do
+            started = time.perf_counter()
+        taken = time.perf_counter() - started
+        bar.update(min(taken, total) - bar.n)
+        if taken > total and len(marks.marks) > 3:
             raise Enough
 
     with bar:
         run_until(loop, mark)
     engine.synchronize(device)
-    kept = []
+    kept, left = [], 1e3 * window
     for one in reversed(marks.milliseconds()):
-        if kept and sum(kept) + one > 1e3 * window:
+        left -= one
+        if kept and left < 0:
             break
         kept.append(one)
     return dict(spread(kept), mean=statistics.fmean(kept), steps=len(kept))

@@ -8,6 +8,9 @@
 # GPU the demo is measured on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [[ -d .venv ]]; then
+  export PATH="$PWD/.venv/bin:$PATH"
+fi
 log=${1:-}
 if [[ $log == -h || $log == --help ]]; then
   sed -n 's/^# \{0,1\}//p' scripts/measure.sh

@@ -55,7 +55,7 @@ def read_log(folder: Path, gpu: str | None = None) -> dict[str, list[dict]]:
     found, first = {}, None
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
         try:
-            record = json.loads(path.read_text())
+            record = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
         if path.with_name(path.name + ".unfinished").exists():

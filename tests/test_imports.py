@@ -43,7 +43,7 @@ RULES = {
     },
     "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision"},
     "pretrained_models/": {"accel.options", "models"},
-    "bench/": {"accel", "diffusion", "evaluate", "models", "pretrained_models", "sample_ddp"},
+    "bench/": {"accel", "diffusion", "evaluate", "models", "pretrained_models"},
 }
 
 

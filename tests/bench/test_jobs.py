@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 
 import pytest
@@ -38,25 +39,25 @@ def test_contest(tmp_path, monkeypatch, run):
 
 
 def test_one_process_against_two(tmp_path, monkeypatch):
-    flags = ["--gpus", "2", "--device", "cpu", "--parts", "fid", "--fid-steps", "2", "--batch", "1", "--output"]
+    flags = ["--gpus", "2", "--device", "cpu", "--steps", "2", "--fid-steps", "2", "--batch", "1", "--output"]
     here(monkeypatch, *flags, tmp_path / "log.json")
     record = json.loads((tmp_path / "log.json").read_text())
     assert (record["kind"], record["gpus"], record["precision"]) == ("ddp", 2, "fp32")
+    sampling, wall = record["grid_sampling_s"], record["grid_start_to_picture_s"]
+    assert sampling["ratio"] == sampling["2"][0] / sampling["1"][0]
+    assert set(wall) == set(record["grid_phases_s"]) == {"1 local", "2 local", "2 gather"}
+    assert 0 < sampling["1"][0] < record["grid_phases_s"]["1 local"][0]["total"] < wall["1 local"][0]
     rates = record["fid_pictures_per_s"]
     assert rates["efficiency"] == pytest.approx(rates["2"] / (2 * rates["1"])) and rates["batch"] == 1
 
 
-def test_the_slowest_rank_counts():
-    def grid(*ranks):
-        notes = [{"first step": first, "runs": [(first, first + taken)]} for first, taken in ranks]
-        return dict(ranks=notes, seconds=20.0, phases=dict(total=9.0))
-
-    some = {(1, "local"): [grid((5, 8)), grid((6, 7))], (2, "local"): [grid((5, 4), (6, 3.5))]}
-    found = jobs.of_grids(some | {(2, "gather"): [grid((5, 4), (6, 3))]}, (1, 2))
-    assert found["grid_sampling_s"] == {1: [8, 7], 2: [4], "ratio": 4 / 7}
-    assert found["start_to_first_step_s"] == {1: [5, 6], 2: [6], "ratio": 6 / 5}
-    assert found["grid_start_to_picture_s"] == {"1 local": [20.0, 20.0], "2 local": [20.0], "2 gather": [20.0]}
-    assert found["grid_phases_s"]["2 gather"] == [dict(total=9.0)]
+def test_pictures_per_second(tmp_path):
+    """Three batches of two: the first, which warms up, does not count."""
+    (tmp_path / "job").mkdir()
+    for index, second in enumerate((100, 108, 110, 111, 112, 112)):
+        (tmp_path / "job" / f"{index:06}.png").touch()
+        os.utime(tmp_path / "job" / f"{index:06}.png", (second, second))
+    assert jobs.pictures_per_second(tmp_path, 2) == 4 / (112 - 108)
 
 
 REFUSED = [
@@ -82,24 +83,11 @@ def test_refused_before_anything_runs(arguments, words, monkeypatch, capsys):
 
 
 def test_a_ranks_complaint_is_given_in_its_line(tmp_path, monkeypatch, capsys):
-    started, launch = [], jobs.launch
-    monkeypatch.setattr(
-        jobs, "launch", lambda *words: [started.append(words), launch(1, *words[1:], "--precision", "fp8")]
-    )
     weights = ["--gpus", "2", "--device", "cpu", "--ckpt", "x", "--vae", "x", "--output"]
     with pytest.raises(SystemExit) as stop:
         here(monkeypatch, *weights, tmp_path / "x.json")
-    error = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2
-    assert (
-        error[-1]
-        == "jobs.py: sample_ddp.py: argument --precision: invalid choice: 'fp8' (choose from "
-        + ", ".join(map(repr, jobs.precision.TIERS))
-        + ")"
-    )
-    [words] = started
-    flags = dict(zip(words[1::2], words[2::2]))
-    assert (flags["--image-size"], flags["--precision"]) == (128, "fp32")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and error.startswith("jobs.py: sample_ddp.py: --ckpt x: ")
 
 
 @pytest.mark.gpu
