@@ -95,7 +95,7 @@ class Table:
     """All plans for one network, size and number of labels."""
 
     def __init__(self, args: Namespace, group, device: torch.device, case: dict, network, model):
-        self.args, self.group, self.device, self.case, self.network = args, group, device, case, network
+        self.args, self.group, self.device, self.case = args, group, device, case
         self.pictures, latent, tokens = case["labels"], case["size"] // 8, model.pos_embed.shape[1]
         self.planner = Planner(group, device, self.pictures, latent, tokens, model.num_heads, len(model.blocks))
         self.planner.begin(network)

@@ -36,7 +36,7 @@ def seconds(text: str) -> float:
 
 
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
-    """The flags that benchmarks share; network, batch: those of one network, of one batch of it whose steps are timed."""
+    """The flags that benchmarks share; network, batch: those of one network, of a batch whose steps are timed."""
     if network:
         parser.add_argument("--model", choices=DiT_models, help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
         parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")

@@ -17,6 +17,7 @@ if not __package__:
 
 import gc
 import math
+import os
 import statistics
 import time
 from argparse import ArgumentTypeError, Namespace
@@ -109,7 +110,8 @@ class Judge:
         network = share(measure.build(self.model, tier, switches, self.device))
         options, latents = self.options, []
         labels = torch.tensor(options.labels, device=self.device)
-        with tqdm(total=250 * len(self.seeds), desc=f"{tier}: pictures", unit="step", leave=False) as bar:
+        total, quiet = 250 * len(self.seeds), os.environ.get("RANK", "0") != "0"
+        with tqdm(total=total, desc=f"{tier}: pictures", unit="step", leave=False, disable=quiet) as bar:
             for seed in self.seeds:
                 z = engine.draw_latents(len(labels), options.latent_size, seed, self.device)
                 guidance = options.cfg_scale, options.num_classes

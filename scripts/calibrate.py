@@ -256,8 +256,8 @@ def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> None:
         tried.append(dict(calls=calls, seeds=[seeds[0], seeds[-1]], **kept))
         say(
             f"{calls:4d} evaluations: over 40 dB {figures['grids_over_40']:.1%} of grids, "
-            f"{figures['tiles_over_40']:.1%} of pictures; grid median {figures['grid_median']:.1f}, worst {figures['grid_worst']:.1f}; "
-            f"worst picture {figures['tile_worst']:.1f}"
+            f"{figures['tiles_over_40']:.1%} of pictures; grid median {figures['grid_median']:.1f}, "
+            f"worst {figures['grid_worst']:.1f}; worst picture {figures['tile_worst']:.1f}"
         )
         return figures
 

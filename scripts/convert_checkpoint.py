@@ -1,4 +1,4 @@
-"""Convert DiT weights between .pt, .safetensors and diffusers' layout, and read the result back to prove it.
+"""Convert DiT weights between .pt, .safetensors and a folder in diffusers' layout, and prove it by reading the result back.
 
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/     # diffusers' layout
@@ -19,20 +19,24 @@ from models import DiT_models
 from pretrained_models.download import find_model, to_diffusers
 
 
-def config_of(state: dict) -> dict:
+def config_of(state):
     """The config of diffusers' DiTTransformer2DModel for a state dict in this repository's keys.
 
     The head count is in no tensor: it is that of the model in DiT_models with this width and depth.
-    Raises UsageError if there is none.
     """
     width, channels, patch_size, _ = state["x_embedder.proj.weight"].shape
     depth = sum(key.endswith("attn.qkv.weight") for key in state)
     with torch.device("meta"):
-        models = [build() for build in DiT_models.values()]
-    sizes = {(model.pos_embed.shape[-1], len(model.blocks)): model.num_heads for model in models}
-    if (width, depth) not in sizes:
-        raise UsageError(f"--ckpt: width {width} and depth {depth} are of no model of {', '.join(DiT_models)}")
-    heads = sizes[width, depth]
+        heads = next(
+            (
+                model.num_heads
+                for model in (build() for build in DiT_models.values())
+                if (model.pos_embed.shape[-1], len(model.blocks)) == (width, depth)
+            ),
+            None,
+        )
+    if heads is None:
+        raise UsageError(f"--ckpt: width {width} and depth {depth} are no model of {', '.join(DiT_models)}")
     return {
         "_class_name": "DiTTransformer2DModel",
         "activation_fn": "gelu-approximate",
@@ -54,7 +58,7 @@ def config_of(state: dict) -> dict:
     }
 
 
-def write(state: dict, target: Path) -> None:
+def write(state, target):
     """Write `state` as the kind of file that `target`'s name asks for; a folder appears only when it is whole."""
     from safetensors.torch import save_file
 
@@ -77,29 +81,14 @@ def write(state: dict, target: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_checked(state: dict, target: Path) -> None:
-    """Write `state` and read it back. Raises UsageError if the disk does not take it or gives other tensors."""
-    try:
-        write(state, target)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        remedy = "choose another path, or free some space"
-        raise UsageError(f"--output {target}: cannot write there ({reason}); {remedy}") from None
-    back = find_model(target)
-    same = {key for key in state.keys() & back.keys() if torch.equal(state[key], back[key])}
-    wrong = [key for key in {**state, **back} if key not in same]
-    if wrong:
-        shutil.rmtree(target) if target.is_dir() else target.unlink()
-        some = f"{', '.join(wrong[:3])} ({len(wrong)} in all)"
-        raise UsageError(f"--output {target}: reading it back gave other tensors: {some}")
-
-
-def main() -> None:
-    parser = OneLineParser(description=__doc__.splitlines()[0])
-    source = "a .pt or .safetensors file, a published name, or a folder in diffusers' layout"
-    parser.add_argument("--ckpt", required=True, help=source)
-    result = "what to write: NAME.pt, NAME.safetensors, or a folder for diffusers' layout"
-    parser.add_argument("--output", required=True, help=result)
+def main():
+    parser = OneLineParser(description="Convert DiT weights and prove the round trip.")
+    parser.add_argument(
+        "--ckpt", required=True, help="a .pt or .safetensors file, a published name, or a folder in diffusers' layout"
+    )
+    parser.add_argument(
+        "--output", required=True, help="what to write: NAME.pt, NAME.safetensors, or a folder for diffusers' layout"
+    )
     args = parser.parse_args()
     with user_errors(parser):
         target = Path(args.output)
@@ -109,8 +98,29 @@ def main() -> None:
             raise UsageError(f"--output {target}: must end in .pt or .safetensors, or name a folder")
         state = {key: tensor.contiguous() for key, tensor in find_model(args.ckpt).items()}
         if "x_embedder.proj.weight" not in state:
-            raise UsageError(f"--ckpt {args.ckpt}: is not a DiT (no x_embedder.proj.weight)")
-        write_checked(state, target)
+            raise UsageError(f"--ckpt {args.ckpt}: holds no DiT (no x_embedder.proj.weight)")
+        try:
+            write(state, target)
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # torch and safetensors have their own for a full disk
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise UsageError(
+                f"--output {target}: cannot write there ({reason}); choose another path, or free some space"
+            ) from None
+        back = find_model(target)
+        wrong = [
+            key
+            for key in {**state, **back}
+            if key not in state or key not in back or not torch.equal(state[key], back[key])
+        ]
+        if wrong:
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+            raise UsageError(
+                f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+            )
         total = sum(tensor.numel() for tensor in state.values())
         print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")
 

@@ -164,7 +164,8 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
     how = f" · forecast {options.forecast}" * (options.forecast != "off")
     print(
         f"{options.model} · {options.image_size} px · {count(len(options.labels), 'label')} · "
-        f"{options.num_sampling_steps} steps · cfg {options.cfg_scale:g} · {count(args.seeds, 'seed')}{how} · {where} · torch {torch.__version__}"
+        f"{options.num_sampling_steps} steps · cfg {options.cfg_scale:g} · {count(args.seeds, 'seed')}{how} · "
+        f"{where} · torch {torch.__version__}"
     )
     if tiers == [AGAIN]:
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")

@@ -45,7 +45,7 @@ def test_random_weights_make_no_zeros():
 
 
 def test_the_compilers_network_computes_the_same(monkeypatch):
-    """Without the compiler, whose answer is a GPU's to give: dtype in and out, and a copy of what a graph overwrites."""
+    """The compiler aside, which a GPU tests: dtype in and out, and a copy of what a graph overwrites."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     network = measure.random_network("DiT-S/8", 64, 4, "cpu")
     x, t, y = torch.randn(4, 4, 8, 8), torch.full((4,), 300), torch.tensor([0, 3, 4, 4])
