@@ -1,15 +1,18 @@
-"""Find how few calls of the network give the same pictures on your weights, and write the plan that sample.py --forecast plan follows.
+"""Find how few network evaluations give the same pictures on your weights, and write a plan for --forecast plan.
 
     python scripts/calibrate.py --model DiT-Demo/2
     python scripts/calibrate.py --ckpt pretrained_models/DiT-XL-2-512x512.pt --image-size 512 --margin 1
 
-1. Cost of every stride: --pictures runs with all calls are recorded; from every step of theirs one call or two take 2, 3, … steps, and the mean square
-   distance to where the run went is what that stride costs.
-2. Sensitivity: what an error made at a step does to the finished picture, from runs with two calls for three steps in one window of steps only.
-3. For every number of calls, the plan whose strides cost least, cost times sensitivity, by dynamic programming.
-4. The fewest calls whose pictures pass the contest gate's PSNR against float32 with all calls, plus --margin, on 99 % of the grids of eight and on 93 % of the
-   pictures of fresh seeds.
-5. The evidence, from seeds that none of this has seen; if it falls short of the gate, a few calls more. LPIPS is left to evaluate.py.
+1. The cost of every stride. --pictures runs with all evaluations are recorded. From every step of theirs one or two
+   evaluations serve 2, 3, … steps; the mean square distance to where the run went is what that stride costs.
+2. Sensitivity: what an error made at a step does to the finished picture. Two evaluations serve three steps, in one
+   window of steps only.
+3. For every number of evaluations, the plan with the least cost times sensitivity, by dynamic programming.
+4. The fewest evaluations whose pictures exceed the contest criterion's PSNR against float32 with all evaluations, plus
+   --margin, on 99 % of the grids of eight and on 93 % of the pictures of fresh seeds.
+5. The evidence, from seeds that none of this has seen. If it misses the criterion, a few evaluations more.
+
+LPIPS is left to evaluate.py.
 """
 
 if not __package__:
@@ -17,15 +20,21 @@ if not __package__:
 
 import math
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
 from diffusion.forecast import Strides
+from tqdm import tqdm
 
+import evaluate
 from accel import engine, precision, vae
 from accel.forecast import Plan, plan_path, settings_of, write_plan
 from accel.options import (
+    DEMO,
     OneLineParser,
     SamplingOptions,
     UsageError,
@@ -36,18 +45,18 @@ from accel.options import (
     user_errors,
 )
 from diffusion import create_diffusion
-from evaluate import GATES, json_ready, mae, psnr, ssim
 
 GRID = 8
 WINDOW = 10  # steps over which a sensitivity is measured
-PROBE = 3, 2  # by strides of this kind
+PROBE = 3, 2  # by strides of this kind: steps, evaluations
+THRESHOLD = evaluate.GATES["contest"]["psnr"]
 SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 
 
 class Bench:
-    """Float32 with all calls, the pictures it makes, and others' distance to them."""
+    """Float32 with all evaluations, the tier that is calibrated, and the pictures of both."""
 
-    def __init__(self, options, batch):
+    def __init__(self, options: SamplingOptions, batch: int):
         self.options, self.batch = options, batch
         self.device = engine.choose_device(options)
         self.tier = engine.choose_precision(options, self.device)
@@ -58,8 +67,8 @@ class Bench:
         self.network = self.reference if self.tier == "fp32" else engine.load_model(options, self.device, self.tier)
         self.decoder = vae.load_vae(vae.find_vae(options.vae), self.device)
 
-    def draws(self, seeds, each):
-        """z (n, 4, L, L), labels (n,) and the draw of a step's noise of `each` pictures a seed, each seed with a generator of its own."""
+    def draws(self, seeds: range, each: int) -> tuple[torch.Tensor, torch.Tensor, Callable]:
+        """z (n, 4, L, L), labels (n,) and the draw of a step's noise for `each` pictures a seed, a generator a seed."""
         generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
         shape = each, 4, self.options.latent_size, self.options.latent_size
 
@@ -69,174 +78,142 @@ class Bench:
         labels = torch.tensor(self.options.labels, device=self.device)
         return draw(), labels[torch.arange(len(seeds) * each, device=self.device) % len(labels)], draw
 
-    def latents(self, seeds, each, forecast=None, network=None, tier="fp32"):
-        """Latents of `each` pictures a seed, as many seeds at a time as make a batch."""
+    def pictures(self, seeds: range, each: int, plan: Plan | None = None) -> np.ndarray:
+        """(n, H, W, 3) uint8: float32's pictures with all evaluations, or the tier's by `plan`."""
+        network, tier = (self.reference, "fp32") if plan is None else (self.network, self.tier)
         precision.apply_precision(tier, self.device)
-        at_once, parts = max(1, self.batch // each), []
-        for first in range(0, len(seeds), at_once):
-            z, labels, draw = self.draws(seeds[first : first + at_once], each)
-            parts.append(
-                engine.denoise(
-                    network or self.reference,
-                    self.diffusion,
-                    z,
-                    labels,
-                    self.options.cfg_scale,
-                    self.options.num_classes,
-                    guided=self.options.cfg_scale > 1,
-                    draw=draw,
-                    forecast=forecast,
-                )
-            )
+        options, steps, parts = self.options, self.diffusion.num_timesteps, []
+        guidance = options.cfg_scale, options.num_classes, options.cfg_scale > 1
+        at_once = max(1, self.batch // each)
+        batches = [seeds[first : first + at_once] for first in range(0, len(seeds), at_once)]
+        with tqdm(total=steps * len(batches), desc=str(plan or "all evaluations"), unit="step", leave=False) as bar:
+            for some in batches:
+                z, labels, draw = self.draws(some, each)
+                batch = network, self.diffusion, z, labels, *guidance
+                parts.append(engine.denoise(*batch, draw=draw, forecast=plan, progress=bar.update))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
-        return torch.cat(parts)
+        return self.decoded(torch.cat(parts))
 
-    def pictures(self, latents):
-        """(n, H, W, 3) uint8 array."""
+    def decoded(self, latents: torch.Tensor) -> np.ndarray:
         return vae.to_uint8(vae.decode(self.decoder, latents)).numpy()
 
-    def model(self, labels):
+    def model(self, labels: torch.Tensor) -> Callable:
         """(x, original t) → the network's output with guidance, in float32."""
         options, n = self.options, len(labels)
         both = torch.cat([labels, torch.full_like(labels, options.num_classes)])
 
         def model(x, t):
-            if options.cfg_scale > 1:
-                return self.reference.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), both, options.cfg_scale)[
-                    :n
-                ]
-            return self.reference.forward(x, t, labels)
+            if options.cfg_scale == 1:
+                return self.reference.forward(x, t, labels)
+            x, t = torch.cat([x, x]), torch.cat([t, t])
+            return self.reference.forward_with_cfg(x, t, both, options.cfg_scale)[:n]
 
         return model
 
 
-def compare(want, got, thorough=False):
-    """Figures of pictures (n, H, W, 3) uint8, n a multiple of eight, against `want`: of the whole set, of grids of eight, of tiles; PSNR in dB."""
+def compare(want: np.ndarray, got: np.ndarray, thorough: bool = False) -> dict:
+    """Figures of pictures (n, H, W, 3) uint8, n a multiple of eight, against `want`: of the whole set, of grids of
+    eight and of single pictures (tiles); PSNR in dB, MAE of 0–1. thorough: SSIM and MAE too."""
 
-    def each(measure, *sets):
+    def each(metric, *sets):
         with ThreadPoolExecutor() as pool:
-            return np.array(list(pool.map(measure, *sets)))
+            return np.array(list(pool.map(metric, *sets)))
 
-    tiles, bars = each(psnr, want, got), GATES["contest"]
-    grids = each(
-        psnr, *(pictures.reshape(-1, GRID * pictures.shape[1], *pictures.shape[2:]) for pictures in (want, got))
-    )
-    figures = dict(
-        pictures=len(want),
-        psnr=psnr(np.concatenate(want), np.concatenate(got)),
-        grids_over_40=float((grids > bars["psnr"]).mean()),
-        tiles_over_40=float((tiles > bars["psnr"]).mean()),
-        grid_median=float(np.median(grids)),
-        grid_worst=float(grids.min()),
-        tile_median=float(np.median(tiles)),
-        tile_worst=float(tiles.min()),
-        tile_psnr=[round(float(v), 2) for v in tiles],
-        grid_psnr=[round(float(v), 2) for v in grids],
-    )
+    rows = [pictures.reshape(-1, GRID * pictures.shape[1], *pictures.shape[2:]) for pictures in (want, got)]
+    tiles, grids = each(evaluate.psnr, want, got), each(evaluate.psnr, *rows)
+    figures = dict(pictures=len(want), psnr=evaluate.psnr(np.concatenate(want), np.concatenate(got)))
+    for name, values in (("grid", grids), ("tile", tiles)):
+        figures[f"{name}s_over_40"] = float((values > THRESHOLD).mean())
+        figures[f"{name}_median"], figures[f"{name}_worst"] = float(np.median(values)), float(values.min())
+        figures[f"{name}_psnr"] = [round(float(value), 2) for value in values]
     if thorough:
-        similar, apart = each(ssim, want, got), each(mae, want, got) / 255
-        of_grid = [rows.reshape(-1, GRID).mean(1) for rows in (similar, apart)]
-        good = (grids > bars["psnr"]) & (of_grid[0] >= bars["ssim"]) & (of_grid[1] <= bars["mae"])
-        figures |= dict(
-            ssim_mean=float(similar.mean()),
-            ssim_worst=float(similar.min()),
-            mae_mean=float(apart.mean()),
-            mae_worst=float(apart.max()),
-            grids_that_pass=float(good.mean()),
-        )
+        ssim, mae, bars = each(evaluate.ssim, want, got), each(evaluate.mae, want, got) / 255, evaluate.GATES["contest"]
+        of_grid = [values.reshape(-1, GRID).mean(1) for values in (ssim, mae)]
+        good = (grids > THRESHOLD) & (of_grid[0] >= bars["ssim"]) & (of_grid[1] <= bars["mae"])
+        figures |= dict(ssim_mean=float(ssim.mean()), ssim_worst=float(ssim.min()), mae_mean=float(mae.mean()))
+        figures |= dict(mae_worst=float(mae.max()), grids_that_pass=float(good.mean()))
     return figures
 
 
-def passes(figures, margin=0.0):
-    """Whether enough grids and tiles are over the gate's bar on PSNR, the hardest of its bars here, plus `margin` dB."""
-    bar = GATES["contest"]["psnr"] + margin
-    return bool(
-        np.mean(np.array(figures["grid_psnr"]) > bar) >= SHARE_OF_GRIDS
-        and np.mean(np.array(figures["tile_psnr"]) > bar) >= SHARE_OF_TILES
-    )
+def passes(figures: dict, margin: float = 0.0) -> bool:
+    """Whether enough grids and pictures exceed the criterion's PSNR, the hardest of its thresholds here, by `margin`
+    dB."""
+    shares = (("grid_psnr", SHARE_OF_GRIDS), ("tile_psnr", SHARE_OF_TILES))
+    return all(np.mean(np.array(figures[name]) > THRESHOLD + margin) >= share for name, share in shares)
+
+
+#################################################################################
+#                               Steps 1 to 3: plans                             #
+#################################################################################
 
 
 @torch.inference_mode()
-def record(bench, seeds, each):
-    """A float32 run with all calls, step by step: x (T+1, n, …) and, of every step, its noise, m and values as Strides.stride gives them."""
+def record(bench: Bench, seeds: list[int], each: int) -> dict[str, torch.Tensor]:
+    """A float32 run with all evaluations, step by step: x, m and values (T+1, n, …) as Strides.stride gives them, and
+    the noise (T, n, …)."""
     z, labels, draw = bench.draws(seeds, each)
     strides, model = Strides(bench.diffusion, []), bench.model(labels)
-    x, (m, values) = z, strides.start(z)
-    xs, noises, ms, all_values = [x], [], [m], [values]
-    for t in range(bench.diffusion.num_timesteps - 1, -1, -1):
+    states, noises = [(z, *strides.start(z))], []
+    for t in tqdm(range(bench.diffusion.num_timesteps - 1, -1, -1), desc="recording", unit="step", leave=False):
         noises.append(draw())
-        x, m, values, _ = strides.stride(model, x, torch.full_like(labels, t), m, values, noises[-1][None])
-        xs.append(x), ms.append(m), all_values.append(values)
-    return dict(
-        x=torch.stack(xs), noise=torch.stack(noises), m=torch.stack(ms), values=torch.stack(all_values), labels=labels
-    )
+        states.append(
+            strides.stride(model, states[-1][0], torch.full_like(labels, t), *states[-1][1:], noises[-1][None])[:3]
+        )
+    x, m, values = (torch.stack(some) for some in zip(*states))
+    return dict(x=x, m=m, values=values, noise=torch.stack(noises), labels=labels)
 
 
-def kinds_up_to(longest):
-    """The kinds of stride to choose from: (steps, calls)."""
+def kinds_up_to(longest: int) -> list[tuple[int, int]]:
+    """The kinds of stride to choose from: (steps, evaluations)."""
     return [(k, calls) for k in range(1, longest + 1) for calls in (1, 2) if (k, calls) == (1, 1) or calls < k]
 
 
 @torch.inference_mode()
-def costs(bench, run, longest):
-    """Kind of stride → (T,): mean square error of x after one that begins at step index i, inf where there is none; of at most --batch pictures."""
-    steps, kinds, few = bench.diffusion.num_timesteps, kinds_up_to(longest), slice(bench.batch)
-    run = {name: tensor[few] if name == "labels" else tensor[:, few] for name, tensor in run.items()}
-    strides, model = Strides(bench.diffusion, kinds), bench.model(run["labels"])
+def costs(bench: Bench, run: dict, longest: int) -> dict[tuple[int, int], np.ndarray]:
+    """Kind of stride → (T,): mean square error of x after one that begins at step i, inf where there is none; of at
+    most --batch pictures."""
+    steps, kinds = bench.diffusion.num_timesteps, kinds_up_to(longest)
+    x, m, values, noise = (run[name][:, : bench.batch] for name in ("x", "m", "values", "noise"))
+    labels = run["labels"][: bench.batch]
+    strides, model = Strides(bench.diffusion, kinds), bench.model(labels)
     table = {kind: np.full(steps, np.inf) for kind in kinds}
     table[1, 1][:] = 0
-    for k, calls in kinds[1:]:
-        for i in range(1, steps - k + 1):
-            end, *_ = strides.stride(
-                model,
-                run["x"][i],
-                torch.full_like(run["labels"], steps - 1 - i),
-                run["m"][i],
-                run["values"][i],
-                run["noise"][i : i + k],
-                calls,
-            )
-            table[k, calls][i] = float((end - run["x"][i + k]).square().mean())
+    starts = [(k, calls, i) for k, calls in kinds[1:] for i in range(1, steps - k + 1)]
+    for k, calls, i in tqdm(starts, desc="costs", unit="stride", leave=False):
+        t = torch.full_like(labels, steps - 1 - i)
+        end, *_ = strides.stride(model, x[i], t, m[i], values[i], noise[i : i + k], calls)
+        table[k, calls][i] = float((end - x[i + k]).square().mean())
     return table
 
 
 @torch.inference_mode()
-def sensitivities(bench, run, table, window=WINDOW):
-    """(T,): mean square error of the finished pictures for one of x after a stride that ends at step i."""
-    steps, strides, model, labels = (
-        bench.diffusion.num_timesteps,
-        Strides(bench.diffusion, [PROBE]),
-        bench.model(run["labels"]),
-        run["labels"],
-    )
-    want = bench.pictures(run["x"][-1])
-    found = np.zeros(steps + 1)
-    for low in range(0, steps, window):
+def sensitivities(bench: Bench, run: dict, table: dict, window: int = WINDOW) -> np.ndarray:
+    """(T+1,): mean square error of the finished pictures for one of x after a stride that ends at step i."""
+    steps, strides, labels = bench.diffusion.num_timesteps, Strides(bench.diffusion, [PROBE]), run["labels"]
+    model, want, found = bench.model(labels), bench.decoded(run["x"][-1]), np.zeros(steps + 1)
+    for low in tqdm(range(0, steps, window), desc="sensitivities", unit="window", leave=False):
         i, made = max(low, 1), 0.0
         x, m, values = run["x"][i], run["m"][i], run["values"][i]
         while i < steps:
             k, calls = PROBE if i + PROBE[0] <= min(low + window, steps) else (1, 1)
             made += table[k, calls][i]
-            x, m, values, _ = strides.stride(
-                model, x, torch.full_like(labels, steps - 1 - i), m, values, run["noise"][i : i + k], calls
-            )
+            t, noise = torch.full_like(labels, steps - 1 - i), run["noise"][i : i + k]
+            x, m, values, _ = strides.stride(model, x, t, m, values, noise, calls)
             i += k
-        apart = (bench.pictures(x).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
+        apart = (bench.decoded(x).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
         found[low : low + window] = apart.mean() / made if made else np.nan
     seen = np.flatnonzero(np.isfinite(found) & (found > 0))
     logs = np.interp(np.arange(steps + 1), seen, np.log(found[seen]))
-    width = (
-        3 * window
-    )  # a few pictures make most of it, each at its own steps: what they say of a window holds around it too
-    return np.exp(np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid"))[
-        : steps + 1
-    ]
+    # A few pictures make most of it, each at its own steps: what they say of a window holds around it too.
+    width = 3 * window
+    smooth = np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid")
+    return np.exp(smooth)[: steps + 1]
 
 
-def best_plans(table, sensitivity):
-    """Calls → strides (steps, calls) of the plan whose summed cost times sensitivity is least; its first is one step."""
+def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+    """Evaluations → strides of the plan whose summed cost times sensitivity is least; its first is one step."""
     steps = len(table[1, 1])
-    least = np.full((steps + 1, steps + 1), np.inf)  # [step reached, calls]
+    least = np.full((steps + 1, steps + 1), np.inf)  # [step reached, evaluations]
     kind_of = np.zeros((*least.shape, 2), dtype=int)
     least[1, 1], kind_of[1, 1] = 0, (1, 1)
     for end in range(2, steps + 1):
@@ -246,64 +223,99 @@ def best_plans(table, sensitivity):
                 better = found < least[end]
                 least[end][better], kind_of[end][better] = found[better], (k, calls)
     plans = {}
-    for calls in range(1, steps + 1):
-        if np.isfinite(least[steps, calls]):
-            strides, end, left = [], steps, calls
-            while end:
-                strides.append(tuple(map(int, kind_of[end, left])))
-                end, left = end - strides[-1][0], left - strides[-1][1]
-            plans[calls] = strides[::-1]
+    for calls in np.flatnonzero(np.isfinite(least[steps])):
+        strides, end, left = [], steps, calls
+        while end:
+            strides.append(tuple(map(int, kind_of[end, left])))
+            end, left = end - strides[-1][0], left - strides[-1][1]
+        plans[int(calls)] = strides[::-1]
     return plans
 
 
-def search(bench, seed, pictures, longest):
-    """Calls → strides of the best plan, by steps 1 to 3 of this file's text."""
-    run = record(bench, [seed], pictures)
-    table = costs(bench, run, longest)
-    return best_plans(table, sensitivities(bench, run, table))
+#################################################################################
+#                        Steps 4 and 5: choice and evidence                     #
+#################################################################################
 
 
-def main():
+def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> None:
+    started = time.perf_counter()
+
+    def say(text):
+        print(f"{time.perf_counter() - started:6.1f} s  {text}", flush=True)
+
+    bench = Bench(options, args.batch)
+    run = record(bench, [args.first_seed], args.pictures)
+    table = costs(bench, run, args.longest)
+    plans = best_plans(table, sensitivities(bench, run, table))
+    say(f"plans of {min(plans)} to {max(plans)} evaluations, from {args.pictures} pictures")
+    seeds, tried = range(args.first_seed + 1, args.first_seed + 1 + args.seeds), []
+
+    def judge(calls, want, thorough=False):
+        figures = compare(want, bench.pictures(seeds, args.each, Plan(bench.diffusion, plans[calls])), thorough)
+        kept = {name: value for name, value in figures.items() if "_psnr" not in name}
+        tried.append(dict(calls=calls, seeds=[seeds[0], seeds[-1]], **kept))
+        say(
+            f"{calls:4d} evaluations: over 40 dB {figures['grids_over_40']:.1%} of grids, "
+            f"{figures['tiles_over_40']:.1%} of pictures; grid median {figures['grid_median']:.1f}, "
+            f"worst {figures['grid_worst']:.1f}; worst picture {figures['tile_worst']:.1f}"
+        )
+        return figures
+
+    want = bench.pictures(seeds, args.each)
+    say(f"{len(want)} pictures to choose by, {bench.tier} against fp32")
+    low, calls = min(plans) - 1, max(plans)  # the fewest that pass lie in (low, calls]
+    if not passes(judge(calls, want), args.margin):
+        raise UsageError(
+            f"--margin {args.margin:g}: {bench.tier} with all evaluations misses it; "
+            "choose a smaller one or a finer --precision"
+        )
+    while calls - low > max(1, calls // 100):
+        middle = (low + calls) // 2
+        low, calls = (low, middle) if passes(judge(middle, want), args.margin) else (middle, calls)
+    while True:  # what was chosen by some seeds has to pass on others
+        seeds = range(seeds[-1] + 1, seeds[-1] + 1 + args.seeds)
+        figures = judge(calls, bench.pictures(seeds, args.each), thorough=True)
+        if passes(figures) or calls == max(plans):
+            break
+        calls = min(max(plans), calls + max(1, calls // 50))
+    evidence = dict(
+        gate="contest, LPIPS not computed",
+        passes=passes(figures),
+        margin_db=args.margin,
+        precision=bench.tier,
+        reference="fp32, all calls",
+        seeds=list(seeds),
+        pictures_a_seed=args.each,
+        **figures,
+        tried=tried,
+        gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None,
+        torch=torch.__version__,
+        calibration=dict(seed=args.first_seed, pictures=args.pictures, longest=args.longest),
+    )
+    settings = settings_of(options, options.ckpt or engine.published(options))
+    write_plan(path, settings, plans[calls], evaluate.json_ready(evidence))
+    steps = options.num_sampling_steps
+    say(f"{path}: {calls} evaluations for {steps} steps, {steps / calls:.2f}× fewer")
+    print(f"python sample.py --forecast plan --forecast-plan {path}")
+
+
+def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(
-        parser,
-        SamplingOptions,
-        leave_out=(
-            "forecast",
-            "forecast_plan",
-            "forecast_tolerance",
-            "output",
-            "output_type",
-            "repeats",
-            "seed",
-            "compile",
-        ),
-    )
-    parser.add_argument(
-        "--pictures",
-        type=positive,
-        default=64,
-        help="recorded to measure costs and sensitivities (default: %(default)s)",
-    )
-    parser.add_argument("--seeds", type=positive, default=16, help="held-out seeds that decide (default: %(default)s)")
-    parser.add_argument(
-        "--each", type=positive, default=32, help="pictures a held-out seed, a multiple of 8 (default: %(default)s)"
-    )
-    parser.add_argument("--batch", type=positive, default=64, help="pictures at a time (default: %(default)s)")
-    parser.add_argument("--longest", type=positive, default=8, help="most steps of a stride (default: %(default)s)")
-    parser.add_argument(
-        "--margin",
-        type=float,
-        default=0.5,
-        help="dB by which 99 %% of grids and 93 %% of pictures must be over the gate's 40 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--first-seed",
-        type=int,
-        default=10_000,
-        help="first of the seeds used; the recorded pictures have this one, the held-out ones follow (default: %(default)s)",
-    )
-    parser.add_argument("--plan", help="file to write (default: beside the checkpoint)")
+    fixed = ("forecast", "forecast_plan", "forecast_tolerance", "output", "output_type", "repeats", "seed", "compile")
+    add_arguments(parser, SamplingOptions, leave_out=fixed)
+    for name, default, what in (
+        ("--pictures", 64, "recorded to measure costs and sensitivities"),
+        ("--seeds", 16, "held-out seeds that decide"),
+        ("--each", 32, f"pictures a held-out seed, a multiple of {GRID}"),
+        ("--batch", 64, "pictures at a time"),
+        ("--longest", 8, "most steps of a stride"),
+    ):
+        parser.add_argument(name, type=positive, default=default, help=f"{what} (default: %(default)s)")
+    margin = "dB by which 99 %% of grids and 93 %% of pictures must exceed the criterion's 40 (default: %(default)s)"
+    parser.add_argument("--margin", type=float, default=0.5, help=margin)
+    first = "of the recorded pictures; the held-out seeds follow it (default: %(default)s)"
+    parser.add_argument("--first-seed", type=int, default=10_000, help=first)
+    parser.add_argument("--plan", help="file to write (default: beside the checkpoint; the demo's: output/)")
     args = parser.parse_args()
     with user_errors(parser):
         if args.longest < PROBE[0]:
@@ -316,84 +328,14 @@ def main():
             raise UsageError(f"--first-seed {args.first_seed}: must fit into 64 bits")
         options = options_from(args)
         if options.num_sampling_steps <= PROBE[0]:
-            raise UsageError(
-                f"--num-sampling-steps {options.num_sampling_steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least"
-            )
+            steps = f"--num-sampling-steps {options.num_sampling_steps}"
+            raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
         options.forecast_plan = args.plan
         path = plan_path(options)
+        if args.plan is None and path.parent == DEMO:  # which ships with its own
+            path = Path("output") / path.name
         check_writable(path, "--plan")
         calibrate(args, options, path)
-
-
-def calibrate(args, options, path):
-    started = time.perf_counter()
-
-    def say(text):
-        print(f"{time.perf_counter() - started:6.1f} s  {text}", flush=True)
-
-    bench = Bench(options, args.batch)
-    plans = search(bench, args.first_seed, args.pictures, args.longest)
-    say(f"plans of {min(plans)} to {max(plans)} calls, from {args.pictures} pictures")
-    seeds = range(args.first_seed + 1, args.first_seed + 1 + args.seeds)
-    lines = []
-
-    def judge(calls, seeds, want, thorough=False):
-        got = bench.pictures(
-            bench.latents(seeds, args.each, Plan(bench.diffusion, plans[calls]), bench.network, bench.tier)
-        )
-        figures = compare(want, got, thorough)
-        lines.append(
-            dict(
-                calls=calls,
-                seeds=[seeds[0], seeds[-1]],
-                **{name: value for name, value in figures.items() if "_psnr" not in name},
-            )
-        )
-        say(
-            f"{calls:4d} calls: grids over 40 dB {figures['grids_over_40']:.1%}, tiles {figures['tiles_over_40']:.1%}; grid median {figures['grid_median']:.1f}, "
-            f"worst {figures['grid_worst']:.1f}; tile worst {figures['tile_worst']:.1f}"
-        )
-        return figures
-
-    want = bench.pictures(bench.latents(seeds, args.each))
-    say(f"{len(want)} pictures to choose by, {bench.tier} held to fp32")
-    low, calls = min(plans) - 1, max(plans)  # the fewest that pass lie in (low, calls]
-    if not passes(judge(calls, seeds, want), args.margin):
-        raise UsageError(
-            f"--margin {args.margin:g}: {bench.tier} with all calls does not pass by it; choose a smaller one or a finer --precision"
-        )
-    while calls - low > max(1, calls // 100):
-        middle = (low + calls) // 2
-        low, calls = (low, middle) if passes(judge(middle, seeds, want), args.margin) else (middle, calls)
-    while True:  # what was chosen by some seeds has to hold on others
-        seeds = range(seeds[-1] + 1, seeds[-1] + 1 + args.seeds)
-        figures = judge(calls, seeds, bench.pictures(bench.latents(seeds, args.each)), thorough=True)
-        if passes(figures) or calls == max(plans):
-            break
-        calls = min(max(plans), calls + max(1, calls // 50))
-    write_plan(
-        path,
-        settings_of(options, engine.find_checkpoint(options).name),
-        plans[calls],
-        json_ready(
-            dict(
-                gate="contest, LPIPS not computed",
-                passes=passes(figures),
-                margin_db=args.margin,
-                precision=bench.tier,
-                reference="fp32, all calls",
-                seeds=list(seeds),
-                pictures_a_seed=args.each,
-                **figures,
-                tried=lines,
-                gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None,
-                torch=torch.__version__,
-                calibration=dict(seed=args.first_seed, pictures=args.pictures, longest=args.longest),
-            )
-        ),
-    )
-    say(f"{path}: {calls} of {options.num_sampling_steps} calls, {options.num_sampling_steps / calls:.2f}× fewer")
-    return bench, plans
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import save_file
 
-from accel.options import DEMO, OneLineParser, partial_file
+from accel.options import OneLineParser, partial_file
 from accel.vae import SCALE
 from diffusion import create_diffusion
 from models import DiT_models
@@ -256,7 +256,7 @@ def main():
     parser.add_argument(
         "--output",
         type=Path,
-        default=DEMO,
+        default=Path("output/demo"),
         help="folder for dit.safetensors, vae/ and training.json (default: %(default)s)",
     )
     parser.add_argument(

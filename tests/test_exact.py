@@ -152,9 +152,9 @@ def test_accuracy(name, arguments, n):
 @gpu
 def test_strict_gate():
     """64 pictures of the demo after 250 steps: not one in a hundred pixels off by a level, in any picture."""
-    from scripts.benchmark import Gate
+    from bench.steps import Judge
 
-    found = Gate(1, torch.device("cuda")).judge("exact", Optimisations())
+    found = Judge(1, torch.device("cuda")).judge("exact", Optimisations())
     assert found["pictures"] == 64 and found["strict"] and found["worst"]["psnr"] > 60, found
 
 

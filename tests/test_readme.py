@@ -20,23 +20,29 @@ def ladder(*files):
     ]
     for file in files:
         for rung in json.loads((ROOT / "log" / file).read_text())["rungs"]:
-            gate = rung.get("gate")
-            psnr = "–" if not gate else f"{gate['worst']['psnr']:.1f} dB" if gate["passes"] else "see the file's note"
+            judged = rung.get("judged")
+            psnr = (
+                "–"
+                if not judged
+                else f"{judged['worst']['psnr']:.1f} dB"
+                if judged["contest"]
+                else "see the file's note"
+            )
             lines.append(f"| {rung['rung']} | {rung['ms']:.1f} | {rung['error']:.1e} | {psnr} |")
     return "\n".join(lines)
 
 
 def tiers(file):
-    """The rungs of a benchmark file that are tiers, with both gates, as the table that README shows."""
+    """The rungs of a benchmark file that are tiers, with both criteria, as the table that README shows."""
     lines = [
         "| tier | ms a step | error of a forward against float64 | worst picture: PSNR | MAE of 0–255 | contest gate | strict gate |",
         "|---|---|---|---|---|---|---|",
     ]
     for rung in json.loads((ROOT / "log" / file).read_text())["rungs"]:
-        gate, name = rung.get("gate"), rung["rung"].split(" ")[0]
+        judged, name = rung.get("judged"), rung["rung"].split(" ")[0]
         worst = (
-            f"{gate['worst']['psnr']:.1f} dB | {255 * gate['worst']['mae']:.4f} | {' | '.join('pass' if gate[key] else 'no' for key in ('passes', 'strict'))}"
-            if gate
+            f"{judged['worst']['psnr']:.1f} dB | {255 * judged['worst']['mae']:.4f} | {' | '.join('pass' if judged[key] else 'no' for key in ('contest', 'strict'))}"
+            if judged
             else "– | – | – | –"
         )
         lines.append(f"| {name} | {rung['ms']:.1f} | {rung['error']:.1e} | {worst} |")
@@ -46,7 +52,7 @@ def tiers(file):
 def shared(file):
     """The plans of a parallel benchmark as the table that README shows: the best of two and of four GPUs, and auto's choice."""
     cases = {}
-    for row in json.loads((ROOT / "log" / file).read_text())["rows"]:
+    for row in json.loads((ROOT / "log" / file).read_text())["plans"]:
         cases.setdefault((row["labels"], row["size"], row["tier"]), []).append(row)
     lines = [
         "| labels, px, tier | one GPU, ms a step | two GPUs, the best plan | four GPUs, the best plan | auto on four |",
@@ -68,14 +74,19 @@ def shared(file):
     return "\n".join(lines)
 
 
+def in_both(table):
+    """Whether README has this table, and README.zh-CN.md its rows under a heading of its own."""
+    return table in README and table.partition("\n")[2] in (ROOT / "README.zh-CN.md").read_text()
+
+
 def test_shared_pictures_are_the_measured_ones():
-    assert shared("parallel-h200.json") in README
+    assert in_both(shared("parallel-h200.json"))
 
 
 def test_two_gpus_against_one_are_as_measured():
     """README's sentence and code.md's table."""
     rows = [
-        row for row in json.loads((ROOT / "log/parallel-2x-h200.json").read_text())["rows"] if row["plan"] != "auto"
+        row for row in json.loads((ROOT / "log/parallel-2x-h200.json").read_text())["plans"] if row["plan"] != "auto"
     ]
     cells = {}
     for case in {(row["labels"], row["size"], row["tier"]) for row in rows}:
@@ -103,11 +114,11 @@ def test_two_gpus_against_one_are_as_measured():
 
 
 def test_the_tiers_are_the_measured_ones():
-    assert tiers("tiers-h200-512px-16rows.json") in README
+    assert in_both(tiers("tiers-h200-512px-16rows.json"))
 
 
 def test_the_ladder_is_the_measured_one():
-    assert ladder("ladder-h200-512px-16rows.json") in README
+    assert in_both(ladder("ladder-h200-512px-16rows.json"))
 
 
 def test_alternatives_and_waits_are_the_measured_ones():
@@ -155,26 +166,19 @@ def test_files_that_are_named_exist():
 
 
 def test_scripts_know_their_flags():
-    """Every flag that README gives a script stands in the script's help."""
+    """Every flag that README gives a script or a benchmark stands in its help."""
     given = {}
-    for command in re.findall(r"(?:python|nproc_per_node=\d+) (scripts/\w+\.py[^`#\n]*)", README):
+    for command in re.findall(r"(?:python|nproc_per_node=\d+) ((?:scripts|bench)/\w+\.py[^`#\n]*)", README):
         script, *words = shlex.split(command)
         given.setdefault(script, set()).update(word for word in words if word.startswith("--"))
-    assert {"scripts/profile.py", "scripts/verify.py", "scripts/report.py", "scripts/benchmark.py"} <= set(given)
+    assert {"bench/profile_step.py", "bench/steps.py", "scripts/verify.py", "scripts/report.py"} <= set(given)
     for script, flags in given.items():
-        source = (ROOT / script).read_text() + (ROOT / "scripts/profiling.py").read_text() * (
-            script == "scripts/profile.py"
-        )
-        shared = (
-            {"--" + name.replace("_", "-") for name in SamplingOptions.__dataclass_fields__}
-            if "add_arguments(" in source
-            else set()
-        )
-        assert (
-            flags
-            <= set(re.findall(r"--[a-z][a-z0-9-]*", " ".join(re.findall(r'add_argument\("(--[^"]+)"', source))))
-            | shared
-        ), script
+        source = (ROOT / script).read_text()
+        if "measure.add_arguments(" in source:
+            source += (ROOT / "bench/measure.py").read_text()
+        shared = {"--" + name.replace("_", "-") for name in SamplingOptions.__dataclass_fields__}
+        known = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', source))
+        assert flags <= known | (shared if " add_arguments(" in source else set()), script
 
 
 def test_commands_parse():

@@ -1,64 +1,106 @@
-"""pack.sh: the contest's hand-in holds the work, and no weights."""
+"""pack.sh: the contest's hand-in holds the work, the result and its settings, and no weights."""
 
+import hashlib
+import json
 import shutil
 import subprocess
 import tarfile
 
+import pytest
 from conftest import ROOT
 
+TRACKED = (
+    "bench/steps.py",
+    "log/cpu.json",
+    "models.py",
+    "pretrained_models/download.py",
+    "pretrained_models/demo/dit.safetensors",
+)
+STRAYS = (
+    ".venv/bin/python",
+    "accel/__pycache__/x.pyc",
+    "log/job-1.out",
+    "log/mine/fast.trace.json.gz",
+    "log/mine/model.pt",
+    "notes.txt",
+    "pretrained_models/XL.pt",
+    "samples/000000.png",
+)
 
-def test_pack(tmp_path):
-    def pack(*args):
-        return subprocess.run(
-            ["bash", str(tmp_path / "scripts" / "pack.sh"), *args], cwd=tmp_path, text=True, capture_output=True
-        )
 
-    for name in (
-        "scripts/benchmark.py",
-        "log/mine/ladder.json",
-        "log/job-1.out",
-        "models.py",
-        ".venv/bin/python",
-        "pretrained_models/download.py",
-        "pretrained_models/XL.pt",
-        "pretrained_models/sd-vae-ft-ema/config.json",
-        "pretrained_models/demo/dit.safetensors",
-        "results/000-DiT-XL-2/checkpoints/0050000.pt",
-        "mine/vgg16.pth",
-        "environment/pyvenv.cfg",
-        "environment/lib/x.py",
-        "samples/000000.png",
-        ".git/HEAD",
-        "accel/__pycache__/x.pyc",
-    ):
+@pytest.fixture
+def checkout(tmp_path):
+    """A git checkout with a picture, its measurement in log/mine and much that does not belong into a hand-in."""
+    for name in (*TRACKED, *STRAYS):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "pack.sh", tmp_path / "scripts")
-    for args, word in (((), "TEAM"), (("a b",), "TEAM"), (("../up",), "TEAM"), (("Us",), "sample.png")):
-        done = pack(*args)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and word in done.stderr
+    for words in (["init", "-q"], ["add", "scripts/pack.sh", *TRACKED]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
     shutil.copy(ROOT / "docs" / "heatmap.png", tmp_path / "sample.png")
-    done = pack("Us")
-    assert done.returncode == 0, done.stderr
-    with tarfile.open(tmp_path / "Us_DiT.tar.gz") as archive:
-        names = {name for name in archive.getnames() if archive.getmember(name).isfile()}
-        assert names == {
-            f"Us_DiT/{name}"
-            for name in (
-                "scripts/benchmark.py",
-                "scripts/pack.sh",
-                "log/mine/ladder.json",
-                "log/job-1.out",
-                "models.py",
-                "pretrained_models/download.py",
-                "sample.png",
-                "log/final_result.png",
-                "log/FINAL_RESULT.txt",
-            )
-        }
-        assert archive.extractfile("Us_DiT/log/final_result.png").read() == (ROOT / "docs" / "heatmap.png").read_bytes()
-    assert pack("Us").returncode == 0  # a second archive does not hold the first
-    with tarfile.open(tmp_path / "Us_DiT.tar.gz") as archive:
-        assert not [name for name in archive.getnames() if name.endswith(".gz")]
-    shutil.rmtree(tmp_path / "log")
-    assert "measure.sh" in pack("Us").stderr
+    digest = hashlib.sha256((tmp_path / "sample.png").read_bytes()).hexdigest()
+    rows = [
+        dict(tier=tier, seconds=10.0, picture=name, settings=f"8 labels · {tier}")
+        for tier, name in (("fp32", "0"), ("fp16", digest))
+    ]
+    record = dict(kind="contest", contest=rows, weights="XL.pt", commit="abc1234")
+    (tmp_path / "log" / "mine" / "contest.json").write_text(json.dumps(record))
+    return tmp_path
+
+
+def pack(checkout, *args):
+    return subprocess.run(["bash", "scripts/pack.sh", *args], cwd=checkout, text=True, capture_output=True)
+
+
+def test_what_is_packed(checkout):
+    """What git tracks but weights, what is named, and the result with the tier that made it."""
+    for _ in range(2):  # a second archive does not hold the first
+        done = pack(checkout, "Us", "sample.png", "log/mine")
+        assert done.returncode == 0 and "Precision tier: fp16" in done.stdout, done.stderr
+    with tarfile.open(checkout / "Us_DiT.tar.gz") as archive:
+        names = {member.name.removeprefix("Us_DiT/") for member in archive.getmembers() if member.isfile()}
+        result = archive.extractfile("Us_DiT/log/final_result.png").read()
+        text = archive.extractfile("Us_DiT/log/FINAL_RESULT.txt").read().decode()
+    assert names == {
+        "bench/steps.py",
+        "scripts/pack.sh",
+        "log/cpu.json",
+        "log/mine/contest.json",
+        "models.py",
+        "log/final_result.png",
+        "log/FINAL_RESULT.txt",
+    }
+    assert result == (checkout / "sample.png").read_bytes()
+    assert "Precision tier: fp16\nSettings: 8 labels · fp16, weights XL.pt, commit abc1234" in text
+
+
+def test_help(checkout):
+    done = pack(checkout, "--help")
+    assert done.returncode == 0 and "bash scripts/pack.sh TEAM" in done.stdout and "set -" not in done.stdout
+    assert not list(checkout.glob("*.gz"))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "name the team"),
+        (["a b"], "name the team"),
+        (["../up"], "name the team"),
+        (["--team"], "name the team"),
+        (["Us", "other.png"], "other.png: no such picture"),
+        (["Us"], "sample.png: is not the picture of a contest measurement"),  # which is in a folder that is not named
+        (["Us", "log/cpu.json", "log/mine"], "log/cpu.json: is not the picture"),
+        (["Us", "sample.png", "log/yours"], "log/yours: no such file or folder"),
+        (["Us", "sample.png", "/etc/hostname"], "/etc/hostname: lies outside the repository"),
+    ],
+)
+def test_what_is_refused(checkout, arguments, words):
+    done = pack(checkout, *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+    assert not list(checkout.glob("*.gz"))
+
+
+def test_without_git(checkout):
+    shutil.rmtree(checkout / ".git")
+    assert "git init" in pack(checkout, "Us", "sample.png", "log/mine").stderr

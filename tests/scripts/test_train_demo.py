@@ -1,6 +1,7 @@
 """The demo: what it draws, that its training runs, and that the committed weights are trained ones."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from accel import vae
 from accel.engine import Engine
 from accel.options import DEMO, SamplingOptions
 from models import DiT_models
+from scripts import score_demo
 from scripts.demo_pictures import CLASSES, SIZE, from_bytes, render, render_all
 from scripts.train_demo import reconstruction_psnr, standardise
 
@@ -206,3 +208,11 @@ def test_committed_figures_meet_the_bar_and_the_card_quotes_them():
     ]
     for figure in figures + [f"{name} {100 * share:.1f} %" for name, share in score["by_class"].items()]:
         assert figure in card, figure
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_scored(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["score_demo.py", "--grid", "/proc/x.png"])
+    with pytest.raises(SystemExit) as stop:
+        score_demo.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "--grid /proc/x.png: cannot write" in error

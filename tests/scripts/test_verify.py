@@ -1,4 +1,4 @@
-"""verify.py: every grid and tile is held to the gate, and only what passes is recommended."""
+"""verify.py: every grid and every picture in it has to meet the criterion, and only what does is recommended."""
 
 import json
 import sys
@@ -8,13 +8,15 @@ import pytest
 import torch
 
 import evaluate
-from accel.options import UsageError
+from accel.forecast import settings_of, write_plan
+from accel.options import SamplingOptions, UsageError
 from accel.vae import to_grid
 from scripts import verify
 
 
 def grids(seeds=2, damage=0.0, only=None):
-    """Grids of eight random pictures of 32 px; `damage` is added to all tiles of each or to tile `only` of the last seed."""
+    """Grids of eight random pictures of 32 px; `damage` is added to all tiles of each or to tile `only` of the last
+    seed."""
     out = {}
     for seed in range(seeds):
         pixels = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) * 1.6 - 0.8
@@ -69,7 +71,7 @@ def test_the_fastest_that_passes_is_recommended():
         tier("tf32", 4, "PASS", "PASS"),
         dict(tier="x", refused="overflows"),
     ]
-    assert verify.recommend(tiers, "contest") == "fp16" and verify.recommend(tiers, "strict") == "tf32"
+    assert verify.recommend(tiers, "contest")["tier"] == "fp16" and verify.recommend(tiers, "strict")["tier"] == "tf32"
     assert verify.recommend(tiers[:1], "contest") is None
 
 
@@ -82,99 +84,86 @@ def test_tiers_that_the_device_lacks():
         verify.choose_tiers(["bf16"], torch.device("cpu"))
 
 
-def test_on_a_cpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "verify.py",
-            "--model",
-            "DiT-Demo/2",
-            "--device",
-            "cpu",
-            "--num-sampling-steps",
-            "2",
-            "--labels",
-            "0",
-            "3",
-            "--seeds",
-            "2",
-            "--precision",
-            "fp32",
-            "--output",
-            str(tmp_path / "out"),
-        ],
-    )
+def here(monkeypatch, *args):
+    """verify.py on the demo, here on a CPU → its exit status."""
+    monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", *map(str, args)])
     with pytest.raises(SystemExit) as done:
         verify.main()
+    return done.value.code
+
+
+def test_on_a_cpu(tmp_path, monkeypatch, capsys):
+    flags = ["--num-sampling-steps", "2", "--labels", "0", "3", "--seeds", "2", "--precision", "fp32", "--output"]
+    assert here(monkeypatch, *flags, tmp_path / "out") == 0
     text = capsys.readouterr().out
-    assert done.value.code == 0 and "nothing but fp32" in text and "RECOMMENDED: --precision fp32" in text
+    assert "2 labels" in text and "2 seeds" in text and "cpu runs fp32 only" in text
+    assert "RECOMMENDED: --precision fp32 (the only tier here; its second run meets the contest criterion)" in text
     record = json.loads((tmp_path / "out" / "verify.json").read_text())
-    assert (
-        [len(tier["parts"]) for tier in record["tiers"]] == [2 * 3]
-        and record["recommended"] == "fp32 again"
-        and record["gpu"] is None
-    )
-    assert {"seed0-fp32.png", "seed1-fp32.png", "seed1-fp32-again.png", "heatmap-fp32-again.png"} <= {
+    assert [len(tier["parts"]) for tier in record["tiers"]] == [2 * 3]
+    assert record["recommended"] == "fp32 again" and record["gpu"] is None and record["commit"] and record["date"]
+    assert {"seed0-fp32.png", "seed1-fp32.png", "seed1-fp32-again.png", "heatmap-fp32-again.png"} == {
         path.name for path in (tmp_path / "out").iterdir()
+    } - {"seed0-fp32-again.png", "verify.json"}
+
+
+def test_one_seed_is_what_a_cpu_takes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "sample", lambda options, seeds, *_: pytest.fail(f"{len(seeds)} seed"))
+    with pytest.raises(pytest.fail.Exception, match="^1 seed$"):
+        here(monkeypatch, "--output", tmp_path)
+    assert "8 labels" in capsys.readouterr().out
+
+
+def test_the_picture_that_fails_is_shown(tmp_path, monkeypatch):
+    """Each heatmap stands under the verdict of what it shows: here a grid that passes, and the one picture that does
+    not."""
+    want, got = grids(), grids(damage=0.04, only=5)
+    record = dict(tier="fp16", **verify.judge(want, got, Distance()))
+    assert record["verdicts"]["contest"] == "FAIL"
+    shown = {}
+    monkeypatch.setattr(
+        verify.evaluate,
+        "heatmap",
+        lambda path, a, b, row, names, verdict: shown.update({path.name: (a.shape, row["part"], names[0], verdict)}),
+    )
+    verify.draw_heatmaps(tmp_path, record, want, got, "contest")
+    assert shown == {
+        "heatmap-fp16.png": (want[1].shape, "grid", "fp32, seed 1, whole grid", "PASS"),
+        "heatmap-fp16-picture.png": ((32, 32, 3), "2,2", "fp32, seed 1, picture 2,2", "FAIL"),
     }
 
 
+def test_what_is_recommended(capsys):
+    def conclude(*tiers, gate="contest", seeds=1):
+        best = verify.recommend(tiers, gate)
+        return verify.conclude(dict(gate=gate, seeds=seeds, tiers=tiers), best), capsys.readouterr().out
+
+    def tier(name, verdict, speedup=2.0):
+        return dict(tier=name, seconds=dict(median=1 / speedup), speedup=speedup, verdicts=dict(contest=verdict))
+
+    status, text = conclude(tier("fp16, forecast plan", "PASS", 4.0), tier("bf16", "FAIL"))
+    assert (
+        status == 0
+        and "--precision fp16 --forecast plan (4.00 times fp32's speed; all grids and pictures of 1 seed " in text
+    )
+    assert conclude(tier("bf16", "FAIL"))[0] == 1 and conclude(tier("bf16", "FAIL"), tier("fp16", "NONE"))[0] == 3
+    assert conclude(dict(tier="fp16", refused="overflows"))[0] == 1
+
+
 def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "verify.py",
-            "--model",
-            "DiT-Demo/2",
-            "--device",
-            "cpu",
-            "--num-sampling-steps",
-            "20",
-            "--forecast",
-            "plan",
-            "--output",
-            str(tmp_path),
-        ],
-    )
     monkeypatch.setattr(verify, "sample", lambda *_: pytest.fail("sampled"))
-    with pytest.raises(SystemExit) as done:
-        verify.main()
+    assert here(monkeypatch, *["--num-sampling-steps", "20", "--forecast", "plan", "--output"], tmp_path) == 2
     error = capsys.readouterr().err
-    assert done.value.code == 2 and "was made for --num-sampling-steps 250, not 20" in error and error.count("\n") == 1
+    assert "was made for --num-sampling-steps 250, not 20" in error and error.count("\n") == 1
 
 
-def test_forecasts_are_held_to_all_calls(tmp_path, monkeypatch, capsys):
-    """The reference calls the network at every step, whatever is verified; fp32's forecasts are then another picture."""
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "verify.py",
-            "--model",
-            "DiT-Demo/2",
-            "--device",
-            "cpu",
-            "--num-sampling-steps",
-            "12",
-            "--labels",
-            "0",
-            "--seeds",
-            "1",
-            "--forecast",
-            "auto",
-            "--forecast-tolerance",
-            "1000",
-            "--output",
-            str(tmp_path),
-        ],
-    )
+def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
+    """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
+    options = SamplingOptions(model="DiT-Demo/2", num_sampling_steps=12).resolve()
+    write_plan(tmp_path / "plan.json", settings_of(options, options.ckpt), [(1, 1), (3, 1), (4, 1), (4, 1)], {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
-    with pytest.raises(SystemExit):
-        verify.main()
+    flags = ["--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "plan", "--forecast-plan"]
+    here(monkeypatch, *flags, tmp_path / "plan.json", "--output", tmp_path)
     [tier] = json.loads((tmp_path / "verify.json").read_text())["tiers"]
-    assert tier["tier"] == "fp32, forecast auto" and tier["worst"]["grid"]["mae"] > 0
-    assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-auto.png").read_bytes() and (
-        tmp_path / "heatmap-fp32--forecast-auto.png"
-    ).is_file()
+    assert tier["tier"] == "fp32, forecast plan" and tier["worst"]["grid"]["mae"] > 0
+    assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-plan.png").read_bytes()
+    assert (tmp_path / "heatmap-fp32--forecast-plan.png").is_file()

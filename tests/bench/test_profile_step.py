@@ -1,26 +1,23 @@
-"""The profile: what a trace is read as, that its tables agree with the run, and that nothing is shadowed by the script's name."""
+"""The profile: what a trace is read as, and that its tables agree with the run."""
 
 import gzip
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
-from accel import work
 from accel.options import UsageError
+from bench import profile_step, read_trace
 from models import DiT_models
-from scripts import profiling
 
 
 def event(category, name, start, length, thread=1):
     return dict(ph="X", cat=category, name=name, ts=start, dur=length, tid=thread)
 
 
-# Two steps of 1000 us on a GPU, a drain at the end of the last, then a decoded picture. In each step a product and an attention kernel overlap on
-# two streams, an upload makes the host wait, and the end is idle.
+# Two steps of 1000 us on a GPU, a drain at the end of the last, then a decoded picture. In each step a GEMM and an
+# attention kernel overlap on two streams, an upload makes the host wait, and the end is idle.
 TRACE = [
     one
     for step in (0, 1)
@@ -41,7 +38,7 @@ TRACE = [
     )
 ] + [
     event("kernel", "nvjet of the step before the window", -50, 40, 7),
-    event("user_annotation", profiling.DRAIN, 1900, 90),
+    event("user_annotation", read_trace.DRAIN, 1900, 90),
     event("cuda_runtime", "cudaDeviceSynchronize", 1910, 80),
     event("user_annotation", "ProfilerStep#5", 2000, 500),
     event("kernel", "sm80_xmma_fprop_implicit_gemm", 2100, 300, 7),
@@ -50,7 +47,7 @@ TRACE = [
 
 
 def test_a_trace_of_a_gpu():
-    found = profiling.analyse(TRACE, 2)
+    found = read_trace.analyse(TRACE, 2)
     assert found["kinds"] == {
         "idle": pytest.approx(0.498),
         "GEMM": pytest.approx(0.3),
@@ -85,7 +82,7 @@ def test_an_asynchronous_copy_that_blocks_is_a_wait():
         event("cuda_runtime", "cudaMemcpyAsync", 20, 500),
         event("kernel", "gemm", 0, 500, 7),
     ]
-    [wait] = profiling.analyse(blocked, 1)["waits"]
+    [wait] = read_trace.analyse(blocked, 1)["waits"]
     assert wait["where"] == "aten::item → cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
 
 
@@ -100,12 +97,12 @@ def test_a_copy_within_the_device_is_no_wait(copy, waits):
         dict(event("cuda_runtime", "cudaMemcpyAsync", 20, 70), args=dict(correlation=7)),
         dict(event("gpu_memcpy", copy, 200, 2, 7), args=dict(correlation=7)),
     ]
-    assert len(profiling.analyse(trace, 1)["waits"]) == waits
+    assert len(read_trace.analyse(trace, 1)["waits"]) == waits
 
 
 def test_a_trace_with_too_few_steps_is_refused():
     with pytest.raises(UsageError, match="holds 3 steps, not 5"):
-        profiling.analyse(TRACE, 5)
+        read_trace.analyse(TRACE, 5)
 
 
 @pytest.mark.parametrize(
@@ -123,43 +120,24 @@ def test_a_trace_with_too_few_steps_is_refused():
     ],
 )
 def test_kinds(kernel, kind):
-    assert profiling.kind_of(kernel) == kind
+    assert read_trace.kind_of(kernel) == kind
 
 
 def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     """A whole run in this process; the trace is one that viewers open, and the figures stand for the same steps."""
-    monkeypatch.setattr(profiling, "STRETCH", 0.05)
 
     def profile(*args):
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            [
-                "profile.py",
-                "--model",
-                "DiT-Demo/2",
-                "--device",
-                "cpu",
-                "--load",
-                "0",
-                "--pictures",
-                "1",
-                *map(str, args),
-            ],
-        )
-        profiling.main()
+        flags = ["--device", "cpu", "--load", 0, "--window", 0.1, "--pictures", 1, *args]
+        monkeypatch.setattr(sys, "argv", ["profile_step.py", *map(str, flags)])
+        profile_step.main()
 
     profile("--steps", 2, "--output", tmp_path / "a.json", "--tensorboard", tmp_path / "board")
     text = capsys.readouterr().out
     assert "no GPU here" in text and "GEMM" in text and "VAE" in text and "aten::addmm" in text
     record = json.loads((tmp_path / "a.json").read_text())
-    assert (
-        record["gpu"] is None
-        and record["tier"] == "fp32"
-        and record["rows"] == 2
-        and record["commit"]
-        and record["torch"] == torch.__version__
-    )
+    assert record["gpu"] is None and record["tier"] == "fp32" and record["batch_rows"] == 2 and record["commit"]
+    assert record["kind"] == "profile" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
+    assert record["torch"] == torch.__version__
     assert sum(row["ms"] for row in record["kinds"].values()) == pytest.approx(record["window_ms"], rel=0.05)
     assert record["kinds"]["GEMM"]["tflops"] > 0 and 0 < record["floor_ms"] < record["timed"]["ms"]
     with gzip.open(tmp_path / "a.trace.json.gz") as file:
@@ -167,24 +145,41 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert (
         names.count("aten::scaled_dot_product_attention") == 2 * 6 + 1
     )  # two steps of six blocks, and the decoder's one
-    assert any("Input Dims" in str(one.get("args")) for one in profiling.load_trace(tmp_path / "a.trace.json.gz"))
+    assert any("Input Dims" in str(one.get("args")) for one in read_trace.load(tmp_path / "a.trace.json.gz"))
     assert len(list((tmp_path / "board").glob("*.pt.trace.json.gz"))) == 1
 
     # Upstream's loop moves its tables at every step.
     profile("--steps", 1, "--output", tmp_path / "b.json", "--baseline", "--no-decoder")
     capsys.readouterr()
-    lines = "\n".join(profiling.compare([tmp_path / "a.json", tmp_path / "b.json"]))
+    lines = "\n".join(profile_step.compare([tmp_path / "a.json", tmp_path / "b.json"]))
     assert "ms a step" in lines and "GEMM" in lines
-    monkeypatch.setattr(profiling, "TRACE_LIMIT", 1e6)
     with pytest.raises(SystemExit) as stop:
         profile("--steps", 500)
     error = capsys.readouterr().err
-    assert (
-        stop.value.code == 2
-        and error.count("\n") == 1
-        and "--steps 500: the trace would have about" in error
-        and "use --steps" in error
-    )
+    assert stop.value.code == 2 and error.count("\n") == 1 and "--steps 500: no viewer opens such a trace; use" in error
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (
+            ["--model", "DiT-S/8", "--device", "cpu", "--image-size", "144"],
+            "--image-size 144: must be a multiple of 64",
+        ),
+        (["--load", "nan"], "--load: nan: must be seconds"),
+        (["--output", "x.txt"], "--output x.txt: must end in .json"),
+        (
+            ["--baseline", "--precision", "fp16", "--device", "cpu"],
+            "--precision fp16: upstream samples in fp32 or tf32",
+        ),
+    ],
+)
+def test_refused_before_anything_is_measured(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        profile_step.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
 
 
 @pytest.mark.gpu
@@ -195,9 +190,18 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(
             sys,
             "argv",
-            ["profile.py", "--model", "DiT-Demo/2", "--load", "0", "--output", str(tmp_path / f"{name}.json"), *flags],
+            [
+                "profile_step.py",
+                "--model",
+                "DiT-Demo/2",
+                "--load",
+                "0",
+                "--output",
+                str(tmp_path / f"{name}.json"),
+                *flags,
+            ],
         )
-        profiling.main()
+        profile_step.main()
         records[name] = json.loads((tmp_path / f"{name}.json").read_text())
         assert all(records[name]["kinds"][kind]["ms"] > 0 for kind in ("GEMM", "attention", "norm/elementwise"))
         assert records[name]["decode"]["busy_ms"] > 0
@@ -208,14 +212,15 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
 
 
 def test_upstreams_traffic_changes_no_number():
-    """The baseline's loop gives the very pictures of p_sample_loop, and copies what upstream copies: 8 tables, the map, timesteps, frequencies."""
+    """The baseline's loop gives the very pictures of p_sample_loop, and copies what upstream copies: 8 tables, the
+    map, timesteps, frequencies."""
     from diffusion import create_diffusion
 
     model = DiT_models["DiT-S/8"](input_size=16, num_classes=4).eval()
     for value in model.parameters():
         torch.nn.init.normal_(value, std=0.05, generator=torch.Generator().manual_seed(value.numel()))
     ours, theirs = create_diffusion("3"), create_diffusion("3")
-    theirs.__class__ = profiling.UploadingDiffusion
+    theirs.__class__ = profile_step.UploadingDiffusion
     z, labels = torch.randn(2, 4, 16, 16), torch.tensor([1, 3])
     torch.manual_seed(0)
     y = torch.tensor([1, 3, 4, 4])
@@ -228,47 +233,20 @@ def test_upstreams_traffic_changes_no_number():
     )
     torch.manual_seed(0)
     looked_up = []
-    monkey = profiling.UploadingDiffusion._at
+    monkey = profile_step.UploadingDiffusion._at
     try:
-        profiling.UploadingDiffusion._at = lambda self, name, t, x: looked_up.append(name) or monkey(self, name, t, x)
-        got = profiling.upstream_loop(model, theirs, z, labels, 4.0, 4, lambda: None)
+        profile_step.UploadingDiffusion._at = lambda self, name, t, x: (
+            looked_up.append(name) or monkey(self, name, t, x)
+        )
+        got = profile_step.upstream_loop(model, theirs, z, labels, 4.0, 4, lambda: None)
     finally:
-        profiling.UploadingDiffusion._at = monkey
+        profile_step.UploadingDiffusion._at = monkey
     assert torch.equal(got, want) and len(looked_up) == 3 * 8
 
 
 def test_compare_refuses_what_is_no_profile(tmp_path):
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(UsageError, match="x.json: not a file of scripts/profile.py"):
-        profiling.compare([tmp_path / "x.json", tmp_path / "x.json"])
+    with pytest.raises(UsageError, match="x.json: not a file of bench/profile_step.py"):
+        profile_step.compare([tmp_path / "x.json", tmp_path / "x.json"])
     with pytest.raises(UsageError, match="missing.json"):
-        profiling.compare([tmp_path / "missing.json"] * 2)
-
-
-def test_the_standard_librarys_profile_is_found():
-    """The script has the name of a module that cProfile, hence torch's compiler, imports, and scripts/ is the first place on a script's path."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import cProfile, profile; cProfile.Profile().runcall(int); print(profile.__file__)"],
-        cwd=ROOT / "scripts",
-        env={"PYTHONPATH": str(ROOT / "scripts")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and str(ROOT) not in done.stdout, done.stderr
-
-
-def test_work_is_that_of_the_modules():
-    """Products and attention counted by torch's own counter on the real network."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with torch.device("meta"):
-        model = DiT_models["DiT-Demo/2"]()
-        x, t, y = torch.empty(6, 4, 16, 16), torch.zeros(6), torch.zeros(6, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            model(x, t, y)
-    counts = {str(name): value for name, value in counter.get_flop_counts()["Global"].items()}
-    shape = work.Shape.of(model, 6)
-    conditioning = 2 * 6 * (256 * 216 + 216 * 216 + 6 * 6 * 216 * 216 + 2 * 216 * 216)
-    attention = sum(value for name, value in counts.items() if "attention" in name or "bmm" in name)
-    assert attention == work.attention_flops(shape)
-    assert sum(counts.values()) - attention == work.product_flops(shape) + conditioning
+        profile_step.compare([tmp_path / "missing.json"] * 2)

@@ -1,0 +1,1 @@
+../scripts/_as_module.py

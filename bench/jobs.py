@@ -1,0 +1,257 @@
+"""Whole processes, as users run them: the contest's time, a cold start, and one GPU against many.
+
+    python bench/jobs.py --contest fp32 fp16 --output output/contest.json
+    python bench/jobs.py --start --output output/start.json
+    python bench/jobs.py --gpus 4 --output output/ddp.json
+
+--contest: T from loading the model to the picture on disk, and its points; sample.py in a process of its own, after a
+run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh looks for it. --start: process start to
+picture with empty and with warm kernel caches, and the GPU memory that the driver reports over what was in use
+before. --gpus: sample_ddp.py on N GPUs of this node against one: a grid of 8 labels, an FID job's pictures/s.
+
+Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
+"""
+
+if not __package__:
+    __import__("_as_module")
+
+import hashlib
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from accel import precision
+from accel.options import (
+    DEFAULTS_OF,
+    DistributedOptions,
+    OneLineParser,
+    SamplingOptions,
+    UsageError,
+    positive,
+    user_errors,
+)
+from bench import measure
+
+
+def run(command: list, **environment) -> tuple[list[str], float]:
+    """A command of the repository → the lines it printed, seconds. Raises UsageError with its complaint if it fails."""
+    started = time.perf_counter()
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, cwd=measure.ROOT, capture_output=True, text=True, env=os.environ | environment)
+    taken = time.perf_counter() - started
+    if done.returncode:
+        complaint = re.search(r"^sample(_ddp)?\.py: .*", done.stderr, re.M)
+        raise UsageError(complaint[0] if complaint else f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return done.stdout.splitlines(), taken
+
+
+def phases(lines: list[str]) -> dict[str, float]:
+    """Seconds by phase, from the last line that sample.py and sample_ddp.py print."""
+    return {name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])}
+
+
+#################################################################################
+#                              The contest's time                               #
+#################################################################################
+
+
+def score(seconds: float) -> float:
+    """The contest's points for T seconds: 50 below 100 s, none from 300 s on."""
+    return 0.0 if seconds >= 300 else 50.0 if seconds < 100 else 50 * math.log(300 / seconds) / math.log(3)
+
+
+def contest(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+    results, picture = [], folder / "sample.png"
+    tiers = args.contest or [precision.default_tier(device)]
+    with tqdm(total=len(tiers) * (1 + args.repeats), desc="runs", unit="run", leave=False) as bar:
+        for tier in tiers:
+            command = ["sample.py", *flags, "--cfg-scale", args.cfg_scale, "--device", device, "--precision", tier]
+            command += ["--output", picture, "--num-sampling-steps"]
+            run([*command, min(3, args.steps)])
+            bar.update()
+            runs = []
+            for _ in range(args.repeats):
+                lines, taken = run([*command, args.steps])
+                runs.append(dict(phases(lines), process=taken))
+                bar.update()
+            totals = [one["total"] for one in runs]
+            row = dict(tier=tier, seconds=statistics.median(totals), runs=runs)
+            row |= dict(points=score(row["seconds"]), picture=hashlib.sha256(picture.read_bytes()).hexdigest())
+            results.append(row | dict(settings=next(line for line in lines if " · " in line)))
+            record(dict(contest=results))
+            text = f"{tier:6} T = {row['seconds']:.2f} s, {min(totals):.2f} to {max(totals):.2f}"
+            tqdm.write(f"{text}: {row['points']:.1f} of 50 points")
+
+
+#################################################################################
+#                                 A cold start                                  #
+#################################################################################
+
+
+class Memory:
+    """MiB in use on the GPU over what was before, read by nvidia-smi 25 times a second: `peak` and `median`."""
+
+    def __enter__(self):
+        where = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        command = ["nvidia-smi", "-i", where, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        self.before = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        self.readings = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen([*command, "--loop-ms=40"], stdout=self.readings, text=True)
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+        self.readings.seek(0)
+        values = [int(line) - self.before for line in self.readings.read().split("\n")[:-1]]
+        self.readings.close()
+        self.peak, self.median = max(values, default=None), statistics.median(values) if values else None
+
+
+def start(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+    results = dict(empty_kernel_caches=[], warm_kernel_caches=[])
+    command = ["sample.py", *flags, "--output", folder / "sample.png", "--num-sampling-steps"]
+    run([*command, 3])  # the files into the page cache
+    with tqdm(total=2 * args.repeats, desc="runs", unit="run", leave=False) as bar:
+        for index in range(2 * args.repeats):
+            kind = "empty_kernel_caches" if index < args.repeats else "warm_kernel_caches"
+            caches = folder / (str(index) if index < args.repeats else "0")
+            names = dict(XDG_CACHE_HOME="ours", TRITON_CACHE_DIR="triton", CUDA_CACHE_PATH="cuda")
+            with Memory() as memory:
+                lines, taken = run([*command, args.steps], **{name: str(caches / at) for name, at in names.items()})
+            row = dict(process=taken, **phases(lines), peak_mib=memory.peak, median_mib=memory.median)
+            results[kind].append(row)
+            record(results)
+            bar.update()
+            tqdm.write(f"{kind}: {json.dumps(row)}")
+
+
+#################################################################################
+#                            One GPU against many                               #
+#################################################################################
+
+
+def against_one(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+    results = {}
+    flags = [*flags, "--precision", args.precision or precision.default_tier(device)]
+    flags += ["--device", "cpu"] if device.type == "cpu" else []
+    kinds = ((1, "local"), (args.gpus, "local"), (args.gpus, "gather"))
+    total = (device.type == "cuda") + 3 * args.repeats * ("grid" in args.parts) + 2 * ("fid" in args.parts)
+    with tqdm(total=total, desc="jobs", unit="job", leave=False) as bar:
+
+        def launch(ranks, steps, *more):
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
+            threads = str(max(1, min(4, os.cpu_count() // ranks)))
+            lines, taken = run([*launcher, *flags, "--num-sampling-steps", steps, *more], OMP_NUM_THREADS=threads)
+            bar.update()
+            return dict(phases=phases(lines), seconds=taken)
+
+        if device.type == "cuda":
+            launch(args.gpus, 3, "--output", folder / "warm.png")  # file and kernel caches
+        if "grid" in args.parts:
+            grids = {kind: [] for kind in kinds}
+            for (ranks, how), some in [*grids.items()] * args.repeats:
+                some.append(launch(ranks, args.steps, "--decode", how, "--output", folder / "grid.png"))
+            sampling = {n: [grid["phases"]["sample"] for grid in grids[n, "local"]] for n in (1, args.gpus)}
+            results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
+            for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
+                results[name] = {f"{n} {how}": [grid[key] for grid in some] for (n, how), some in grids.items()}
+            record(results)
+        if "fid" in args.parts:
+            rates = {}
+            for ranks in (1, args.gpus):
+                size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
+                launch(ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
+                rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
+            efficiency = rates[args.gpus] / (args.gpus * rates[1])
+            results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)
+            record(results)
+    print(json.dumps(results, indent=1))
+
+
+def pictures_per_second(folder: Path, batch: int) -> float:
+    """Of an FID job's folder: from when its first `batch` pictures are written to when all are."""
+    written = [path.stat().st_mtime for path in sorted(folder.rglob("*.png"))]
+    return (len(written) - batch) / (max(written) - max(written[:batch]))
+
+
+def parse() -> tuple[OneLineParser, Namespace]:
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    tiers = dict(nargs="*", choices=tuple(precision.TIERS), metavar="TIER")
+    what.add_argument("--contest", **tiers, help="the contest's T and points in these tiers (default: sample.py's)")
+    what.add_argument("--start", action="store_true", help="a cold and a warm start, and GPU memory")
+    what.add_argument("--gpus", type=positive, help="so many GPUs of this node against one of them")
+    measure.add_arguments(parser, batch=False)
+    parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
+    parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of --gpus (default: sample_ddp.py's)")
+    parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus on a CPU: 25)")
+    parser.add_argument("--repeats", type=positive, help="runs of each (default: 3 of --contest, else 2; CPU: 1)")
+    parts = dict(nargs="+", choices=("grid", "fid"), default=("grid", "fid"))
+    parser.add_argument("--parts", **parts, help="of --gpus: what to measure (default: both)")
+    parser.add_argument("--fid-steps", type=positive, help="steps of an FID picture (default: 25; CPU: 5)")
+    parser.add_argument(
+        "--batch", type=positive, help="pictures a rank and FID batch (default: sample_ddp.py's; CPU: 2)"
+    )
+    return parser, parser.parse_args()
+
+
+def complete(args: Namespace) -> torch.device:
+    """The device, with defaults filled in: on a CPU about a minute's. Raises UsageError before anything is measured."""
+    device = measure.prepare(args)
+    on_gpu = device.type == "cuda"
+    if args.start and not on_gpu:
+        raise UsageError("--start: a GPU's start is measured, and there is none here")
+    if args.gpus == 1:
+        raise UsageError("--gpus 1: is compared with one GPU; give 2 or more")
+    for flag, tiers in (("--contest", args.contest or ()), ("--precision", [args.precision] * bool(args.precision))):
+        for tier in tiers:
+            if not precision.supports(tier, device):
+                raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
+    args.steps = args.steps or (25 if args.gpus and not on_gpu else SamplingOptions.num_sampling_steps)
+    args.repeats = args.repeats or (1 if not on_gpu else 2 if args.contest is None else 3)
+    args.fid_steps = args.fid_steps or (25 if on_gpu else 5)
+    args.batch = args.batch or (DistributedOptions.per_proc_batch_size if on_gpu else 2)
+    return device
+
+
+def main() -> None:
+    parser, args = parse()
+    with user_errors(parser), tempfile.TemporaryDirectory() as folder:
+        device, folder = complete(args), Path(folder)
+        kind, work = next(
+            (kind, work)
+            for kind, work, asked in (
+                ("contest", contest, args.contest is not None),
+                ("cold start", start, args.start),
+                ("ddp", against_one, args.gpus),
+            )
+            if asked
+        )
+        about = dict(kind=kind, **measure.provenance(device, args.commit), model=args.model, image_size=args.image_size)
+        about |= dict(pictures=8, weights=Path(args.ckpt).name if args.ckpt else "random, seed 0", steps=args.steps)
+        if args.gpus:
+            about |= dict(gpus=args.gpus, precision=args.precision or precision.default_tier(device))
+        flags = ["--model", args.model, "--image-size", args.image_size, "--num-classes", args.num_classes]
+        args.vae = args.vae or DEFAULTS_OF.get(args.model, {}).get("vae")
+        if not (args.ckpt and args.vae):
+            ckpt, vae = measure.write_weights(folder, args.model, args.image_size)
+            args.ckpt, args.vae = args.ckpt or ckpt, args.vae or vae
+        flags += ["--ckpt", args.ckpt, "--vae", args.vae]
+        work(args, device, flags, folder, lambda results: measure.write(args.output, about | results))
+
+
+if __name__ == "__main__":
+    main()

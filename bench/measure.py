@@ -1,0 +1,346 @@
+"""What every benchmark shares: flags, provenance, timing, random weights, and networks to compare with."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+from accel.decoder import SD_VAE_FT, Decoder
+from tqdm import tqdm
+
+from accel import engine, precision, vae
+from accel.fast import FastDiT, Optimisations
+from accel.options import SamplingOptions, check_writable, partial_file, positive
+from models import DiT_models
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#################################################################################
+#                       Flags, provenance, the JSON file                        #
+#################################################################################
+
+
+def seconds(text: str) -> float:
+    """A flag's value."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ArgumentTypeError(f"{text}: must be seconds, 0 or more")
+    return value
+
+
+def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
+    """The flags that benchmarks share; network, batch: those of one network, of a batch whose steps are timed."""
+    if network:
+        parser.add_argument("--model", choices=DiT_models, help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
+        parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
+        parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
+        parser.add_argument("--num-classes", type=int, help="number of classes")
+        parser.add_argument("--cfg-scale", type=float, default=SamplingOptions.cfg_scale, help="strength of guidance")
+    if network and batch:
+        parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two rows each")
+        parser.add_argument("--load", type=seconds, help="seconds of steps before those that count (5; CPU: 0.5)")
+        parser.add_argument("--window", type=seconds, help="seconds of steps that count (default: 3; CPU: 1)")
+    parser.add_argument("--device", help="where to measure (default: a GPU if there is one)")
+    parser.add_argument("--output", help="JSON file to write")
+    parser.add_argument("--commit", help="commit to record (default: git's)")
+
+
+def prepare(args: Namespace) -> torch.device:
+    """The device, and in `args` whatever it and the model imply: on a CPU the demo, for about a second.
+
+    Raises UsageError for a size that does not fit the network or an output that cannot be written.
+    """
+    device = engine.choose_device(args)
+    on_gpu = device.type == "cuda"
+    args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
+    sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
+    implied = SamplingOptions(model=args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
+    engine.network_shape(implied)
+    args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
+    for name, default in (("load", 5.0 if on_gpu else 0.5), ("window", 3.0 if on_gpu else 1.0)):
+        if getattr(args, name, default) is None:
+            setattr(args, name, default)
+    if args.output:
+        check_writable(args.output)
+    if not on_gpu:
+        print(f"On {device} with {torch.get_num_threads()} threads: its times say nothing about a GPU's", flush=True)
+    return device
+
+
+def provenance(device: torch.device, commit: str | None) -> dict:
+    """Where figures come from: GPU (None on a CPU), torch, commit, date, command."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
+    return dict(
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        torch=torch.__version__,
+        commit=commit or git.stdout.strip(),
+        date=str(date.today()),
+        command=" ".join([launcher, os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    )
+
+
+def write(path: str | Path | None, record: dict) -> None:
+    """Write `record` as the whole file `path`, or nothing without one. Called after every result, it loses none."""
+    if path:
+        with partial_file(path) as partial:
+            partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+#################################################################################
+#                                    Timing                                     #
+#################################################################################
+
+
+class Enough(Exception):
+    """Ends a sampling run from its progress callback."""
+
+
+class Marks:
+    """A sampling run's progress callback that marks when each step ends, on the device's own clock."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.marks = device.type == "cuda", []
+
+    def __call__(self) -> None:
+        self.marks.append(torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter())
+        if self.cuda:
+            self.marks[-1].record()
+
+    def wait(self, behind: int) -> None:
+        """Keep the host at most `behind` steps ahead of the GPU."""
+        if self.cuda and len(self.marks) > behind:
+            self.marks[-behind].synchronize()
+
+    def milliseconds(self) -> list[float]:
+        """Of each step but the first; the device must be done with them."""
+        return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in zip(self.marks, self.marks[1:])]
+
+
+def spread(times: list[float]) -> dict:
+    """Median, 10th and 90th percentile, as the fields of a record."""
+    times = sorted(times)
+    return dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10])
+
+
+def run_until(loop: Callable, progress: Callable) -> None:
+    """Repeat the sampling run `loop(progress)` until `progress` raises Enough."""
+    try:
+        while True:
+            loop(progress)
+    except Enough:
+        pass
+
+
+def time_steps(loop: Callable, device: torch.device, load: float, window: float, name: str = "") -> dict:
+    """Milliseconds of single steps of the sampling run `loop(progress)`: those of the last `window` seconds, after
+    `load` seconds, since a GPU under load runs slower than in a burst."""
+    marks, started = Marks(device), None
+    total = round(load + window, 1)
+    bar = tqdm(total=total, desc=name, leave=False, bar_format="{l_bar}{bar}| {n:.0f}/{total} s")
+
+    def mark():
+        nonlocal started
+        marks()
+        marks.wait(4)  # so that the clock below counts work that was done
+        if len(marks.marks) < 3:  # what only first steps do
+            started = time.perf_counter()
+        taken = time.perf_counter() - started
+        bar.update(min(taken, total) - bar.n)
+        if taken > total and len(marks.marks) > 3:
+            raise Enough
+
+    with bar:
+        run_until(loop, mark)
+    engine.synchronize(device)
+    kept, left = [], 1e3 * window
+    for one in reversed(marks.milliseconds()):
+        left -= one
+        if kept and left < 0:
+            break
+        kept.append(one)
+    return dict(spread(kept), mean=statistics.fmean(kept), steps=len(kept))
+
+
+def load_gpu(duration: float) -> None:
+    """Keep the GPU at its power limit for `duration` seconds: bursts from cold are faster than any run."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+    end = time.perf_counter() + duration
+    while time.perf_counter() < end:
+        for _ in range(20):
+            x @ x
+        torch.cuda.synchronize()
+
+
+def in_turns(replays: list[Callable], duration: float = 0.5, least: int = 15) -> list[dict]:
+    """Median and range of each replay's milliseconds. They take turns, so that all see the same clock."""
+    times, total = [[] for _ in replays], 0.0
+    while total < 1e3 * duration or len(times[0]) < least:
+        for replay, mine in zip(replays, times):
+            replay()
+            mine.append(gpu_ms(replay))
+            total += 2 * mine[-1]
+    return [dict(median=statistics.median(mine), least=min(mine), most=max(mine)) for mine in times]
+
+
+def gpu_ms(work: Callable) -> float:
+    """Milliseconds of what `work` queues on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def copy_tb_s(device: torch.device) -> float:
+    """TB/s read and written by a large copy on the device."""
+    size = 1 << 30 if device.type == "cuda" else 1 << 26
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(10):
+        engine.synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        engine.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size / statistics.median(times) / 1e12
+
+
+#################################################################################
+#                              Weights and networks                             #
+#################################################################################
+
+
+def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
+    """A state dict of random, non-zero weights on `model`'s device: GEMMs keep a variance of about one."""
+    generator = torch.Generator(model.pos_embed.device).manual_seed(seed)
+    state = model.state_dict()
+    for name, value in state.items():
+        if name != "pos_embed":
+            scale = value[0].numel() ** -0.5 if value.ndim > 1 else 0.1
+            state[name] = torch.randn(value.shape, generator=generator, device=value.device) * scale
+    return state
+
+
+def random_network(model: str, image_size: int, num_classes: int, device) -> torch.nn.Module:
+    """A models.DiT with random, non-zero weights, in eval mode."""
+    with torch.device(device):
+        network = DiT_models[model](input_size=image_size // 8, num_classes=num_classes)
+    network.load_state_dict(random_state(network))
+    return network.eval().requires_grad_(False)
+
+
+def network_of(args: Namespace, device: torch.device) -> torch.nn.Module:
+    """The models.DiT of `args`, float32: with the weights of --ckpt or the demo's own, else random ones."""
+    if args.ckpt is None:
+        return random_network(args.model, args.image_size, args.num_classes, device)
+    sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
+    return engine.load_model(SamplingOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve(), device)
+
+
+def build(model: torch.nn.Module, tier: str, switches: Optimisations | None, device: torch.device):
+    """The network of a tier, its switches set: `model` (a models.DiT) itself without them, else a FastDiT of its
+    weights."""
+    if device.type == "cuda":
+        precision.apply_precision(tier, device)
+    if switches is None:
+        return model
+    return FastDiT(model.state_dict(), model.num_heads, precision.FAST[tier], device, switches)
+
+
+def switches_of(tier: str) -> Optimisations | None:
+    """What sample.py gives a tier: a FastDiT with all optimisations, or models.DiT."""
+    return Optimisations() if tier in precision.FAST else None
+
+
+def random_decoder(device: torch.device) -> Decoder:
+    """A decoder of sd-vae-ft-*'s size with random weights."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Decoder(SD_VAE_FT).eval().requires_grad_(False)
+
+
+def decoder_of(args: Namespace, device: torch.device):
+    """The decoder of --vae or the demo's own, else a random one."""
+    name = args.vae or SamplingOptions(model=args.model).resolve().vae
+    return (
+        random_decoder(device) if name in vae.PUBLISHED and not args.vae else vae.load_vae(vae.find_vae(name), device)
+    )
+
+
+def write_weights(folder: Path, model: str, image_size: int) -> tuple[Path, Path]:
+    """Random weights as files that sample.py reads: a checkpoint and a folder with a decoder."""
+    from safetensors.torch import save_file
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ckpt, decoder = folder / "random.pt", folder / "vae"
+    torch.save({k: v.cpu() for k, v in random_network(model, image_size, 1000, device).state_dict().items()}, ckpt)
+    decoder.mkdir()
+    (decoder / vae.FILES[0]).write_text(json.dumps(SD_VAE_FT))
+    save_file(random_decoder(torch.device("cpu")).state_dict(), decoder / vae.FILES[1])
+    return ckpt, decoder
+
+
+#################################################################################
+#                            Networks to compare with                           #
+#################################################################################
+
+
+class CompiledDiT:
+    """A models.DiT in `dtype` under torch.compile."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, mode: str):
+        self.model, self.dtype = model.to(dtype), dtype
+        self._forward = torch.compile(model.forward, mode=mode, dynamic=False)
+        self._guided = torch.compile(model.forward_with_cfg, mode=mode, dynamic=False)
+
+    def forward(self, x, t, y):
+        # A copy: the compiler's graph will overwrite its output.
+        return self._forward(x.to(self.dtype), t, y).to(x.dtype, copy=True)
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        return self._guided(x.to(self.dtype), t, y, cfg_scale).to(x.dtype, copy=True)
+
+
+class DiffusersDiT:
+    """The weights of a models.DiT in diffusers' DiTTransformer2DModel, with the guidance of models.DiT. Its timestep
+    frequencies differ (its shift is 1), so its output is not quite that of the published model."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
+        from diffusers import DiTTransformer2DModel
+
+        from pretrained_models.download import to_diffusers
+
+        tokens, width = model.pos_embed.shape[1:]
+        with torch.device(device):  # what is not said here defaults to DiT-XL/2's
+            self.model = DiTTransformer2DModel(
+                num_attention_heads=model.num_heads,
+                attention_head_dim=width // model.num_heads,
+                out_channels=2 * model.in_channels,
+                num_layers=len(model.blocks),
+                sample_size=round(tokens**0.5) * model.patch_size,
+                patch_size=model.patch_size,
+                num_embeds_ada_norm=model.y_embedder.num_classes,
+                norm_eps=1e-6,
+            )
+        self.model.load_state_dict(to_diffusers(model.state_dict()))
+        self.model, self.dtype = self.model.to(dtype).eval().requires_grad_(False), dtype
+
+    @torch.no_grad()
+    def forward(self, x, t, y):
+        return self.model(x.to(self.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        half = x[: len(x) // 2]
+        out = self.forward(torch.cat([half, half]), t, y)
+        cond, uncond = out[:, :3].chunk(2)
+        guided = uncond + cfg_scale * (cond - uncond)
+        return torch.cat([torch.cat([guided, guided]), out[:, 3:]], dim=1)

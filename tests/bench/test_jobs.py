@@ -1,0 +1,100 @@
+"""Whole processes: the contest's time and points, one process against two, and what is refused before anything runs."""
+
+import hashlib
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from bench import jobs
+
+
+def here(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["jobs.py", *map(str, args)])
+    jobs.main()
+
+
+@pytest.mark.parametrize(
+    "seconds,points", [(0.5, 50), (99.9, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (300, 0), (900, 0)]
+)
+def test_the_contests_points(seconds, points):
+    assert jobs.score(seconds) == pytest.approx(points, abs=0.001)
+
+
+def test_contest(tmp_path, monkeypatch, run):
+    here(monkeypatch, "--contest", "--device", "cpu", "--steps", 2, "--output", tmp_path / "log.json")
+    record = json.loads((tmp_path / "log.json").read_text())
+    [row] = record["contest"]
+    [once] = row["runs"]
+    assert record["kind"] == "contest" and record["model"] == "DiT-Demo/2" and record["steps"] == 2
+    assert row["tier"] == "fp32" and row["points"] == 50 and row["seconds"] == once["total"] < once["process"]
+    assert once["total"] == pytest.approx(once["load"] + once["sample"] + once["decode"] + once["save"], abs=0.03)
+    # The picture that was timed is the one that the same settings make.
+    flags = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "2", "--output"]
+    assert run("sample.py", *flags, tmp_path / "again.png").returncode == 0
+    assert hashlib.sha256((tmp_path / "again.png").read_bytes()).hexdigest() == row["picture"]
+    assert "DiT-Demo/2 · 128 px · 8 labels · 2 steps" in row["settings"]
+
+
+def test_one_process_against_two(tmp_path, monkeypatch):
+    flags = ["--gpus", "2", "--device", "cpu", "--steps", "2", "--fid-steps", "2", "--batch", "1", "--output"]
+    here(monkeypatch, *flags, tmp_path / "log.json")
+    record = json.loads((tmp_path / "log.json").read_text())
+    assert (record["kind"], record["gpus"], record["precision"]) == ("ddp", 2, "fp32")
+    sampling, wall = record["grid_sampling_s"], record["grid_start_to_picture_s"]
+    assert sampling["ratio"] == sampling["2"][0] / sampling["1"][0]
+    assert set(wall) == set(record["grid_phases_s"]) == {"1 local", "2 local", "2 gather"}
+    assert 0 < sampling["1"][0] < record["grid_phases_s"]["1 local"][0]["total"] < wall["1 local"][0]
+    rates = record["fid_pictures_per_s"]
+    assert rates["efficiency"] == pytest.approx(rates["2"] / (2 * rates["1"])) and rates["batch"] == 1
+
+
+def test_pictures_per_second(tmp_path):
+    """Three batches of two: the first, which warms up, does not count."""
+    (tmp_path / "job").mkdir()
+    for index, second in enumerate((100, 108, 110, 111, 112, 112)):
+        (tmp_path / "job" / f"{index:06}.png").touch()
+        os.utime(tmp_path / "job" / f"{index:06}.png", (second, second))
+    assert jobs.pictures_per_second(tmp_path, 2) == 4 / (112 - 108)
+
+
+REFUSED = [
+    (["--gpus", "2", "--output", "/proc/x.json"], "--output /proc/x.json: cannot write"),
+    (["--gpus", "0"], "--gpus: 0: must be at least 1"),
+    (["--gpus", "1"], "--gpus 1: is compared with one GPU; give 2 or more"),
+    (["--gpus", "2", "--model", "DiT-Demo"], "--model: invalid choice: 'DiT-Demo'"),
+    (["--contest", "--image-size", "100"], "--image-size 100: must be a multiple"),
+    (["--contest", "fp32", "bf16", "--device", "cpu"], "--contest bf16: cpu cannot run it"),
+    (["--gpus", "2", "--precision", "exact", "--device", "cpu"], "--precision exact: cpu cannot run it"),
+    (["--start", "--device", "cpu"], "--start: a GPU's start is measured"),
+    ([], "one of the arguments --contest --start --gpus is required"),
+]
+
+
+@pytest.mark.parametrize("arguments, words", REFUSED)
+def test_refused_before_anything_runs(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(jobs, "run", lambda *_, **__: pytest.fail("ran"))
+    with pytest.raises(SystemExit) as stop:
+        here(monkeypatch, *arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+
+
+def test_a_ranks_complaint_is_given_in_its_line(tmp_path, monkeypatch, capsys):
+    weights = ["--gpus", "2", "--device", "cpu", "--ckpt", "x", "--vae", "x", "--output"]
+    with pytest.raises(SystemExit) as stop:
+        here(monkeypatch, *weights, tmp_path / "x.json")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and error.startswith("jobs.py: sample_ddp.py: --ckpt x: ")
+
+
+@pytest.mark.gpu
+def test_a_cold_start(tmp_path, monkeypatch):
+    here(monkeypatch, "--start", "--model", "DiT-Demo/2", "--steps", 3, "--repeats", 1, "--output", tmp_path / "x.json")
+    record = json.loads((tmp_path / "x.json").read_text())
+    for kind in ("empty_kernel_caches", "warm_kernel_caches"):
+        [row] = record[kind]
+        assert 0 < row["total"] < row["process"] and row["peak_mib"] > 0
+    assert record["gpu"] == torch.cuda.get_device_name()

@@ -1,0 +1,78 @@
+"""Few pictures on many ranks, and the link between them, over gloo."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from accel.parallel.plan import Plan
+from bench import many_gpus
+
+
+def launch(*args):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.run(
+        [*command, "bench/many_gpus.py", "--device", "cpu", *map(str, args)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_few_pictures_on_many_ranks(tmp_path):
+    """Error and traffic of a plan against one rank; what the device implies is the demo in fp32."""
+    plans = [
+        "--labels",
+        "1",
+        "--plans",
+        "tokens=2,exchange=kv",
+        "rows=4",
+        "--load",
+        "0",
+        "--window",
+        "0.01",
+        "--output",
+    ]
+    done = launch(*plans, tmp_path / "out" / "x.json")
+    assert done.returncode == 0 and "say nothing about GPUs" in done.stdout, done.stderr
+    record = json.loads((tmp_path / "out" / "x.json").read_text())
+    assert {(row["size"], row["tier"]) for row in record["plans"]} == {(128, "fp32")}
+    one, two, auto = record["plans"]  # rows=4 needs more ranks than there are
+    assert (one["plan"], one["gpus"], two["plan"], two["gpus"]) == ("one GPU", 1, str(Plan(1, 2, "kv")), 2)
+    assert two["speedup"] == one["ms"] / two["ms"] and two["error"] < 1e-5
+    assert (two["collectives"], two["bytes"]) == (1, 2 * 2 * 32 * 216 * 4)
+    assert auto["plan"] == "auto" and auto["chosen"]
+    assert record["kind"] == "parallel" and record["gpu"] is None and record["torch"] == torch.__version__
+    assert record["command"].startswith("torchrun --nproc_per_node=2 ")
+
+
+def test_the_link(tmp_path):
+    done = launch("--link", "--sizes", 1024, 4096, "--repeats", 2, "--output", tmp_path / "x.json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert record["kind"] == "link" and record["backend"] == "gloo"
+    assert [(row["collective"], row["ranks"], row["bytes"]) for row in record["link"]] == [
+        (name, 2, size) for size in (1024, 4096) for name in ("all-gather", "all-to-all", "all-reduce")
+    ]
+    assert all(row["us"] > 0 for row in record["link"])
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "torchrun"),
+        (["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
+        (["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
+    ],
+)
+def test_refused_before_anything_is_measured(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["many_gpus.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        many_gpus.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
