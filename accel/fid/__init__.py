@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -28,6 +29,10 @@ from accel.files import cache_folder
 from accel.options import DistributedOptions
 from accel.vae import to_uint8
 
+if TYPE_CHECKING:
+    from accel.engine import Engine
+    from accel.parallel.processes import Job
+
 
 def check(options: DistributedOptions, world: int) -> None:
     """Refuse what can be refused before weights are fetched and read: a UsageError."""
@@ -38,7 +43,7 @@ def check(options: DistributedOptions, world: int) -> None:
 
 
 @contextmanager
-def locked(options: DistributedOptions, job) -> Iterator[None]:
+def locked(options: DistributedOptions, job: "Job") -> Iterator[None]:
     """Make the folder and keep other jobs out of it. Load the engine inside too: its autotuner writes to the folder.
 
     Raises UsageError on every rank if another job is at work there.
@@ -62,7 +67,7 @@ def batch_rows(options: DistributedOptions) -> int:
     return len(Batches(options, rank=0, world=1).pictures(0)) * (2 if options.cfg_scale > 1 else 1)
 
 
-def run(engine, job) -> None:
+def run(engine: "Engine", job: "Job") -> None:
     """Make the pictures of the engine's options and their .npz, or what is missing of them.
 
     Raises Stopped when asked to stop, UsageError where the folder holds something else or the disk is full.

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from accel import kernels, vae
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.options import DEFAULTS_OF, DistributedOptions, flag_names
+
+if TYPE_CHECKING:
+    from accel.engine import Engine
 
 OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode"}  # an FID job refuses them
 # Recorded as what they came to.
@@ -101,7 +105,7 @@ class Batches:
         return range(first, first + self.n * self.world, self.world)
 
 
-def settings_of(engine, batches: Batches) -> dict:
+def settings_of(engine: "Engine", batches: Batches) -> dict:
     """All that decides a picture's bits, by the name of its flag where it has one; plain JSON."""
     options, device = engine.options, engine.device
     relevant = [item for item in fields(options) if item.name not in {*OF_A_GRID, *RESOLVED, "sample_dir"}]

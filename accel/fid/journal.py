@@ -56,7 +56,7 @@ class Journal:
                 f"--sample-dir: {self.folder} holds pictures, or its .npz is there, without a record of how they were "
                 f"made ({self.settings} is missing or damaged); move them, or use another --sample-dir"
             ) from None
-        changed = [name for name in {**earlier, **settings} if earlier.get(name) != settings.get(name)]
+        changed = [name for name in {**settings, **earlier} if earlier.get(name) != settings.get(name)]
         if CODE in changed:
             changed.remove(CODE)
             print(f"{self.folder}: was begun by other kernels; pictures from here on may differ in their last bits")

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from accel.fid.folder import Batches
+
+if TYPE_CHECKING:
+    from accel.engine import Engine
 
 Drawn = tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]
 
@@ -16,7 +20,7 @@ class UpstreamNoise:
     A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
     """
 
-    def __init__(self, engine, batches: Batches):
+    def __init__(self, engine: "Engine", batches: Batches):
         self.engine, self.batches, self.next = engine, batches, None
         self.module = torch if engine.device.type == "cpu" else torch.get_device_module(engine.device)
 
@@ -42,7 +46,7 @@ class UpstreamNoise:
 class PictureNoise:
     """Noise and label keyed by the picture's number, a generator each: whoever makes it draws the same."""
 
-    def __init__(self, engine, batches: Batches):
+    def __init__(self, engine: "Engine", batches: Batches):
         self.engine, self.batches = engine, batches
 
     def batch(self, batch: int, before: str | None) -> Drawn:

@@ -17,6 +17,7 @@ from accel.errors import USAGE, UsageError
 from accel.fid import lock
 from accel.fid.lock import sole_job
 
+PATIENCE = 3.0  # seconds, for these tests; what needs less than this has not waited it out
 HOLD = """
 import pathlib, sys, time
 from accel.fid import lock
@@ -34,7 +35,7 @@ with lock.sole_job(pathlib.Path(sys.argv[1])):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.1)
-    monkeypatch.setattr(lock, "PATIENCE", 1.0)
+    monkeypatch.setattr(lock, "PATIENCE", PATIENCE)
     return tmp_path / "pictures"
 
 
@@ -72,11 +73,16 @@ def no_flock(monkeypatch):
 
 
 def refusal(folder):
-    start = time.monotonic()
     with pytest.raises(UsageError) as caught, sole_job(folder):
         pass
-    assert time.monotonic() - start < 2 and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def seconds_to_take(folder):
+    start = time.monotonic()
+    with sole_job(folder):
+        return time.monotonic() - start
 
 
 def test_the_second_job_is_refused_and_the_first_is_named(folder, holder):
@@ -94,9 +100,7 @@ def test_a_killed_holder_keeps_nothing(folder, holder):
         first = holder()
         first.kill()
         first.wait()
-        start = time.monotonic()
-        with sole_job(folder):
-            assert time.monotonic() - start < 0.5
+        assert seconds_to_take(folder) < PATIENCE
     first = holder()
     threading.Timer(0.05, first.kill).start()  # a process that is being torn down when its successor starts
     first.send_signal(signal.SIGSTOP)
@@ -136,10 +140,8 @@ def test_a_holder_on_another_host_lives_as_long_as_it_shows_life(folder, capsys)
     finally:
         stop.set()
         thread.join()
-    start = time.monotonic()
-    with sole_job(folder):
-        assert 1 <= time.monotonic() - start < 2
-    assert "process 7 on elsewhere since 2024-01-01 00:00:00 did not end well; waiting 1 s" in capsys.readouterr().out
+    assert seconds_to_take(folder) >= PATIENCE
+    assert "process 7 on elsewhere since 2024-01-01 00:00:00 did not end well; waiting 3 s" in capsys.readouterr().out
 
 
 def test_without_flock_the_record_decides(folder, holder, no_flock):
@@ -147,11 +149,8 @@ def test_without_flock_the_record_decides(folder, holder, no_flock):
     assert f"process {first.pid} on " in refusal(folder)
     first.kill()
     first.wait()
-    start = time.monotonic()
-    with sole_job(folder):
-        assert 1 <= time.monotonic() - start < 2
-    with sole_job(folder):  # after a good end nobody waits
-        assert time.monotonic() - start < 3
+    assert seconds_to_take(folder) >= PATIENCE
+    assert seconds_to_take(folder) < PATIENCE  # after a good end nobody waits
 
 
 def test_who_has_lost_the_folder_ends(folder, holder):
