@@ -5,7 +5,6 @@ On a CPU the kernels' reference implementations run.
 
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,23 +158,6 @@ def test_the_cpu_has_no_float16_decoder():
     options = SamplingOptions(model="DiT-Demo/2", device="cpu", vae_precision="fp16").resolve()
     with pytest.raises(UsageError, match="--vae-precision fp16: cpu has no"):
         Engine(options)
-
-
-def test_a_folder_for_fid_records_what_decodes():
-    """The arithmetic in use: "auto" and its name are the same job, a decoder that fell back to float32 is another."""
-    from accel.fid import settings_of
-
-    plan, found = SimpleNamespace(independent=True), {}
-    for wanted, arithmetic in (("auto", "fp32"), ("fp32", "fp32"), ("auto", "fp16")):
-        run = Engine(SamplingOptions(model="DiT-Demo/2", device="cpu", labels=(0,), vae_precision=wanted).resolve())
-        run.decoder_precision = arithmetic
-        found[wanted, arithmetic] = settings_of(run, plan)
-    one, same, other = found.values()
-    assert (
-        one == same
-        and {name for name in one if one[name] != other[name]} == {"--vae-precision"}
-        and other["--vae-precision"] == "fp16"
-    )
 
 
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))

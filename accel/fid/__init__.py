@@ -1,0 +1,131 @@
+"""A folder of many pictures for FID: made by many ranks, killed at any moment, continued with the same command.
+
+    <folder>/000000.png …           the pictures
+    <folder>/.job/settings.json     what decides their bits; a start with other settings is refused
+    <folder>/.job/rank-0000.jsonl   the finished batches of a rank
+    <folder>/.job/lock              the job that is at work
+    <folder>/.job/…                 the GEMM algorithms that the autotuner chose, on a GPU
+    <folder>.npz                    arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
+
+A command calls `check`. Inside `locked` it loads the engine and calls `run`.
+"""
+
+import errno
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from accel.errors import Stopped, UsageError
+from accel.fid import npz
+from accel.fid.folder import Batches, folder_of, npz_of, settings_of
+from accel.fid.journal import Journal
+from accel.fid.lock import sole_job
+from accel.fid.noise import PictureNoise, UpstreamNoise
+from accel.files import cache_folder
+from accel.options import DistributedOptions
+from accel.vae import to_uint8
+
+if TYPE_CHECKING:
+    from accel.engine import Engine
+    from accel.parallel.processes import Job
+
+
+def check(options: DistributedOptions, world: int) -> None:
+    """Refuse what can be refused before weights are fetched and read: a UsageError."""
+    if not options.world_independent_noise and not -(2**63) <= options.seed * world <= 2**64 - world:
+        raise UsageError(
+            f"--global-seed {options.seed}: times {world} ranks it must fit into 64 bits; use a smaller one"
+        )
+
+
+@contextmanager
+def locked(options: DistributedOptions, job: "Job") -> Iterator[None]:
+    """Make the folder and keep other jobs out of it. Load the engine inside too: its autotuner writes to the folder.
+
+    Raises UsageError on every rank if another job is at work there.
+    """
+    with ExitStack() as stack:
+        job.run_collectively(lambda: stack.enter_context(sole_job(folder_of(options))), only=0)
+        yield
+
+
+def tuner_folders(options: DistributedOptions) -> list[Path]:
+    """Where the GEMM autotuner keeps what it chose, first to go by first.
+
+    Another algorithm rounds differently. So a job that resumes, perhaps elsewhere, goes by its own choices, and a new
+    one by those in the user's cache.
+    """
+    return [folder_of(options) / ".job", cache_folder()]
+
+
+def batch_rows(options: DistributedOptions) -> int:
+    """Batch rows of one network evaluation on a rank: guidance doubles the pictures of a batch."""
+    return len(Batches(options, rank=0, world=1).pictures(0)) * (2 if options.cfg_scale > 1 else 1)
+
+
+def run(engine: "Engine", job: "Job") -> None:
+    """Make the pictures of the engine's options and their .npz, or what is missing of them.
+
+    Raises Stopped when asked to stop, UsageError where the folder holds something else or the disk is full.
+    """
+    options, folder = engine.options, folder_of(engine.options)
+    batches = Batches(options, job.rank, job.world)
+    journal = Journal(folder, batches)
+    try:
+        job.run_collectively(lambda: journal.begin(settings_of(engine, batches)), only=0)
+        todo = batches.left(job.run_collectively(journal.read))
+        left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
+        if left:
+            todo = _make_pictures(engine, job, journal, todo, batches.total - left)
+        if any(job.all_gather_object(len(todo))):
+            raise Stopped(f"stopped; {folder} is recorded up to here; start again with the same command to resume")
+        if job.rank == 0:
+            with engine.watch.phase("npz"):
+                _write_npz(journal, options, lambda: job.stopping)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(
+            f"--sample-dir: {error.strerror} at {folder}; free some and start again with the same command to resume"
+        ) from None
+    print(f"{folder}: {batches.total} pictures, {npz_of(folder)}: {options.num_fid_samples} · {engine.watch}")
+
+
+def _make_pictures(engine, job, journal, todo, already):
+    """Make and record the batches `todo` until done or asked to stop; returns those that are left."""
+    batches, guided = journal.batches, engine.options.cfg_scale > 1
+    noise = (PictureNoise if batches.independent else UpstreamNoise)(engine, batches)
+    with (
+        tqdm(total=batches.total, initial=already, unit="picture", smoothing=0.1, disable=job.rank > 0) as bar,
+        ThreadPoolExecutor(1) as background,  # compresses and records a batch while the next is sampled
+    ):
+        written = None
+        while todo and not job.stopping:
+            batch, *todo = todo
+            z, labels, draw = noise.batch(batch, journal.states.get(batch - batches.world))
+            with engine.watch.phase("sample"):
+                latents = engine.denoise(z, labels, guided=guided, draw=draw)
+            pixels = to_uint8(engine.decode(latents)).numpy()
+            if written is not None:
+                written.result()
+            written = background.submit(journal.write, batch, pixels, noise.state())
+            bar.update(already + job.counter("pictures", len(pixels)) - bar.n)
+        if written is not None:
+            written.result()
+        job.barrier()
+        bar.update(already + job.counter("pictures") - bar.n)
+    return todo
+
+
+def _write_npz(journal, options, stopping):
+    """Write the archive, unless it is there whole."""
+    path, count, size = npz_of(journal.folder), options.num_fid_samples, options.image_size
+    problem = npz.problem(path, count, size) if path.exists() else ""
+    if problem:
+        print(f"{path}: {problem}; writing it again")
+    if problem is not None:
+        npz.write(path, journal.folder, journal.digests(), count, size, stopping)

@@ -1,0 +1,407 @@
+"""Whole FID jobs in real processes: equal to upstream's, killed, stopped, starved of disk, misled, started twice."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from jobs import files, finish, pictures, ranks_of, run, start, wait_for_pictures
+from safetensors.torch import load_file, save_file
+
+from accel.errors import STOPPED, USAGE
+from diffusion import create_diffusion
+from models import DiT_models
+
+WANTED, MADE = 42, 44  # two ranks make two at a time
+FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 20]
+SHORT = ["--num-fid-samples", 6, "--per-proc-batch-size", 2, "--num-sampling-steps", 4]
+MIDDLE = ["--num-fid-samples", 24, "--per-proc-batch-size", 2, "--num-sampling-steps", 20]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
+    save_file(fill(DiT_models["DiT-Demo/2"]()).state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def demo(weights, tiny_vae):
+    return ["--model", "DiT-Demo/2", "--ckpt", str(weights), "--vae", str(tiny_vae), "--device", "cpu"]
+
+
+def by_hand(weights, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
+    """Upstream's job for one rank, as its users know it: {file name: picture}."""
+    from diffusers import AutoencoderKL
+
+    model = DiT_models["DiT-Demo/2"]().eval()
+    model.load_state_dict(load_file(weights))
+    vae = AutoencoderKL.from_pretrained(vae_folder)
+    diffusion, out = create_diffusion(str(steps)), {}
+    torch.manual_seed(seed * world + rank)
+    for round_ in range(rounds):
+        x, y = torch.randn(n, 4, 16, 16), torch.randint(0, 8, (n,))
+        forward, arguments = model.forward, dict(y=y)
+        if cfg_scale > 1:
+            x, y = torch.cat([x, x]), torch.cat([y, torch.full((n,), 8)])
+            forward, arguments = model.forward_with_cfg, dict(y=y, cfg_scale=cfg_scale)
+        latents = diffusion.p_sample_loop(forward, x.shape, x, clip_denoised=False, model_kwargs=arguments)[:n]
+        pixels = torch.cat([vae.decode(latent[None] / 0.18215).sample for latent in latents])
+        pixels = (127.5 * pixels + 128).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).numpy()
+        for i, picture in enumerate(pixels):
+            out[f"{i * world + rank + round_ * n * world:06d}.png"] = picture
+    return out
+
+
+@pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0)])
+def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path):
+    n, wanted, seed, steps = 3, 7, 5, 3
+    rounds = -(-wanted // (n * world))
+    how = ["--num-fid-samples", wanted, "--per-proc-batch-size", n, "--num-sampling-steps", steps]
+    text = run(world, *demo, *how, "--global-seed", seed, "--cfg-scale", cfg_scale, "--sample-dir", tmp_path)
+    assert f"· {wanted} pictures ·" in text and "labels" not in text  # it draws its own
+    name = f"DiT-Demo-2-demo-size-128-vae-{tiny_vae.name}-cfg-{cfg_scale}-seed-5"
+    assert {path.name for path in tmp_path.iterdir()} == {name, name + ".npz"}
+    expected, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        for rank in range(world):
+            expected |= by_hand(weights, tiny_vae, rank, world, n, rounds, cfg_scale, seed, steps)
+    torch.set_num_threads(threads)
+    made = pictures(tmp_path)
+    assert sorted(made) == sorted(expected) == [f"{i:06d}.png" for i in range(rounds * n * world)]
+    # The null half's update is left out, which leaves the stream as it is, and changes nothing else on the CPU.
+    assert all(np.array_equal(made[name], expected[name]) for name in made)
+    assert len({picture.tobytes() for picture in made.values()}) == len(made)
+    array = np.load(tmp_path / f"{name}.npz")["arr_0"]
+    assert array.dtype == np.uint8
+    assert np.array_equal(array, np.stack([expected[f"{i:06d}.png"] for i in range(wanted)]))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(demo, tmp_path_factory):
+    """Files of a job of two ranks that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(2, *demo, *FID, "--sample-dir", folder)
+    made = files(folder)
+    assert sum(name.endswith(".png") for name in made) == MADE and not any(".part" in name for name in made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def short(demo, tmp_path_factory):
+    """The folder of a short job of one rank, to copy."""
+    folder = tmp_path_factory.mktemp("short")
+    run(1, *demo, *SHORT, "--sample-dir", folder)
+    return folder
+
+
+@pytest.fixture
+def copy(short, tmp_path):
+    """(folder of samples, pictures' folder, .npz) of a copy of the short job."""
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
+    [npz] = tmp_path.glob("*.npz")
+    return tmp_path, npz.with_suffix(""), npz
+
+
+#################################################################################
+#                              Killed and stopped                               #
+#################################################################################
+
+
+@pytest.mark.timeout(600)
+def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
+    """One job, killed ten times: while it starts, or a random moment after some more pictures, rank 0, rank 1 or all.
+
+    Started again each time with the same command, it ends with every bit of an undisturbed one.
+    """
+    dice, seen = random.Random(time.time_ns()), []
+    for kill in range(10):
+        made = len(list(tmp_path.glob("*/*.png")))
+        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
+        while not (ranks := ranks_of(job)) and job.poll() is None:  # its launcher starts first
+            time.sleep(0.05)
+        if kill % 4 == 3:
+            time.sleep(dice.uniform(0, 3))
+        elif wait_for_pictures(tmp_path, min(made + dice.randint(1, 3), MADE), job):
+            time.sleep(dice.uniform(0, 0.2))
+        victims = ranks if kill % 5 else [dice.choice(ranks)]  # a lone one takes its launcher longer
+        with suppress(ProcessLookupError):  # all was made, and it has ended
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+        job.communicate(timeout=90)
+        lines = sum(len(path.read_bytes().splitlines()) for path in tmp_path.glob("*/.job/rank*"))
+        seen.append((kill, len(victims), len(list(tmp_path.glob("*/*.png"))), lines))
+    assert sum(0 < made < MADE for _, _, made, _ in seen) >= 6, seen
+    run(2, *demo, *FID, "--sample-dir", tmp_path)
+    assert files(tmp_path) == undisturbed, seen
+
+
+def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
+    """SIGUSR1 to one rank; then, in the next run, SIGTERM to the other."""
+    for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0)):
+        least = 2 + len(list(tmp_path.glob("*/*.png")))  # two more than there are: the job is at work
+        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
+        assert wait_for_pictures(tmp_path, least, job)
+        os.kill(ranks_of(job)[victim], number)
+        assert "start again with the same command" in finish(job, STOPPED)
+        made = files(tmp_path)
+        count = sum(name.endswith(".png") for name in made)
+        assert least <= count < MADE and not any(".part" in name or name.endswith("npz") for name in made)
+        lines = sum(text.count(b"\n") for name, text in made.items() if name.endswith("jsonl"))
+        assert lines * 2 == count  # all that was made is recorded
+    run(2, *demo, *FID, "--sample-dir", tmp_path)
+    assert files(tmp_path) == undisturbed
+
+
+def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "test", tmp_path]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a file system of its own needs root and mount")
+    try:
+        text = run(2, *demo, *FID, "--sample-dir", tmp_path, status=USAGE)
+        assert "--sample-dir: No space left on device" in text and "free some" in text and "OSError" not in text
+        made = files(tmp_path)
+        assert not any(".part" in name for name in made) and 0 < sum(name.endswith(".png") for name in made) < MADE
+        pages = sum(-(-len(content) // 4096) for name, content in undisturbed.items() if not name.endswith(".npz"))
+        # Enough for the pictures, not for the .npz.
+        subprocess.run(["mount", "-o", f"remount,size={4 * pages + 400}k", tmp_path], check=True)
+        text = run(2, *demo, *FID, "--sample-dir", tmp_path, status=USAGE)
+        assert "--sample-dir: No space left on device" in text
+        assert sum(name.endswith(".png") for name in files(tmp_path)) == MADE and not list(tmp_path.glob("*npz*"))
+        subprocess.run(["mount", "-o", "remount,size=100m", tmp_path], check=True)
+        run(2, *demo, *FID, "--sample-dir", tmp_path)
+        assert files(tmp_path) == undisturbed
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_world_independent_noise(demo, tmp_path):
+    """Three ranks, one rank, and a job begun by two and ended by one: the same pictures."""
+    wanted = 22
+    how = [*demo, *FID, "--num-fid-samples", wanted, "--num-sampling-steps", 8, "--world-independent-noise"]
+    text = run(3, *how, "--sample-dir", tmp_path / "3")
+    shown = [int(number) for number in re.findall(rf"(\d+)/{wanted} \[\S+ +\S*(?:picture/s|s/picture)\]", text)]
+    assert shown == sorted(shown) and shown[-1] == wanted, text  # one bar, over all ranks
+    run(1, *how, "--sample-dir", tmp_path / "1")
+    job = start(2, *how, "--sample-dir", tmp_path / "2+1")
+    assert wait_for_pictures(tmp_path / "2+1", 3, job)
+    for rank in ranks_of(job):
+        os.kill(rank, signal.SIGKILL)
+    job.communicate()
+    run(1, *how, "--sample-dir", tmp_path / "2+1")
+    three, one, mixed = (pictures(tmp_path / name) for name in ("3", "1", "2+1"))
+    assert sorted(three) == [f"{i:06d}.png" for i in range(wanted)]
+    assert len({picture.tobytes() for picture in three.values()}) == wanted
+    for other in (one, mixed):
+        assert sorted(other) == sorted(three) and all(np.array_equal(other[name], three[name]) for name in three)
+    archives = [next((tmp_path / name).glob("*.npz")).read_bytes() for name in ("3", "1", "2+1")]
+    assert archives[0] == archives[1] == archives[2]
+
+
+#################################################################################
+#                            Two jobs in one folder                             #
+#################################################################################
+
+
+@pytest.mark.parametrize("other, delay", [(["--num-sampling-steps", 19], 0), ([], 0.3)])
+def test_of_two_jobs_one_is_refused(other, delay, demo, tmp_path):
+    """Started at one moment, or shortly after another: with other settings, or with the same."""
+    first = start(1, *demo, *MIDDLE, "--sample-dir", tmp_path)
+    time.sleep(delay)
+    jobs = [first, start(1, *demo, *MIDDLE, *other, "--sample-dir", tmp_path)]
+    texts = ["\n".join(job.communicate(timeout=200)) for job in jobs]
+    assert sorted(job.returncode for job in jobs) == [0, USAGE], texts
+    winner = [job.returncode for job in jobs].index(0)
+    [line] = [line for line in texts[1 - winner].splitlines() if "in use by another job" in line]
+    assert f"(process {jobs[winner].pid} on {socket.gethostname()} since " in line
+    assert "Traceback" not in texts[1 - winner] and "px ·" not in texts[1 - winner]  # nothing was loaded
+    made = files(tmp_path)
+    assert sum(name.endswith(".png") for name in made) == 24 and not any(".part" in name for name in made)
+    run(1, *demo, *MIDDLE, *(other if winner else []), "--sample-dir", tmp_path)  # it is whole, and the winner's
+    assert files(tmp_path) == made
+
+
+def test_a_second_job_while_the_first_is_at_work(demo, undisturbed, tmp_path):
+    first = start(2, *demo, *FID, "--sample-dir", tmp_path)
+    assert wait_for_pictures(tmp_path, 4, first)
+    text = run(2, *demo, *FID, "--num-sampling-steps", 19, "--sample-dir", tmp_path, status=USAGE)
+    assert any(f"(process {rank} on {socket.gethostname()} since " in text for rank in ranks_of(first)), text
+    assert first.poll() is None
+    finish(first)
+    assert files(tmp_path) == undisturbed
+
+
+def test_no_stale_lock_after_sigkill(demo, tmp_path):
+    for number in range(3):
+        job = start(1, *demo, *MIDDLE, "--sample-dir", tmp_path)
+        assert wait_for_pictures(tmp_path, 1 + len(list(tmp_path.glob("*/*.png"))), job, seconds=20), number
+        job.kill()
+        job.communicate()
+        [lock] = tmp_path.glob("*/.job/lock")
+        assert lock.read_text().startswith(f"process {job.pid} on ")
+
+
+#################################################################################
+#                        A folder that was tampered with                        #
+#################################################################################
+
+
+def test_what_a_kill_leaves_is_mended_and_other_settings_are_refused(demo, undisturbed, tmp_path):
+    """A torn last line, a picture that is gone, partial files."""
+    command = [*demo, *FID, "--sample-dir", tmp_path]
+    for name, content in undisturbed.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    [npz] = tmp_path.glob("*.npz")
+    home = npz.with_suffix("")
+    npz.unlink()
+    record = home / ".job" / "rank-0001.jsonl"
+    lines = record.read_bytes().splitlines(keepends=True)
+    record.write_bytes(b"".join(lines[:4]) + lines[4][:100])
+    (home / "000000.png").unlink()
+    for partial in (home / ".000017.png.99.part", tmp_path / f".{npz.name}.99.part"):
+        partial.write_bytes(b"half")
+    run(2, *command)
+    mended = files(tmp_path)
+
+    def but_rank_0s_record(made):  # it has a second line for a batch that was made again
+        return {name: content for name, content in made.items() if not name.endswith("rank-0000.jsonl")}
+
+    assert but_rank_0s_record(mended) == but_rank_0s_record(undisturbed)
+    text = run(2, *command, "--num-fid-samples", 43, status=USAGE)
+    assert "--num-fid-samples 43: the pictures in" in text and text.count("sample_ddp.py: ") == 1
+    text = run(1, *command, status=USAGE)
+    assert "number of ranks 1" in text and "begun with 2" in text
+    text = run(2, *command, status=USAGE, OMP_NUM_THREADS="2")
+    assert "number of threads 2" in text and "begun with 1" in text
+    assert files(tmp_path) == mended
+
+
+def test_a_recorded_setting_is_what_it_came_to(demo, copy):
+    """`auto` and its name are one job; so are two paths to the same weights."""
+    samples, _, _ = copy
+    before = files(samples)
+    run(1, *demo, *SHORT, "--vae-precision", "fp32", "--no-tf32", "--sample-dir", samples)
+    elsewhere = samples / "elsewhere"
+    elsewhere.mkdir()
+    demo = [shutil.copy(argument, elsewhere) if argument.endswith(".safetensors") else argument for argument in demo]
+    run(1, *demo, *SHORT, "--sample-dir", samples)
+    shutil.rmtree(elsewhere)
+    assert files(samples) == before
+
+
+@pytest.mark.parametrize("entry", ["y_embedder.embedding_table.weight", "blocks.1.attn.qkv.weight"])
+def test_one_changed_row_of_the_weights_is_seen(entry, demo, weights, copy):
+    """Whichever it is: the hash covers all bytes."""
+    samples, _, npz = copy
+    npz.unlink()
+    changed = samples / "weights" / weights.name
+    changed.parent.mkdir()
+    state = load_file(weights)
+    state[entry][3, 1] += 1
+    save_file(state, changed)
+    demo = [str(changed) if argument == str(weights) else argument for argument in demo]
+    text = run(1, *demo, *SHORT, "--sample-dir", samples, status=USAGE)
+    assert "--ckpt (contents)" in text and "begun with" in text
+
+
+@pytest.mark.parametrize("how", ["truncated", "emptied", "replaced"])
+def test_an_npz_that_is_not_whole_is_written_again(how, demo, copy):
+    samples, _, npz = copy
+    before = files(samples)
+    if how == "replaced":
+        np.savez(npz, np.zeros((3, 128, 128, 3), np.uint8))
+    else:
+        os.truncate(npz, npz.stat().st_size - 1 if how == "truncated" else 0)
+    text = run(1, *demo, *SHORT, "--sample-dir", samples)
+    assert len(re.findall(rf"^{re.escape(str(npz))}: .*; writing it again$", text, re.MULTILINE)) == 1
+    assert files(samples) == before
+    assert "writing it again" not in run(1, *demo, *SHORT, "--sample-dir", samples)
+
+
+def test_a_picture_that_was_changed_is_named_and_made_again(demo, copy):
+    samples, folder, npz = copy
+    before = files(samples)
+    npz.unlink()
+    shutil.copy(folder / "000001.png", folder / "000004.png")
+    text = run(1, *demo, *SHORT, "--sample-dir", samples, status=USAGE)
+    assert f"{folder}/000004.png: is unreadable or was changed; delete it and start again" in text
+    assert "Traceback" not in text and not npz.exists()
+    (folder / "000004.png").unlink()
+    run(1, *demo, *SHORT, "--sample-dir", samples)
+    made = files(samples)
+    assert made.pop(f"{folder.name}/.job/rank-0000.jsonl") != before.pop(f"{folder.name}/.job/rank-0000.jsonl")
+    assert made == before
+
+
+def test_a_users_picture_survives(demo, tmp_path):
+    """It was put into the folder before the first record; the job was killed and is started again."""
+    command = [*demo, *SHORT, "--sample-dir", tmp_path]
+    job = start(1, *command)
+    while not list(tmp_path.glob("*/.job/settings.json")):
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.kill()
+    job.communicate()
+    [settings] = tmp_path.glob("*/.job/settings.json")
+    holiday = settings.parent.parent / "2024-holiday.png"
+    holiday.write_bytes(b"mine")
+    run(1, *command)
+    assert holiday.read_bytes() == b"mine" and len(list(tmp_path.glob("*/*.png"))) == 7
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("settings.json", b"{", "without a record of how they were made"),
+        ("rank-0000.jsonl", b'{"batch": 1}\n', "rank-0000.jsonl, line 1: is damaged"),
+        ("rank-0000.jsonl", b"[7]\n", "rank-0000.jsonl, line 1: is damaged"),
+    ],
+)
+def test_a_damaged_record_is_one_line(name, content, words, demo, copy):
+    samples, folder, _ = copy
+    (folder / ".job" / name).write_bytes(content)
+    text = run(1, *demo, *SHORT, "--sample-dir", samples, status=USAGE)
+    assert words in text and "Traceback" not in text and text.count("sample_ddp.py: ") == 1
+
+
+#################################################################################
+#                              Failure and bad input                            #
+#################################################################################
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(demo, tmp_path):
+    """Rank 1 finds a folder where its picture belongs. Its traceback is printed, torchrun's summary names it."""
+    from accel.fid.folder import folder_of
+    from accel.options import DistributedOptions
+
+    named = {flag[2:]: value for flag, value in zip(demo[::2], demo[1::2])}
+    folder = folder_of(DistributedOptions(num_fid_samples=1, sample_dir=str(tmp_path), **named).resolve())
+    (folder / "000001.png").mkdir(parents=True)
+    began = time.monotonic()
+    text = finish(start(2, *demo, *FID, "--num-fid-samples", 4000, "--sample-dir", tmp_path), 1)
+    assert time.monotonic() - began < 60
+    assert "Traceback" in text and re.search(r"Root Cause.*rank\s+: 1 .*IsADirectoryError", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
+        (["--sample-dir", "x" * 300], "--sample-dir xxx"),
+    ],
+)
+def test_bad_input_is_one_line(args, words, demo):
+    text = run(1, *demo, "--num-fid-samples", 9, *args, status=USAGE)
+    assert words in text and "Traceback" not in text and text.count("sample_ddp.py: ") == 1
+    assert "128 px" not in text  # nothing has been loaded

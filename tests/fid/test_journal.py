@@ -1,0 +1,192 @@
+"""What an FID job records, and what it makes of a record that it finds."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from accel.errors import UsageError
+from accel.fid.folder import CODE, Batches, npz_of, picture_name
+from accel.fid.journal import Journal
+from accel.options import DistributedOptions
+
+PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a job as its lock leaves it."""
+    (tmp_path / "samples" / "pictures" / ".job").mkdir(parents=True)
+    return tmp_path / "samples" / "pictures"
+
+
+def journal_of(folder, rank=0, world=1, wanted=8, independent=False):
+    options = DistributedOptions(
+        num_fid_samples=wanted, per_proc_batch_size=2, world_independent_noise=independent
+    ).resolve()
+    return Journal(folder, Batches(options, rank, world))
+
+
+def begun(folder, settings, **how):
+    """A journal of a job that has begun, and the batches that it finds finished."""
+    journal = journal_of(folder, **how)
+    journal.begin(settings)
+    return journal, journal.read()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_names_are_on_disk_before_what_relies_on_them(folder, monkeypatch):
+    """In the order of a power cut: the pictures, their folder, then the line, then the record's own name."""
+    order, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    journal, finished = begun(folder, {"--seed": 1})
+    assert order[1:] == [str(folder / ".job"), str(folder), str(folder.parent)] and finished == set()
+    for batch in (0, 1):
+        order.clear()
+        journal.write(batch, PIXELS, "ab")
+        assert sorted(order[:2]) == [str(folder / f".{2 * batch + i:06d}.png.{os.getpid()}.part") for i in (0, 1)]
+        assert order[2:] == [str(folder), str(journal.path), str(folder / ".job")]
+    assert begun(folder, {"--seed": 1})[1] == {0, 1}
+
+
+def test_another_start_needs_the_same_settings(folder, capsys):
+    begun(folder, {"--seed": 1, CODE: "a"})
+    begun(folder, {"--seed": 2, CODE: "a"})[0].write(0, PIXELS, "ab")  # nothing was made before: it may still change
+    begun(folder, {"--seed": 2, CODE: "a"})
+    assert capsys.readouterr().out == ""
+    assert begun(folder, {"--seed": 2, CODE: "b"})[1] == {0}
+    assert "may differ" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--seed 3: .* begun with 2; use that, or another --sample-dir"):
+        begun(folder, {"--seed": 3, CODE: "b"})
+    with pytest.raises(UsageError, match="--forecast plan of 4: .* begun with off;"):
+        begun(folder, {"--seed": 2, CODE: "b", "--forecast": "plan of 4"})
+    assert begun(folder, {"--seed": 2, CODE: "a"})[1] == {0}
+
+
+def test_a_record_holds_the_state_after_a_batch_and_may_be_anyones_where_noise_is_independent(folder):
+    settings = {"--seed": 1}
+    for rank in (0, 1):
+        begun(folder, settings, rank=rank, world=2)[0].write(rank, PIXELS, f"0{rank}")
+    for rank in (0, 1):
+        journal, finished = begun(folder, settings, rank=rank, world=2)
+        assert finished == {rank} and journal.states == {rank: f"0{rank}"}
+    assert sorted(journal.digests()) == [0, 1, 2, 3]
+    (folder / picture_name(1)).unlink()  # of rank 1, whose pictures are 1 and 3
+    assert journal_of(folder, rank=1, world=2).read() == set()
+
+    other = folder.with_name("other")
+    (other / ".job").mkdir(parents=True)
+    for rank in (0, 1):
+        begun(other, settings, rank=rank, world=2, independent=True)[0].write(rank, PIXELS, None)
+    assert begun(other, settings, independent=True)[1] == {0, 1}
+
+
+@pytest.mark.parametrize("tail", [b'{"batch": 1, "sha', b"\0\0\0", b"{}"])
+def test_a_torn_last_line_is_cut_off(folder, tail):
+    journal, _ = begun(folder, {"--seed": 1})
+    journal.write(0, PIXELS, "ab")
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole + tail)
+    assert journal_of(folder).read() == {0} and journal.path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: b"[]\n",
+        lambda line: b"7\n",
+        lambda line: b"null\n",
+        lambda line: b"{}\n",
+        lambda line: b"not JSON\n",
+        lambda line: b"\xff\xfe\n",
+        lambda line: line.replace(b'"batch": 0', b'"batch": 1'),
+        lambda line: line.replace(b'"batch": 0', b'"batch": "0"'),
+        lambda line: line.replace(b'"batch": 0', b'"batch": 99999999'),
+        lambda line: line.replace(b'"generator": "ab"', b'"generator": 5'),
+        lambda line: line.replace(b'"generator": "ab"', b'"generator": "xy"'),
+        lambda line: line.replace(b'"sha256": [', b'"sha256": ["0", '),
+        lambda line: line.replace(b'"sha256": ', b'"sha": '),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_wrong_line_is_one_line_to_the_user(folder, change, position):
+    journal, _ = begun(folder, {"--seed": 1})
+    for batch in (0, 1):
+        journal.write(batch, PIXELS, "ab")
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    wrong = change(lines[0])
+    assert wrong != lines[0]
+    lines[position] = wrong
+    journal.path.write_bytes(b"".join(lines))
+    with pytest.raises(UsageError, match=f"rank-0000.jsonl, line {position + 1}: is damaged .* delete it") as caught:
+        begun(folder, {"--seed": 1})
+    assert "\n" not in str(caught.value)
+    journal.path.unlink()  # the remedy
+    assert begun(folder, {"--seed": 1})[1] == set()
+
+
+def test_a_line_of_another_job_does_not_count(folder):
+    """A process of a killed job that outlives it, and its successor with other settings."""
+    survivor, _ = begun(folder, {"--seed": 1})
+    survivor.write(0, PIXELS, "ab")
+    for picture in folder.glob("*.png"):
+        picture.unlink()
+    with pytest.raises(UsageError, match="line 1: is damaged or another job's"):
+        begun(folder, {"--seed": 2})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b'"x"', b"null", b"\xff\xfe", None])
+def test_damaged_settings_are_one_line_to_the_user(folder, content):
+    journal, _ = begun(folder, {"--seed": 1})
+    journal.write(0, PIXELS, "ab")
+    journal.settings.unlink() if content is None else journal.settings.write_bytes(content)
+    before = names(folder)
+    with pytest.raises(UsageError, match="without a record of how they were made .*settings.json is missing") as caught:
+        begun(folder, {"--seed": 1})
+    assert "\n" not in str(caught.value) and names(folder) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", None])
+def test_damaged_settings_of_a_job_that_made_nothing_do_not_matter(folder, content):
+    journal, _ = begun(folder, {"--seed": 1})
+    journal.settings.unlink() if content is None else journal.settings.write_bytes(content)
+    begun(folder, {"--seed": 2})
+    assert json.loads(journal.settings.read_text()) == {"--seed": 2}
+
+
+def test_nothing_of_the_users_is_deleted(folder):
+    """Pictures of another origin end a first start; those that come later stay. Partial files of this job's form go."""
+    own, npz = folder / "2024-holiday.png", npz_of(folder)
+    own.write_bytes(b"mine")
+    with pytest.raises(UsageError, match="holds pictures"):
+        begun(folder, {"--seed": 1})
+    own.unlink()
+    npz.write_bytes(b"another's")
+    with pytest.raises(UsageError, match="or its .npz is there"):
+        begun(folder, {"--seed": 1})
+    npz.unlink()
+    begun(folder, {"--seed": 1})
+    kept = [
+        own,
+        folder / "000001.png",
+        folder / "7.png",
+        folder / ".holiday.png.7.part",
+        npz.with_name(".x.npz.1.part"),
+    ]
+    for path in kept:
+        path.write_bytes(b"mine")
+    for path in (folder / ".000001.png.77.part", npz.with_name(f".{npz.name}.77.part")):
+        path.write_bytes(b"half")
+    before = {path: path.read_bytes() for path in kept}
+    begun(folder, {"--seed": 1})  # before the first record
+    assert {path: path.read_bytes() for path in kept} == before
+    assert names(folder) == sorted([".job", *(path.name for path in kept if path.parent == folder)])
+    assert names(folder.parent) == [".x.npz.1.part", folder.name]
+    with pytest.raises(UsageError, match="--seed 2: .* begun with 1"):
+        begun(folder, {"--seed": 2})
