@@ -76,7 +76,7 @@ def judge(want, got, lpips):
     rows, reasons = [], []
     for seed in want:
         for name, a, b in parts(want[seed], got[seed]):
-            values, failed = evaluate.with_lpips(evaluate.measure(a, b), lambda: lpips(a, b))
+            values, failed = evaluate.measure(a, b, lpips)
             reasons += [reason for reason in failed if reason not in reasons]
             verdict = {}
             for gate, bars in evaluate.GATES.items():
