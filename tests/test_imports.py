@@ -43,6 +43,14 @@ RULES = {
         "pretrained_models",
     },
     "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision"},
+    "pretrained_models/demo/score.py": {
+        "accel.engine",
+        "accel.options",
+        "accel.vae",
+        "pretrained_models.demo.pictures",
+        "pretrained_models.demo.train",
+    },
+    "pretrained_models/demo/": {"diffusion", "models"},
     "pretrained_models/": {"accel.options", "models"},
 }
 

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 
 from accel.parallel.plan import Plan
-from scripts import benchmark, measure_ddp, profiling, score_demo
+from scripts import benchmark, measure_ddp, profiling
 
 PYTHON = """#!/bin/bash
 case "$*" in
@@ -158,7 +158,6 @@ def test_few_pictures_on_many_ranks(tmp_path):
         ),
         (profiling.main, ["--load", "nan"], "--load: nan: must be seconds"),
         (benchmark.main, ["--window", "-1"], "--window: -1: must be seconds"),
-        (score_demo.main, ["--grid", "/proc/x.png"], "--grid /proc/x.png: cannot write"),
     ],
 )
 def test_refused_before_anything_is_measured(main, arguments, words, monkeypatch, capsys):
