@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 
 sample: $(VENV)/ready
 	$(BIN)/python sample.py --model DiT-Demo/2 --output sample.png
-	@# A GPU's random stream is another than the CPU's: each has its golden picture. Status 3: a metric has no weights here.
+	@# A GPU's random stream is another than the CPU's: each has its golden picture. LPIPS would need weights to be fetched.
 	@kind=$$($(BIN)/python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")'); \
-	  $(BIN)/python evaluate.py pretrained_models/demo/golden-$$kind.png sample.png || [ $$? = 3 ]
+	  $(BIN)/python evaluate.py pretrained_models/demo/golden-$$kind.png sample.png --metrics mae psnr ssim
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest tests

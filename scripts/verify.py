@@ -82,7 +82,7 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
     rows, reasons = [], {}
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
         for part, a, b in parts(want[seed], got[seed]):
-            values, failed = evaluate.with_lpips(evaluate.measure(a, b), lambda a=a, b=b: lpips(a, b))
+            values, failed = evaluate.measure(a, b, lpips)
             reasons |= dict.fromkeys(failed)
             words = {True: "PASS", False: "FAIL", None: "NONE"}
             verdict = {

@@ -1,0 +1,234 @@
+"""The demo: what it draws, that its training runs, and that the committed weights are trained ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from safetensors.torch import load_file
+
+from accel import vae
+from accel.engine import Engine
+from accel.options import SamplingOptions
+from models import DiT_models
+from pretrained_models.demo import score, train
+from pretrained_models.demo.pictures import CLASSES, SIZE, from_bytes, render, render_all
+
+DEMO = ROOT / "pretrained_models" / "demo"
+PSNR_BOUND = 33.0  # dB; the card quotes 34.6 over 512 pictures
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def features(pictures):
+    """Colours and edges, coarsely: (N, 3, S, S) in (-1, 1) → (N, 320)."""
+    grey = pictures.mean(1, keepdim=True)
+    across, down = F.pad(grey.diff(dim=3).abs(), (0, 1)), F.pad(grey.diff(dim=2).abs(), (0, 0, 0, 1))
+    return F.avg_pool2d(torch.cat([pictures, 6 * across, 6 * down], 1), 16).flatten(1)
+
+
+@pytest.fixture(scope="module")
+def judge():
+    """Kernel ridge regression on 32 drawn pictures a class: pictures (N, 3, S, S) → classes (N,)."""
+    pictures, labels = render_all(32, seeded(1))
+    known = features(from_bytes(pictures))
+    mean, std = known.mean(0), known.std(0) + 1e-3
+
+    def kernel(a, b):
+        return torch.exp(-(torch.cdist((a - mean) / std, (b - mean) / std) ** 2) / known.shape[1])
+
+    targets = F.one_hot(labels).float() - 1 / len(CLASSES)
+    weights = torch.linalg.solve(kernel(known, known) + 0.01 * torch.eye(len(known)), targets)
+    return lambda pictures: (kernel(features(pictures), known) @ weights).argmax(1)
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """Eight pictures a class that nothing has been fitted to."""
+    return render_all(8, seeded(2))
+
+
+# ---- pictures ----
+
+
+def test_pictures_are_what_the_weights_were_trained_on():
+    """Two of each class, averaged over 8×8 pixels, as the first version drew them. Another draw changes everything."""
+    golden = np.load(Path(__file__).with_name("golden-pictures.npy")).astype(np.float32)
+    drawn = torch.cat([render(label, 2, seeded(5)) for label in range(len(CLASSES))])
+    assert drawn.shape == (16, 3, SIZE, SIZE) and drawn.abs().max() <= 1
+    assert np.abs(F.avg_pool2d(drawn, 8).numpy() - golden).max() < 2e-3
+
+
+def test_pictures_follow_from_the_seed():
+    for label in range(len(CLASSES)):
+        once, again, other = (render(label, 2, seeded(seed)) for seed in (3, 3, 4))
+        assert torch.equal(once, again) and once.std() > 0.1
+        assert (once - other).abs().mean() > 0.05 and (once[0] - once[1]).abs().mean() > 0.05
+
+
+def test_classes_can_be_recognised(judge, fresh):
+    pictures, labels = fresh
+    assert (judge(from_bytes(pictures)) == labels).float().mean() > 0.95
+
+
+# ---- training ----
+
+
+def test_standardise_leaves_the_pictures_and_gives_unit_latents(fresh):
+    torch.manual_seed(0)
+    model = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        layers_per_block=1,
+        block_out_channels=[8, 8, 16, 16],
+        norm_num_groups=4,
+        latent_channels=4,
+    )
+    model.eval().requires_grad_(False)
+    pictures = fresh[0][::4]
+    before = model.decode(model.encode(from_bytes(pictures)).latent_dist.mean).sample
+    train.standardise(model, pictures)
+    latents = model.encode(from_bytes(pictures)).latent_dist
+    after = model.decode(latents.mean).sample
+    assert (after - before).norm() / before.norm() < 1e-4
+    scaled, noise = latents.mean * vae.SCALE, latents.std * vae.SCALE
+    assert scaled.mean(dim=(0, 2, 3)).abs().max() < 1e-3
+    total = scaled.var(dim=(0, 2, 3), unbiased=False) + noise.square().mean(dim=(0, 2, 3))
+    torch.testing.assert_close(total, torch.ones(4), rtol=1e-3, atol=0)
+
+
+def module(name, **flags):
+    """Run `python -m pretrained_models.demo.NAME` on the CPU."""
+    words = [str(word) for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), value)]
+    command = [sys.executable, "-m", f"pretrained_models.demo.{name}", "--device", "cpu", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_and_score_run_end_to_end(tmp_path):
+    """A few steps: files that load strictly, a network that has moved off its zeros, figures that add up."""
+    module("train", output=tmp_path, pictures=1, vae_steps=2, dit_steps=4, vae_batch=2, dit_batch=4)
+    report = json.loads((tmp_path / "training.json").read_text())
+    assert (report["vae"]["steps"], report["dit"]["steps"], report["pictures"]) == (2, 4, 8)
+    state = load_file(tmp_path / "dit.safetensors")
+    DiT_models["DiT-Demo/2"]().load_state_dict(state, strict=True)
+    assert state["final_layer.linear.weight"].abs().max() > 0
+    decoder = vae.load_vae(vae.find_vae(str(tmp_path / "vae")), torch.device("cpu"))
+    decoded = vae.decode(decoder, torch.randn(1, 4, 16, 16))
+    assert decoded.shape == (1, 3, SIZE, SIZE) and decoded.isfinite().all()
+
+    files = dict(folder=tmp_path, output=tmp_path / "score.json", grid=tmp_path / "grid.png")
+    module("score", count=4, num_sampling_steps=2, fit_pictures=1, fit_steps=2, **files)
+    figures = json.loads((tmp_path / "score.json").read_text())
+    assert figures["of"] == 4 and list(figures["by_class"]) == list(CLASSES[:4])
+    assert figures["recognised"] == pytest.approx(sum(figures["by_class"].values()) / 4, abs=1e-3)
+    assert (tmp_path / "grid.png").stat().st_size > 1000
+
+
+class Tiny(torch.nn.Module):
+    """Another family: a linear map of the latents, shifted by label."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Conv2d(4, 8, 1)])
+        self.labels = torch.nn.Embedding(9, 8)
+
+    def forward(self, x, t, y):
+        return self.blocks[0](x) + self.labels(y)[:, :, None, None]
+
+
+def test_another_network_is_trained_on_the_same_latents(monkeypatch, tmp_path):
+    """By --vae alone, reproducibly, in half precision if asked, and within the time limit."""
+    monkeypatch.setitem(train.NETWORKS, "Tiny-Demo/2", ("tiny", Tiny))
+    monkeypatch.setattr(train, "train_vae", lambda *given: pytest.fail("the VAE was given"))
+
+    def trained(folder, *flags):
+        words = ["--model", "Tiny-Demo/2", "--vae", DEMO / "vae", "--output", tmp_path / folder, "--device", "cpu"]
+        words += ["--pictures", 1, "--dit-batch", 4, *flags]
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+        train.main()
+        report = json.loads((tmp_path / folder / "training.json").read_text())
+        assert sorted(file.name for file in (tmp_path / folder).iterdir()) == ["tiny.safetensors", "training.json"]
+        assert report["vae"]["psnr_db"] > PSNR_BOUND - 2 and report["vae"]["folder"] == str(DEMO / "vae")
+        return report["tiny"]["steps"], load_file(tmp_path / folder / "tiny.safetensors")
+
+    steps, once = trained("once", "--dit-steps", 30)
+    _, again = trained("again", "--dit-steps", 30)
+    _, half = trained("half", "--dit-steps", 30, "--save-dtype", "float16")
+    assert steps == 30 and all(torch.equal(value, again[name]) for name, value in once.items())
+    assert all(value.dtype == torch.float16 and torch.equal(value, once[name].half()) for name, value in half.items())
+    assert trained("short", "--dit-steps", 10**9, "--minutes", 60, 0.01)[0] < 10**6
+
+
+@pytest.mark.parametrize(
+    "program, flag, place, reason",
+    [(train, "--vae", "/nowhere", "holds no config.json"), (score, "--grid", "/proc/x.png", "cannot write")],
+)
+def test_refused_before_any_work(program, flag, place, reason, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", flag, place])
+    with pytest.raises(SystemExit) as leaving:
+        program.main()
+    error = capsys.readouterr().err
+    assert leaving.value.code == 2 and error.count("\n") == 1 and f"{flag} {place}: {reason}" in error
+
+
+def test_spoiled_pictures_keep_their_pixels_but_not_their_place(fresh):
+    torch.manual_seed(0)
+    pictures = from_bytes(fresh[0][::2])
+    spoiled = score.spoil(pictures)
+    assert spoiled.shape == pictures.shape and not (spoiled == pictures).flatten(1).all(1).any()
+    tiles = spoiled[::5], pictures[::5]  # the first kind of five: shuffled tiles
+    assert all(torch.equal(a.flatten().sort().values, b.flatten().sort().values) for a, b in zip(*tiles))
+
+
+# ---- the committed weights ----
+
+
+def test_committed_weights_are_small_and_trained():
+    assert sum(file.stat().st_size for file in DEMO.rglob("*.safetensors")) <= 25_000_000
+    state = load_file(DEMO / "dit.safetensors")
+    model = DiT_models["DiT-Demo/2"]()
+    model.load_state_dict(state, strict=True)
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in state.values())
+    for block in model.blocks:
+        assert block.adaLN_modulation[1].weight.std() > 0.01
+        assert all(part.std() > 0.005 for part in block.adaLN_modulation[1].weight.chunk(6))
+    assert model.final_layer.linear.weight.std() > 0.01
+    assert model.blocks[0].attn.qkv.in_features // model.num_heads == 72  # as in XL
+
+
+def test_committed_vae_reconstructs_fresh_pictures(fresh):
+    model = AutoencoderKL.from_pretrained(DEMO / "vae", torch_dtype=torch.float32)
+    assert model.config.scaling_factor == vae.SCALE == train.SCALE
+    pictures = fresh[0][::2]
+    assert train.reconstruction_psnr(model, pictures) > PSNR_BOUND
+    with torch.no_grad():
+        latents = model.encode(from_bytes(pictures)).latent_dist.mean * vae.SCALE
+    assert 0.8 < latents.std() < 1.2
+
+
+def test_committed_model_draws_what_it_is_asked_for(judge):
+    """All eight classes in fewer steps than the card's figure is for; at most one may be missed."""
+    engine = Engine(SamplingOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=40).resolve())
+    answers = judge(engine.decode(engine.run()).clamp(-1, 1))
+    assert (answers == torch.arange(8)).sum() >= 7, answers
+
+
+def test_committed_figures_reach_the_aim_and_the_card_quotes_them():
+    training, figures = (json.loads((DEMO / name).read_text()) for name in ("training.json", "score.json"))
+    assert figures["recognised"] >= 0.95 and figures["of"] == 512
+    assert (figures["cfg_scale"], figures["steps"]) == (4.0, 250)
+    assert training["classes"] == list(CLASSES) and training["vae"]["psnr_db"] > PSNR_BOUND
+    quoted = [training[key] for key in ("commit", "date", "torch", "device", "command")]
+    quoted += [f"{100 * figures['recognised']:.1f} %", f"{training['vae']['psnr_db']} dB", str(training["dit"]["loss"])]
+    quoted += [f"{name} {100 * share:.1f} %" for name, share in figures["by_class"].items()]
+    card = (DEMO / "README.md").read_text()
+    assert [figure for figure in quoted if figure not in card] == []
