@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from accel import kernels
+from accel.errors import Stopped
 from accel.kernels.linear import keep_measurements
 from accel.options import DEFAULTS_OF, UsageError, check_writable, flag_names
-from accel.parallel.group import Stopped
 from accel.vae import to_uint8
 
 IRRELEVANT = {

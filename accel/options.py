@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
+from accel.errors import UsageError
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "pretrained_models" / "demo"
 
@@ -16,14 +18,9 @@ DEFAULTS_OF = {
         image_size=128, num_classes=8, labels=tuple(range(8)), vae=str(DEMO / "vae"), ckpt=str(DEMO / "dit.safetensors")
     ),
 }
-EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/tokens.py
+EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/exchanges.py
 PLANS = {"rows", "tokens", "exchange"}, {"weights"}, {"stages", "patches", "warmup"}  # what can be asked for together
-STOPPED = 75  # exit status of a job that was asked to stop and can be continued (EX_TEMPFAIL of sysexits.h)
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
-
-
-class UsageError(Exception):
-    """A mistake in what the user asked for: one line that names the flag and the remedy. Commands exit with 2."""
 
 
 def flag(default, help, **argument):
@@ -221,7 +218,7 @@ class DistributedOptions(SamplingOptions):
 
     @property
     def mesh(self):
-        """What `parallel` asks for as keyword arguments of accel.parallel.plan.Plan; None for auto and off. Raises UsageError."""
+        """What `parallel` asks for as keyword arguments of accel.parallel.planner.Layout; None for auto and off. Raises UsageError."""
         if self.parallel in ("auto", "off"):
             return None
         items = [item.partition("=")[::2] for item in self.parallel.split(",")]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from accel import engine, precision
 from accel.fast import Optimisations
+from accel.network import PlainDiT
 from accel.options import (
     DEFAULTS_OF,
     DistributedOptions,
@@ -32,10 +33,11 @@ from accel.options import (
     positive,
     user_errors,
 )
-from accel.parallel.group import job, launched
-from accel.parallel.plan import OFF, Plan, Planner, check
+from accel.parallel.exchanges import traffic
+from accel.parallel.planner import OFF, Layout, Planner
+from accel.parallel.processes import launched, launched_job
 from accel.parallel.rows import share
-from accel.parallel.tokens import traffic
+from accel.sampler import denoise
 from diffusion import create_diffusion
 from models import DiT_models
 from scripts.benchmark import Gate, Marks, build, git, random_state, seconds, spread
@@ -87,8 +89,8 @@ class Table:
     def __init__(self, args, group, device, network, tier, pictures, model):
         self.args, self.group, self.device, self.network, self.tier = args, group, device, network, tier
         self.pictures, self.latent, self.tokens = pictures, args.size // 8, model.pos_embed.shape[1]
-        self.planner = Planner(group, device, pictures, self.latent, self.tokens, model.num_heads, len(model.blocks))
-        self.planner.begin(network)
+        options = DistributedOptions(labels=(0,) * pictures, image_size=args.size, device=str(device), precision=tier)
+        self.planner = Planner(group, options, model)
         generator = torch.Generator(device).manual_seed(1)
         self.z = torch.randn(pictures, 4, self.latent, self.latent, generator=generator, device=device)
         self.labels = torch.arange(pictures, device=device)
@@ -98,16 +100,15 @@ class Table:
 
     def measure(self, plan, world):
         """A row of the table: `plan`, or pictures for `world` ranks where it is OFF."""
-        busy = plan.ranks if plan != OFF else world
-        if plan != OFF:
-            self.planner.agree([plan])
-        network = self.planner.apply(plan)
+        busy = plan.busy(world)
+        self.planner.tune(self.network, [plan])
+        network = self.planner.apply(self.network, plan)
         rows = share(self.pictures, world, self.group.rank) if plan == OFF and self.group.rank < world else slice(None)
         row = dict(gpus=busy, plan=str(plan) if plan != OFF else "one GPU" if world == 1 else "pictures")
 
-        def work(steps, progress):
+        def work(steps, mark):
             if len(self.labels[rows]):
-                engine.denoise(
+                denoise(
                     network,
                     self.diffusion,
                     self.z,
@@ -116,26 +117,24 @@ class Table:
                     self.null,
                     rows=rows,
                     steps=steps,
-                    progress=progress,
+                    on_step=lambda *_: mark(),
                 )
 
-        self.planner.pieces.attend = self.planner.pieces.alone if plan == OFF else self.planner.pieces.attend
         row |= step_time(work, self.args, self.device, busy, self.group.rank)
         if world == 1 or plan != OFF and plan.stages == 1:  # PipeFusion's depends on the steps before: the gate tells
             x, t = self.z.repeat(2, 1, 1, 1), torch.full((2 * self.pictures,), 500, device=self.device)
             y = torch.cat([self.labels, torch.full_like(self.labels, self.null)])
-            if network is not None:
+            if plan == OFF or self.group.rank < busy:
                 out = network.forward_with_cfg(x, t, y, DistributedOptions.cfg_scale).double()
                 self.alone = out if world == 1 else self.alone
                 row["error"] = float((out - self.alone).norm() / self.alone.norm())
         if plan.tokens > 1:
-            width = self.planner.pieces.width
             row["collectives"], row["bytes"] = traffic(
                 plan.exchange,
-                -(-2 * self.pictures // plan.rows),
+                plan.batch_rows(self.pictures, world),
                 self.tokens // plan.tokens,
                 plan.tokens,
-                width,
+                self.network.width,
                 2 * (1 + (self.tier in ("fp32", "tf32", "exact"))),
             )
         return row
@@ -174,15 +173,15 @@ def main(arguments=None):
     )
     args = parser.parse_args(arguments)
     with user_errors(parser):
-        plans = [Plan(**DistributedOptions(parallel=text).mesh) for text in args.plans]
+        plans = [Layout(**DistributedOptions(parallel=text).mesh) for text in args.plans]
         for size in args.image_size or ():
             engine.network_shape(SamplingOptions(model=args.model, image_size=size).resolve())
-        if (launched() or (0, 1, 0))[1] < 2:
+        if launched()[1] < 2:
             raise UsageError(
                 "there is nothing to share with one process: torchrun --standalone --nproc_per_node=4 scripts/benchmark_parallel.py"
             )
-    with job("benchmark_parallel.py") as group:
-        group.together("output", lambda: args.output and check_writable(args.output), only=0)
+    with launched_job("benchmark_parallel.py") as group:
+        group.run_collectively(lambda: args.output and check_writable(args.output), only=0)
         name = group.device(args.device)
         device = torch.device(name)
         args.image_size = args.image_size or (
@@ -195,7 +194,7 @@ def main(arguments=None):
                 flush=True,
             )
         group.open_collectives(name)
-        group.opened()
+        group.wait_for_collectives()
         record = dict(
             gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             gpus=group.world,
@@ -226,7 +225,7 @@ def main(arguments=None):
                     model = DiT_models[args.model](input_size=options.latent_size, num_classes=1000)
                 model.load_state_dict(random_state(model))
                 model = model.eval().requires_grad_(False)
-                network = build(model, tier, None if tier in ("fp32", "tf32") else Optimisations(), device)
+                network = PlainDiT(model) if tier in ("fp32", "tf32") else build(model, tier, Optimisations(), device)
                 for pictures in args.labels:
                     table = Table(args, group, device, network, tier, pictures, model)
                     measure(args, group, table, plans, dict(tier=tier, size=args.size, labels=pictures), record, keep)
@@ -246,15 +245,11 @@ def measure(args, group, table, plans, case, record, keep):
     # A pipeline is timed where it runs, after its warm-up.
     for plan in dict.fromkeys(plan._replace(warmup=1) if plan.stages > 1 else plan for plan in plans):
         try:
-            check(plan, group.world, table.planner.peers(), table.tokens, table.planner.heads, table.planner.depth)
+            table.planner.check(plan)
         except UsageError:
             continue
-        # A forced plan that leaves ranks with nothing but padding, or that one GPU a picture makes pointless, tells nothing.
-        if (
-            plan.rows <= 2 * table.pictures
-            and (table.pictures < plan.ranks or plan.tokens * plan.stages == 1)
-            and not (case["tier"] == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses"))
-        ):
+        # A forced layout that leaves ranks with nothing but padding, or that one GPU a picture makes pointless, shows nothing.
+        if plan.rows <= 2 * table.pictures and (table.pictures < plan.ranks or plan.tokens * plan.stages == 1):
             work.append((plan, group.world))
     rows, alone = [], None
     for plan, world in work:
@@ -268,8 +263,7 @@ def measure(args, group, table, plans, case, record, keep):
             flush=True,
         )
     if table.pictures < group.world:
-        chosen, reason = table.planner.choose()
-        table.planner.pieces.attend = table.planner.pieces.alone
+        chosen, reason = table.planner.choose(table.network)
         text = str(chosen) if chosen != OFF else "pictures" if table.pictures > 1 else "one GPU"
         took = next((row["ms"] for row in rows if row["plan"] == text), None)
         best = min(row["ms"] for row in rows if not row["plan"].startswith("stages"))  # which is approximate
@@ -291,27 +285,25 @@ def measure(args, group, table, plans, case, record, keep):
 def gates(args, group, device, plans, record, keep):
     """Every plan on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     gate = Gate(1, device)
-    tokens, heads = gate.model.pos_embed.shape[1], gate.model.num_heads
-    planner = Planner(
-        group, device, len(gate.options.labels), gate.options.latent_size, tokens, heads, len(gate.model.blocks)
-    )
     for tier in args.precision:
+        options = DistributedOptions(
+            labels=gate.options.labels, image_size=gate.options.image_size, device=str(device), precision=tier
+        )
+        planner = Planner(group, options, gate.model)
         for plan in [OFF, *plans]:
             try:
-                check(plan, group.world, planner.peers(), tokens, heads, planner.depth)
+                planner.check(plan)
             except UsageError:
-                continue
-            if tier == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses"):
                 continue
 
             def shared(network):
-                planner.begin(network)
-                return planner.apply(plan)
+                network = PlainDiT(network) if isinstance(network, torch.nn.Module) else network
+                return planner.apply(network, plan)
 
-            for_me = group.rank < plan.ranks
-            if plan.ranks > 1:
-                planner.mesh(plan)
-            result = gate.judge(tier, None if tier in ("fp32", "tf32") else Optimisations(), shared) if for_me else None
+            if group.rank >= plan.ranks:
+                shared(gate.model)  # every rank makes the groups
+                continue
+            result = gate.judge(tier, None if tier in ("fp32", "tf32") else Optimisations(), shared)
             if group.rank == 0:
                 record["gates"].append(dict(tier=tier, plan=str(plan) if plan != OFF else "one GPU", **result))
                 print(

@@ -14,9 +14,9 @@ RULES = {
     "diffusion/": set(),
     "evaluate.py": set(),
     "sample.py": {"accel.engine", "accel.options"},
-    "sample_ddp.py": {"accel.engine", "accel.options", "accel.parallel", "accel.fid"},
+    "sample_ddp.py": {"accel.engine", "accel.errors", "accel.options", "accel.parallel", "accel.fid"},
     "accel/kernels/": set(),
-    "accel/options.py": set(),
+    "accel/options.py": {"accel.errors"},
     "accel/precision.py": set(),
     "accel/work.py": set(),
     "accel/meta.py": set(),
@@ -32,7 +32,7 @@ RULES = {
     "accel/fast.py": {"accel.conditioning", "accel.graphs", "accel.kernels", "accel.precision"},
     "accel/__init__.py": {"accel.fast"},
     "accel/forecast.py": {"accel.options", "diffusion", "pretrained_models"},
-    "accel/fid.py": {"accel.kernels", "accel.options", "accel.parallel.group", "accel.vae"},
+    "accel/fid.py": {"accel.errors", "accel.kernels", "accel.options", "accel.vae"},
     "accel/engine.py": {
         "accel.fast",
         "accel.forecast",
@@ -46,7 +46,15 @@ RULES = {
         "models",
         "pretrained_models",
     },
-    "accel/parallel/": {"accel.graphs", "accel.kernels", "accel.options", "accel.precision", "models"},
+    "accel/parallel/": {
+        "accel.errors",
+        "accel.files",
+        "accel.graphs",
+        "accel.kernels",
+        "accel.network",
+        "accel.options",
+        "accel.precision",
+    },
     "pretrained_models/": {"accel.options", "models"},
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from accel.parallel.plan import Plan
+from accel.parallel.planner import Layout
 from scripts import benchmark, measure_ddp, profiling, score_demo
 
 PYTHON = """#!/bin/bash
@@ -107,7 +107,7 @@ def test_few_pictures_on_many_ranks(tmp_path):
     assert (one["plan"], one["gpus"], two["plan"], two["gpus"]) == (
         "one GPU",
         1,
-        str(Plan(1, 2, "kv")),
+        str(Layout(1, 2, "kv")),
         2,
     ) and "--parallel" in record["command"]
     assert (
