@@ -19,16 +19,16 @@ RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 
 
 class RankParser(OneLineParser):
-    """Rank 0 alone prints; the others exit in silence, and later: a launcher ends all ranks as soon as one exits."""
+    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon as one exits."""
 
-    def exit(self, status=0, message=None):
+    def exit(self, status: int = 0, message: str | None = None) -> None:
         if RANK:
             time.sleep(2)
             message = None
         super().exit(status, message)
 
 
-def main():
+def main() -> None:
     parser = RankParser(
         prog="sample_ddp.py",
         description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
@@ -39,7 +39,7 @@ def main():
         options = options_from(args, DistributedOptions)
     fid = options.num_fid_samples is not None
     if fid:
-        for number in STOP_SIGNALS:  # until the ranks have connected there is nothing to record
+        for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
     from accel.parallel.processes import launched_job  # after the cheap checks: torch is slow to import
 
@@ -50,13 +50,14 @@ def main():
         (sample_for_fid if fid else sample_grid)(options, job)
 
 
-def stop_at_once(*_):
+def stop_at_once(*_) -> None:
+    """A signal before the ranks have connected: there is nothing to record."""
     if RANK == 0:
         os.write(2, b"sample_ddp.py: stopped before anything was begun; start again with the same command\n")
     os._exit(STOPPED)
 
 
-def load(options, job, batch_rows, **how):
+def load(options: DistributedOptions, job, batch_rows: int, **how):
     """The engine on this rank. What any rank lacks is named before anything is sampled."""
     from accel.engine import Engine, open_checkpoint
 
@@ -69,14 +70,14 @@ def load(options, job, batch_rows, **how):
     return engine
 
 
-def sample_grid(options, job):
-    """The picture of sample.py: each rank makes some of the labels' pictures, or, where there are fewer labels than
-    ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
+def sample_grid(options: DistributedOptions, job) -> None:
+    """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than ranks,
+    a part of every network evaluation (--parallel). All ranks draw the same random stream."""
     from accel.engine import empty_model
     from accel.parallel.planner import OFF, Planner
     from accel.parallel.rows import gather_rows, share
 
-    n, side = len(options.labels), options.image_size
+    n = len(options.labels)
     job.run_collectively(options.check_output, only=0)
     planner = Planner(job, options, job.run_collectively(lambda: empty_model(options)))
     wanted = job.run_collectively(planner.wanted)
@@ -94,19 +95,18 @@ def sample_grid(options, job):
     if shared:
         job.assert_identical(latents, busy)
         latents = latents[mine]
-    if options.output_type == "image" and options.decode == "local":
-        pixels = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
-        with engine.watch.phase("gather"):
-            latents, pixels = None, gather_rows(job, pixels, n, busy)
-    else:
-        with engine.watch.phase("gather"):
-            latents, pixels = gather_rows(job, latents, n, busy), None
+    local = options.output_type == "image" and options.decode == "local"
+    if local:
+        side = options.image_size
+        part = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
+    with engine.watch.phase("gather"):
+        whole = gather_rows(job, part if local else latents, n, busy)
     if job.rank == 0:
-        engine.save(latents, pixels)
+        engine.save(None if local else whole, whole if local else None)
         print(f"{options.output}: {engine.watch}")
 
 
-def sample_for_fid(options, job):
+def sample_for_fid(options: DistributedOptions, job) -> None:
     """The folder of pictures and its .npz."""
     from accel import fid
 

@@ -78,12 +78,13 @@ def crash_on_0(job):
 
 
 def killed(job):
-    """While the others compute and have no word of it."""
+    """While the others compute, and take the launcher's SIGTERM for a request to stop after this batch."""
+    job.stop_on_signals(signal.SIGTERM)
     if job.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    job.stop_on_signals(signal.SIGTERM)  # which the launcher sends, and which ends no batch
-    while True:
-        time.sleep(1)
+    while not job.stopping:
+        time.sleep(0.05)
+    job.barrier()
 
 
 def killed_in_wait(job):
