@@ -1,41 +1,35 @@
 """Sample pictures from a DiT with many processes, one a GPU.
 
-    torchrun --standalone --nproc_per_node=4 sample_ddp.py                              # one grid, as sample.py makes it
-    torchrun --standalone --nproc_per_node=4 sample_ddp.py --labels 207                 # one picture, all GPUs on it
-    torchrun --standalone --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000      # a folder and an .npz for FID
+    torchrun --standalone --nproc_per_node=4 sample_ddp.py                            # one grid, as sample.py makes it
+    torchrun --standalone --nproc_per_node=4 sample_ddp.py --labels 207               # one picture, all GPUs on it
+    torchrun --standalone --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000    # a folder and an .npz for FID
 
-Also under srun, one task a GPU. An FID job that was stopped or killed goes on when the same command is given again.
+Also under srun, one task a GPU. An FID job that was stopped or killed resumes when the same command is given again.
 """
 
 import os
 import signal
 import time
 
-from accel.options import (
-    STOPPED,
-    DistributedOptions,
-    OneLineParser,
-    UsageError,
-    add_arguments,
-    options_from,
-    user_errors,
-)
+from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.errors import STOPPED
+from accel.options import DistributedOptions
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 
 
 class RankParser(OneLineParser):
-    """Says it once: the other ranks leave in silence, and later, since a launcher ends the rest as soon as one is gone."""
+    """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon as one exits."""
 
-    def exit(self, status=0, message=None):
+    def exit(self, status: int = 0, message: str | None = None) -> None:
         if RANK:
             time.sleep(2)
             message = None
         super().exit(status, message)
 
 
-def main():
+def main() -> None:
     parser = RankParser(
         prog="sample_ddp.py",
         description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
@@ -44,94 +38,82 @@ def main():
     args = parser.parse_args()
     with user_errors(parser):
         options = options_from(args, DistributedOptions)
-    if options.num_fid_samples is not None:  # until the ranks have met nothing is begun, and there is nothing to record
+    fid = options.num_fid_samples is not None
+    if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
-    from accel.parallel.group import job  # after the cheap checks: torch is slow to import
+    from accel.parallel.processes import launched_job  # after the cheap checks: torch is slow to import
 
-    with job(parser.prog) as group:
-        if options.num_fid_samples is not None:
-            group.stop_on_signals(*STOP_SIGNALS)
-        options.device = group.device(options.device)
-        (sample_grid if options.num_fid_samples is None else sample_for_fid)(options, group)
+    with launched_job(parser.prog) as job:
+        if fid:
+            job.stop_on_signals(*STOP_SIGNALS)
+        options.device = job.device(options.device)
+        (sample_for_fid if fid else sample_grid)(options, job)
 
 
-def stop_at_once(*_):
+def stop_at_once(*_) -> None:
+    """A signal before the ranks have connected: there is nothing to record."""
     if RANK == 0:
         os.write(2, b"sample_ddp.py: stopped before anything was begun; start again with the same command\n")
     os._exit(STOPPED)
 
 
-def load(options, group, place=None):
-    """The engine on this rank's device, its network in `place` if given. What any rank lacks is named before anything is sampled."""
-    from accel.engine import Engine, find_checkpoint
+def load(options: DistributedOptions, job, batch_rows: int, **how):
+    """The engine on this rank. What any rank lacks is named before anything is sampled."""
+    from accel.engine import Engine, open_checkpoint
 
+    checkpoint = job.run_collectively(lambda: open_checkpoint(options))
     # One download where the file system is shared, one a node where it is not.
-    group.together("fetch once", lambda: find_checkpoint(options).fetch(), only=0)
-    group.together("fetch a node", lambda: group.local_rank or find_checkpoint(options).fetch())
-    engine = group.together("load", lambda: Engine(options, place))
-    print(f"{engine.describe()} · {group.world} rank{'s' * (group.world > 1)}")
+    job.run_collectively(checkpoint.fetch, only=0)
+    job.run_collectively(lambda: job.local_rank or checkpoint.fetch())
+    engine = job.run_collectively(lambda: Engine(options, batch_rows, job.from_rank_0, **how))
+    print(f"{engine.describe()} · {job.world} rank{'s' * (job.world > 1)}")
     return engine
 
 
-def sample_grid(options, group):
-    """The picture of sample.py. Every rank computes its share of the labels from the same random stream or, where there are fewer labels than
-    ranks, its share of the rows and tokens of all of them (--parallel)."""
-    from accel.engine import network_shape
-    from accel.parallel.plan import Planner
-    from accel.parallel.rows import agree, gather_rows, share
+def sample_grid(options: DistributedOptions, job) -> None:
+    """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than ranks,
+    a part of every network evaluation (--parallel). All ranks draw the same random stream."""
+    from accel.engine import empty_model
+    from accel.parallel.planner import OFF, Planner
+    from accel.parallel.rows import gather_rows, share
 
     n = len(options.labels)
-    group.together("output", options.check_output, only=0)
-    planner = Planner(
-        group, options.device, n, options.latent_size, *group.together("shape", lambda: network_shape(options))
-    )
-    wanted = group.together("plan", lambda: planner.wanted(options))
-    group.open_collectives(options.device)
-    engine = load(options, group, "cpu" if wanted and wanted.weights > 1 else None)
+    job.run_collectively(options.check_output, only=0)
+    planner = Planner(job, options, job.run_collectively(lambda: empty_model(options)))
+    wanted = job.run_collectively(planner.wanted)
+    job.open_collectives(options.device)
+    place = "cpu" if wanted and wanted.weights > 1 else None  # it may not fit in one GPU
+    engine = load(options, job, (wanted or OFF).batch_rows(n, job.world), place=place)
     with engine.watch.phase("plan"):
-        engine.network, plan = planner.parallel(engine.network, wanted)
-    split = plan.ranks > 1
-    if (
-        options.forecast == "auto" and group.world > 1 and not split
-    ):  # ranks that share their pictures see the same errors anyway
-        group.together("labels", lambda: check_labels(options, group.world), only=0)
-        engine.forecast.agree = group.largest  # the worst picture of the grid decides, wherever it is made
-    busy = plan.ranks if split else group.world
-    mine = share(n, busy, group.rank) if group.rank < busy else slice(0, 0)  # the pictures that this rank decodes
-    latents = engine.sample(mine if not split or group.rank >= busy else slice(None), show=group.rank == 0)
-    pixels = None
+        engine.network, layout = planner.parallel(engine.network, wanted)
+
+    busy = layout.busy(job.world)
+    mine = share(n, busy, job.rank)  # the pictures that this rank decodes
+    shared = layout.ranks > 1
+    latents = engine.sample(slice(None) if shared and job.rank < busy else mine, show=job.rank == 0)
     engine.release_network()
-    if split:
-        agree(group, latents, busy)
+    if shared:
+        job.assert_identical(latents, busy)
         latents = latents[mine]
     local = options.output_type == "image" and options.decode == "local"
     if local:
         side = options.image_size
-        pixels = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
+        part = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
     with engine.watch.phase("gather"):
-        latents, pixels = (
-            (None, gather_rows(group, pixels, n, busy)) if local else (gather_rows(group, latents, n, busy), None)
-        )
-    if group.rank == 0:
-        engine.save(latents, pixels)
+        whole = gather_rows(job, part if local else latents, n, busy)
+    if job.rank == 0:
+        engine.save(None if local else whole, whole if local else None)
         print(f"{options.output}: {engine.watch}")
 
 
-def check_labels(options, world):
-    if options.forecast == "auto" and len(options.labels) < world:
-        raise UsageError(
-            f"--forecast auto: all ranks decide together, and {len(options.labels)} labels leave some of {world} without a picture; "
-            "use fewer ranks or --forecast plan"
-        )
-
-
-def sample_for_fid(options, group):
+def sample_for_fid(options: DistributedOptions, job) -> None:
     """The folder of pictures and its .npz."""
     from accel import fid
 
-    group.together("job", lambda: fid.check(options, group.world), only=0)
-    fid.run(load(options, group), group)
+    job.run_collectively(lambda: fid.check(options, job.world), only=0)
+    with fid.locked(options, job):
+        fid.run(load(options, job, fid.batch_rows(options), tuner_folders=fid.tuner_folders(options)), job)
 
 
 if __name__ == "__main__":

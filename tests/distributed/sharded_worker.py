@@ -1,154 +1,159 @@
-"""One rank of tests/distributed/test_sharded.py: every plan that fits the world against one process, and what it sends. Prints JSON on rank 0."""
+"""One rank of test_sharded.py: every layout that fits the world against one process, and what it sends.
+
+Rank 0 prints JSON: what each rank found.
+"""
 
 import copy
 import json
-import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from conftest import fill
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel import engine
-from accel.fast import FastDiT
-from accel.parallel.pipeline import Pipelined
-from accel.parallel.sharded import PlainPieces, Sharded, make_mesh
-from accel.parallel.tensor import divide_weights
-from accel.parallel.tokens import EXCHANGES
+from accel import sampler
+from accel.kernels.split import split
+from accel.kernels.split_attention import split_attention
+from accel.network import PlainDiT
+from accel.options import DistributedOptions
+from accel.parallel.planner import Layout, Planner
+from accel.parallel.processes import launched_job
 from diffusion import create_diffusion
 from models import DiT
 
-T, D, HEADS, DEPTH = 36, 96, 12, 3
+SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
 
 
-class Traffic(CommDebugMode):
-    """CommDebugMode that also adds up what a rank receives from others, in bytes."""
+class Recorded(PlainDiT):
+    """A DiT that notes what its blocks are given."""
 
-    received = 0
+    evaluated = None
+
+    def forward_blocks(self, h, condition, **how):
+        self.evaluated = h.shape[:2]
+        return super().forward_blocks(h, condition, **how)
+
+
+class SplitDiT(Recorded):
+    """A DiT whose attention is from and to high/low splits, as the exact tier's."""
+
+    exchanges = ("ulysses",)
+    attention = staticmethod(split_attention)
+
+    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)):
+        def attend_split(qkv, num_heads):
+            return (attend or self.attention)(split(qkv, per_row=False), num_heads).value()
+
+        return super().forward_blocks(h, condition, attend=attend_split, blocks=blocks, tokens=tokens)
+
+
+NETWORKS = {"plain": Recorded, "split": SplitDiT}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives, and the bytes that a rank receives from others. ranks: that a row's tokens lie on."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks, self.collectives, self.received = ranks, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__
         if func.namespace == "c10d":
-            # (outputs, inputs, …) of all-gather, all-to-all and receive; a part of what was gathered or exchanged is the rank's own.
+            # (outputs, inputs, …) of all-gather, all-to-all and receive; a part of what was gathered is the rank's own.
             if name.startswith(("_allgather_base_", "alltoall_base_")):
+                self.collectives += 1
                 mine, sent = args[0], args[1]
-                ways = len(mine.flatten()) // len(sent.flatten()) if "gather" in name else self.tokens
+                ways = len(mine.flatten()) // len(sent.flatten()) if "gather" in name else self.ranks
                 self.received += mine.numel() * mine.element_size() * (ways - 1) // ways
             elif name.startswith("recv_"):
                 self.received += sum(one.numel() * one.element_size() for one in args[0])
             else:
                 assert name.startswith("send"), name
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def difference(got, want):
+    return {"error": float((got - want).norm() / want.norm()), "size": float(want.abs().mean())}
+
+
+def planner_of(job, pictures, model):
+    options = DistributedOptions(labels=(0,) * pictures, image_size=8 * SIDE, device="cpu", precision="fp32")
+    return Planner(job, options, model)
+
+
+def sharded(job, model, generator):
+    """Batch rows and tokens over every mesh of two to all ranks."""
+    world = job.world
+    for pictures in (1, 3):
+        planner = planner_of(job, pictures, model)
+        x = torch.randn(2 * pictures, 4, SIDE, SIDE, generator=generator)
+        t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
+        y = torch.randint(0, CLASSES + 1, (2 * pictures,), generator=generator)
+        meshes = [(rows, tokens) for rows in range(1, world + 1) for tokens in range(1, world + 1)]
+        for rows, tokens in [mesh for mesh in meshes if 1 < mesh[0] * mesh[1] <= world]:
+            for exchange in ("kv", "ulysses", "ring") if tokens > 1 else ("kv",):
+                layout = Layout(rows, tokens, exchange)
+                for kind, network in NETWORKS.items():
+                    alone = network(model)
+                    if tokens > 1 and exchange not in alone.exchanges:
+                        continue
+                    shared = planner.apply(alone, layout)
+                    if job.rank >= layout.ranks:
+                        continue
+                    with Traffic(tokens) as traffic:
+                        got = shared.forward_with_cfg(x, t, y, 4.0)
+                    row = {"kind": kind, "pictures": pictures, "layout": layout, "evaluated": alone.evaluated}
+                    exchanged = {"guided": True, "collectives": traffic.collectives, "bytes": traffic.received}
+                    yield row | exchanged | difference(got, alone.forward_with_cfg(x, t, y, 4.0))
+                    yield row | {"guided": False} | difference(shared.forward(x, t, y), alone.forward(x, t, y))
+
+
+def pipelined(job, model, generator):
+    """Stages of one block each, after 6, 2 and no exact evaluations; run twice, since a run begins anew."""
+    z, labels, diffusion = (
+        torch.randn(2, 4, SIDE, SIDE, generator=generator),
+        torch.tensor([3, 5]),
+        create_diffusion("6"),
+    )
+    alone = PlainDiT(model)
+    for warmup in (6, 2, 0):
+        shared = planner_of(job, 2, model).apply(alone, Layout(stages=DEPTH, patches=4, warmup=warmup))
+        for network in (alone, shared, shared) if job.rank < DEPTH else ():
+            torch.manual_seed(0)
+            latents = sampler.denoise(network, diffusion, z, labels, 4.0, CLASSES)
+            if network is alone:
+                want = latents
+            else:
+                yield {"kind": "stages", "warmup": warmup} | difference(latents, want)
+
+
+def divided(job, model, generator):
+    """Every layer's weights over two ranks and over all."""
+    x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
+    for ranks in (2, job.world):
+        network = planner_of(job, 1, model).apply(PlainDiT(copy.deepcopy(model)), Layout(weights=ranks))
+        if job.rank >= ranks:
+            continue
+        with CommDebugMode() as calls:
+            got = network.forward_with_cfg(x, t, y, 4.0)
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in network.model.blocks.parameters()]
+        yield {
+            "kind": "weights",
+            "ranks": ranks,
+            "calls": {str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
+            "part": sum(map(torch.numel, parts)) / sum(map(torch.numel, model.blocks.parameters())),
+        } | difference(got, PlainDiT(model).forward_with_cfg(x, t, y, 4.0))
 
 
 def main():
-    dist.init_process_group("gloo")
-    world, results = dist.get_world_size(), []
-    model = fill(DiT(input_size=12, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=10))
-    generator = torch.Generator().manual_seed(1)
-    for rows, tokens in [(r, s) for r in range(1, world + 1) for s in range(1, world + 1) if 1 < r * s <= world]:
-        mesh, everyone = make_mesh(rows, tokens, "cpu"), dist.new_group(list(range(rows * tokens)))
-        for exchange in ("kv", "ulysses", "ring") if tokens > 1 else ("kv",):
-            for pictures in (1, 3):
-                x = torch.randn(2 * pictures, 4, 12, 12, generator=generator)
-                t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
-                y = torch.randint(0, 11, (2 * pictures,), generator=generator)
-                if dist.get_rank() >= rows * tokens:
-                    continue
-                for kind in ("fast", "plain", "exact"):
-                    if kind != "fast" and pictures == 3 or kind == "exact" and tokens > 1 and exchange != "ulysses":
-                        continue
-                    alone = (
-                        model
-                        if kind == "plain"
-                        else FastDiT(
-                            model.state_dict(), HEADS, torch.float32 if kind == "fast" else "terms", torch.device("cpu")
-                        )
-                    )
-                    want = alone.forward_with_cfg(x, t, y, 4.0), alone.forward(x, t, y)
-                    pieces = PlainPieces(model) if kind == "plain" else alone
-                    attend = EXCHANGES[exchange](mesh.get_group("tokens"), pieces.alone) if tokens > 1 else pieces.alone
-                    network = Sharded(pieces, mesh, attend, everyone)
-                    with Traffic() if kind == "fast" else nullcontext(SimpleNamespace()) as traffic:
-                        traffic.tokens = tokens
-                        guided = network.forward_with_cfg(x, t, y, 4.0)
-                    got = guided, network.forward(x, t, y)
-                    network.network.attend = network.network.alone
-                    error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want))
-                    results.append(
-                        dict(
-                            rows=rows,
-                            tokens=tokens,
-                            exchange=exchange,
-                            pictures=pictures,
-                            kind=kind,
-                            error=error,
-                            size=float(want[0].abs().mean()),
-                            **(
-                                dict(collectives=traffic.get_total_counts(), bytes=traffic.received)
-                                if kind == "fast"
-                                else {}
-                            ),
-                        )
-                    )
-    stages = dist.new_group(list(range(DEPTH)))
-    z, labels, diffusion = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([3, 5]), create_diffusion("6")
-    if dist.get_rank() < DEPTH:
-        for kind in ("fast", "plain"):
-            pieces = (
-                FastDiT(model.state_dict(), HEADS, torch.float32, torch.device("cpu"))
-                if kind == "fast"
-                else PlainPieces(model)
-            )
-            torch.manual_seed(0)
-            want = engine.denoise(pieces if kind == "fast" else model, diffusion, z, labels, 4.0, 10)
-            for warmup in (6, 2, 0):
-                torch.manual_seed(0)
-                got = engine.denoise(Pipelined(pieces, stages, 4, warmup), diffusion, z, labels, 4.0, 10)
-                results.append(
-                    dict(
-                        kind="stages",
-                        rows=1,
-                        tokens=1,
-                        exchange=kind,
-                        warmup=warmup,
-                        size=float(want.abs().mean()),
-                        error=float((got - want).norm() / want.norm()),
-                    )
-                )
-        pieces.attend = pieces.alone
-    if HEADS % world == 0:
-        x, t, y = torch.randn(2, 4, 12, 12, generator=generator), torch.tensor([7, 7]), torch.tensor([3, 10])
-        with torch.no_grad():
-            want = model.forward_with_cfg(x, t, y, 4.0)
-            divided = divide_weights(copy.deepcopy(model), init_device_mesh("cpu", (world,)))
-            with CommDebugMode() as calls:
-                got = divided.forward_with_cfg(x, t, y, 4.0)
-        weights = sum(
-            len(p.to_local().flatten()) if isinstance(p, DTensor) else len(p.flatten())
-            for p in divided.blocks.parameters()
-        )
-        results.append(
-            dict(
-                kind="weights",
-                rows=1,
-                tokens=1,
-                exchange="none",
-                error=float((got - want).norm() / want.norm()),
-                size=float(want.abs().mean()),
-                calls={str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
-                weights=weights / sum(len(p.flatten()) for p in model.blocks.parameters()),
-            )
-        )
-    everyones = [None] * world
-    dist.all_gather_object(everyones, results)
-    if dist.get_rank() == 0:
-        json.dump(everyones, sys.stdout)
-    dist.destroy_process_group()
+    model = fill(DiT(input_size=SIDE, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
+    with launched_job("sharded_worker.py") as job:
+        results = []
+        for part in (sharded, pipelined, divided):
+            results += part(job, model, torch.Generator().manual_seed(1))
+        print(json.dumps(job.all_gather_object(results)))
 
 
 if __name__ == "__main__":

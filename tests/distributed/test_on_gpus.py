@@ -53,7 +53,8 @@ def finish(process, status=0):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_grid_equals_one_process(precision, demo, tmp_path, run):
-    """As many labels as ranks and one more. In half precision fewer rows may run by another product, which rounds differently."""
+    """As many labels as ranks and one more. In half precision fewer rows may take another GEMM, which rounds
+    differently."""
     common = [
         *demo,
         "--precision",
@@ -90,7 +91,7 @@ def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
 
 
 def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
-    """All ranks killed twice; the algorithms of its products are those of the calm job, as they are when a job is started again."""
+    """All ranks killed twice. Its GEMMs are those of the calm job, as they are when a job is started again."""
     command = [
         *demo,
         "--num-fid-samples",
@@ -105,7 +106,7 @@ def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
     calm = next(path for path in (tmp_path / "calm").iterdir() if path.is_dir())
     killed = tmp_path / "killed" / calm.name
     (killed / ".job").mkdir(parents=True)
-    for choice in (calm / ".job").glob("products-*"):
+    for choice in set((calm / ".job").glob("*.json")) - {calm / ".job" / "settings.json"}:
         shutil.copy(choice, killed / ".job")
     for least in (4, 24):
         job = start(GPUS, *command, tmp_path / "killed")
@@ -127,4 +128,35 @@ def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
 def test_two_ranks_on_one_gpu_are_named(demo):
     """One process more than there are GPUs."""
     text = finish(start(GPUS + 1, *demo), status=1)  # torchrun's own status
-    assert "share one GPU" in text and "exitcode  : 2" in text and "step/s" not in text
+    assert "several ranks on one GPU" in text and "exitcode  : 2" in text and "step/s" not in text
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_the_last_exchange_leaves_no_process_behind(demo, tmp_path):
+    """NCCL waits for CUDA graphs that hold its kernels; the job ends soon after its picture is there all the same."""
+    output = tmp_path / "l.npy"
+    how = ["--precision", "fp32", "--parallel", "rows=2", "--labels", 3, "--num-sampling-steps", 20]
+    job = start(2, *demo, *how, "--output-type", "latent", "--output", output)
+    deadline = time.monotonic() + 120
+    while not output.exists():
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.02)
+    made = time.monotonic()
+    finish(job)
+    assert time.monotonic() - made < 15
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_a_rank_lost_in_a_captured_step(demo, tmp_path):
+    """The other waits for it in a kernel of NCCL's, which no exception interrupts: the launcher ends it."""
+    how = ["--parallel", "tokens=2", "--labels", 3, "--num-sampling-steps", 1000, "--repeats", 1000]
+    job = start(2, *demo, *how, "--output-type", "latent", "--output", tmp_path / "l.npy")
+    for line in job.stdout:
+        if line.startswith("parallel:"):
+            break
+    time.sleep(10)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True).stdout
+    os.kill(int(children.split()[-1]), signal.SIGKILL)
+    killed = time.monotonic()
+    finish(job, status=1)
+    assert time.monotonic() - killed < 60 and not (tmp_path / "l.npy").exists()

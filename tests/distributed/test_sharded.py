@@ -1,87 +1,91 @@
-"""One forward on a mesh of real processes over gloo: equal to one process, and no byte more between them than arithmetic says."""
+"""One evaluation on a mesh of real processes over gloo: equal to one process, and no byte more between them than
+arithmetic says."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from accel.parallel.tokens import traffic
+from accel.parallel.exchanges import traffic
+from accel.parallel.planner import Layout
 
-T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: numbers that the output has a token, p·p·2C
+T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: values that the output has a token, p·p·2C
 
 
 @pytest.fixture(scope="module")
 def results():
     """What every one of four ranks found, on meshes of two, three and four; the smaller leave some idle."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=4",
-            str(ROOT / "tests" / "distributed" / "sharded_worker.py"),
-        ],
+        [*command, str(Path(__file__).with_name("sharded_worker.py"))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))},
     )
     assert done.returncode == 0, done.stderr
-    ranks = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    ranks = json.loads(done.stdout)
     assert len(ranks) == 4 and len(ranks[0]) > len(ranks[2]) > len(ranks[3])
     return [row for rank in ranks for row in rank]
 
 
+def of_kind(results, *kinds):
+    rows = [row for row in results if row["kind"] in kinds]
+    assert rows
+    return rows
+
+
 def test_equal_to_one_process(results):
-    seen = {(row["rows"], row["tokens"], row["exchange"], row["kind"]) for row in results}
-    assert {
-        (1, tokens, name, kind)
-        for tokens in (2, 3, 4)
-        for name in ("kv", "ulysses", "ring")
-        for kind in ("fast", "plain")
-    } <= seen
-    assert {(1, 3, "ulysses", "exact"), (3, 1, "kv", "fast"), (2, 2, "ring", "fast"), (4, 1, "kv", "exact")} <= seen
-    assert "weights" in {row["kind"] for row in results}
-    for row in results:
-        assert row["size"] > 0.5 and (row["error"] <= 1e-5 or row["kind"] == "stages"), row
+    seen = {(*row["layout"][:3], row["kind"]) for row in of_kind(results, "plain", "split")}
+    exchanges = {(1, tokens, name, "plain") for tokens in (2, 3, 4) for name in ("kv", "ulysses", "ring")}
+    assert exchanges | {(1, 3, "ulysses", "split"), (3, 1, "kv", "plain"), (2, 2, "ring", "plain")} <= seen
+    for row in of_kind(results, "plain", "split", "weights"):
+        assert row["size"] > 0.5 and row["error"] <= 1e-5, row
+
+
+def test_the_engine_warms_up_for_what_a_rank_evaluates(results):
+    """sample_ddp.py gives Engine a layout's batch rows; the planner gives Network.tune its row tokens."""
+    for row in of_kind(results, "plain", "split"):
+        layout = Layout(*row["layout"])
+        rows = layout.batch_rows(row["pictures"], 4)
+        assert row["evaluated"] == [rows, T // layout.tokens], row
+        assert layout.row_tokens(row["pictures"], 4, T) == rows * (T // layout.tokens)
+    assert [Layout().batch_rows(pictures, 4) for pictures in (1, 4, 5, 8)] == [2, 2, 4, 4]
+    assert Layout(stages=2, patches=4).row_tokens(3, 4, T) == 6 * T // 4
 
 
 def test_collectives_and_bytes(results):
-    """A layer costs what accel/parallel/tokens.py says; the output is gathered once."""
-    for row in results:
-        if row["kind"] != "fast":
-            continue
-        s, share = row["tokens"], -(-2 * row["pictures"] // row["rows"])
+    """A layer costs what accel/parallel/exchanges.py says; the output is gathered once."""
+    for row in (row for row in of_kind(results, "plain") if row["guided"]):
+        layout = Layout(*row["layout"])
+        s, share = layout.tokens, layout.batch_rows(row["pictures"], 4)
         t = T // s
-        calls, received = traffic(row["exchange"], share, t, s, D, 4) if s > 1 else (0, 0)
-        assert (
-            received == {"ulysses": 4 * share * t * D * (s - 1) // s}.get(row["exchange"], 2 * share * (T - t) * D) * 4
-        )
-        output = 4 * share * t * PATCH * (row["rows"] * s - 1)
-        assert row["collectives"] == DEPTH * calls + 1, row  # the ring's sends are no collectives
+        collectives, received = traffic(layout.exchange, share, t, s, D, 4) if s > 1 else (0, 0)
+        kv = 2 * share * (T - t) * D * 4
+        assert received == (4 * share * t * D * (s - 1) // s * 4 if layout.exchange == "ulysses" else kv)
+        output = 4 * share * t * PATCH * (layout.ranks - 1)
+        assert row["collectives"] == DEPTH * collectives + 1, row  # the ring's sends are not collectives
         assert row["bytes"] == DEPTH * received + output, row
 
 
 def test_weights_divided(results):
-    """Each rank holds its part of the blocks' weights and little more; a block sums twice and gathers its conditioning."""
-    for row in results:
-        if row["kind"] == "weights":
-            assert 1 / 4 < row["weights"] < 1 / 4 + 0.01  # biases of row-wise products are everywhere
-            assert row["calls"] == dict(all_reduce=2 * DEPTH, all_gather_into_tensor=DEPTH), row
+    """Each rank holds its part of the blocks' weights and little more; a block sums twice and gathers its vectors."""
+    for row in of_kind(results, "weights"):
+        assert 0 < row["part"] - 1 / row["ranks"] < 0.01  # biases of row-wise layers are everywhere
+        assert row["calls"] == {"all_reduce": 2 * DEPTH, "all_gather_into_tensor": DEPTH}, row
 
 
 def test_stages(results):
-    """Exactly one process's latents where every step is a warm-up; near them, and not the same, where old keys and values were used."""
+    """Exactly one process's latents where every evaluation is exact; else near them, and not the same."""
     errors = {}
-    for row in results:
-        if row["kind"] == "stages":
-            errors.setdefault((row["exchange"], row["warmup"]), []).append(row["error"])
-    assert len(errors) == 6
-    for (_, warmup), found in errors.items():
-        assert len(found) == DEPTH and len(set(found)) == 1  # the same on every rank
+    for row in of_kind(results, "stages"):
+        errors.setdefault(row["warmup"], []).append(row["error"])
+    assert set(errors) == {6, 2, 0}
+    for warmup, found in errors.items():
+        assert len(found) == 2 * DEPTH and len(set(found)) == 1  # the same on every rank, and in every run
         assert found[0] == 0 if warmup == 6 else 1e-6 < found[0] < 0.5, errors
-    assert errors["fast", 2] < errors["fast", 0]
+    assert errors[2] < errors[0]

@@ -1,9 +1,9 @@
-"""A real Slurm of one node for the tests: slurmctld, slurmd and munged with their state, ports and logs in one temporary folder.
+"""A real Slurm for the tests: slurmctld, slurmd and munged with their state, ports and logs in one temporary folder.
 
-The node offers partition `ssc-gpu` and four fake GPUs (character devices that behave like /dev/null), as many CPUs as the
-batch files ask for, and nothing else of the machine is touched.
+Its nodes, all on this host, offer partition `ssc-gpu`, four fake GPUs each (character devices that behave like
+/dev/null) and as many CPUs as the batch files ask for. Nothing else of the machine is touched.
 
-    python tests/slurm/cluster.py sbatch slurm/sample_4gpu.sbatch   # runs the command inside, then takes the cluster down
+    python tests/slurm/cluster.py sbatch slurm/sample_4gpu.sbatch   # runs the command inside, then ends the cluster
 """
 
 import os
@@ -41,8 +41,8 @@ def _free_port():
 
 
 class Cluster:
-    """`with Cluster() as cluster:` — up on entry (node idle), down with all its processes on exit. `cluster.env` makes Slurm's
-    commands talk to it."""
+    """`with Cluster() as cluster:` — up on entry (nodes idle), down with all its processes on exit. With `cluster.env`
+    Slurm's commands go to it."""
 
     def __init__(self, nodes=2, cpus=16, memory_mb=64000, gpus=4):
         self.root = Path(

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from conftest import ROOT, fill
 from PIL import Image
 from safetensors.torch import save_file
 
+from accel.errors import STOPPED, USAGE
 from models import DiT_models
 
 pytestmark = [
@@ -49,6 +51,30 @@ def checkout(tmp_path):
         program.chmod(0o755)
     (tmp_path / "log").mkdir()
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    "ending, status, words",
+    [
+        ("exchange", 0, "exchanged"),
+        ("on_one", USAGE, "--ckpt x: no such file"),
+        ("crash_on_0", 1, "Traceback"),
+        ("stopped", STOPPED, "stopped; start again"),
+        ("killed", 128 + signal.SIGKILL, "task 1: Killed"),
+    ],
+)
+def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words, cluster):
+    """Three ranks on two nodes, without torchrun, end within a minute: tests/distributed/job_worker.py."""
+    worker = ROOT / "tests" / "distributed" / "job_worker.py"
+    done = subprocess.run(
+        ["srun", "--nodes=2", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, str(worker), ending],
+        env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == status and said.count(words) == 1, said
 
 
 def log_of(checkout, job):
@@ -138,8 +164,8 @@ def again(cluster, job):
 
 
 def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
-    """One job: a rank killed (the job fails, its user requeues it), the warning before the time limit (it requeues itself), SIGTERM to
-    the ranks as in preemption (again itself). It ends with the files of an undisturbed job."""
+    """One job: a rank killed (the job fails, its user requeues it), the warning before the time limit (it requeues
+    itself), SIGTERM to the ranks as in preemption (again itself). It ends with the files of an undisturbed job."""
     size = "--ntasks-per-node=2", "--cpus-per-task=1"
     calm, job = (cluster.submit(*size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout) for _ in range(2))
     wait_for_pictures(checkout, job, 2)

@@ -1,0 +1,174 @@
+"""How tokens that lie on several GPUs attend to each other: an exchange a layer, by name.
+
+An exchange is called with a rank's packed projection qkv (N, t, 3·D) of its t = T / s tokens and returns attention over
+all T for them (N, t, D). What a rank receives a layer, in bytes; e = bytes an element, s = ranks:
+
+    kv       all-gather of keys and values            2·N·(T−t)·D·e       one collective
+    push     the same, written over NVLink            2·N·(T−t)·D·e       no collective: one kernel
+    ulysses  all-to-all over heads and back           4·N·t·D·e·(s−1)/s   two   (Jacobs et al. 2023, arXiv:2309.14509)
+    ring     keys and values pass from rank to rank   2·N·(T−t)·D·e       s−1 sends, concurrent with the attention
+                                                                          (Liu et al. 2023, arXiv:2310.01889)
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from accel.kernels.attention import attention_lse, attention_to
+from accel.kernels.split import Terms as HighLow
+
+
+def traffic(exchange: str, rows: int, t: int, ranks: int, width: int, element: int) -> tuple[int, int]:
+    """(collectives, bytes that a rank receives) a layer; t tokens a rank, `element` bytes a value."""
+    others = rows * t * (ranks - 1) * width * element  # one vector of each token that lies elsewhere
+    return {
+        "kv": (1, 2 * others),
+        "push": (0, 2 * others),
+        "ring": (0, 2 * others),
+        "ulysses": (2, 4 * others // ranks),
+    }[exchange]
+
+
+class Exchange:
+    """Attention over the tokens of all ranks of `group`: exchange(qkv (N, t, 3·D), num_heads, attention) → (N, t, D).
+
+    attention: the network's own, for tokens that are all on this device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+
+
+class KeysValues(Exchange):
+    """All-gather of keys and values; queries stay."""
+
+    def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
+        n, t, width = qkv.shape
+        own = qkv[..., width // 3 :].contiguous()  # (N, t, 2·D)
+        parts = own.new_empty(self.size, *own.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self.group)
+        kv = parts.transpose(0, 1).reshape(n, self.size * t, -1)  # a view for one row, which is the case that counts
+        return attention_to(qkv, kv, num_heads)
+
+
+class Ulysses(Exchange):
+    """All-to-all: from a rank's tokens of all heads to all tokens of a rank's heads, and back.
+
+    What attends is the network's own attention. So this exchange keeps the exact tier's accuracy: of a HighLow, the
+    high and low halves travel as batch rows.
+    """
+
+    def __call__(self, qkv: torch.Tensor | HighLow, num_heads: int, attention: Callable) -> torch.Tensor | HighLow:
+        heads = num_heads // self.size
+        if isinstance(qkv, HighLow):
+            halves = qkv.pair.shape[:2]  # (2, N)
+            mine = self._to_heads(qkv.pair.flatten(0, 1)).unflatten(0, halves)  # (2, N, T, 3·D/s)
+            out = attention(HighLow(mine, None), heads)
+            return HighLow(self._to_tokens(out.pair.flatten(0, 1)).unflatten(0, halves), None)
+        return self._to_tokens(attention(self._to_heads(qkv), heads))
+
+    def _to_heads(self, qkv):
+        """(N, t, 3·D), all heads → (N, T, 3·D/s), all tokens."""
+        n, t, width = qkv.shape
+        parts = qkv.view(n, t, 3, self.size, -1).permute(3, 0, 1, 2, 4).contiguous()  # (s, N, t, 3, D/s): to whom
+        mine = torch.empty_like(parts)  # from whom
+        dist.all_to_all_single(mine, parts, group=self.group)
+        return mine.transpose(0, 1).reshape(n, self.size * t, width // self.size)
+
+    def _to_tokens(self, out):
+        """(N, T, D/s) → (N, t, D)."""
+        n, total, width = out.shape
+        parts = out.view(n, self.size, total // self.size, width).transpose(0, 1).contiguous()  # (s, N, t, D/s)
+        mine = torch.empty_like(parts)
+        dist.all_to_all_single(mine, parts, group=self.group)
+        return mine.permute(1, 2, 0, 3).reshape(n, total // self.size, self.size * width)
+
+
+class Ring(Exchange):
+    """Keys and values pass from rank to rank; the results of each part are merged by their log-sum-exp."""
+
+    def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
+        kv = qkv[..., qkv.shape[-1] // 3 :].contiguous()
+        out = lse = None
+        for turn in range(self.size):
+            last = turn + 1 == self.size
+            following, pending = (kv, []) if last else self._pass_on(kv)
+            part, part_lse = attention_lse(qkv, kv, num_heads)  # (N, t, D), (N, h, t)
+            if out is None:
+                out, lse = part.float() if part.dtype.itemsize == 2 else part, part_lse
+            else:
+                out, lse = merge(out, lse, part, part_lse)
+            for transfer in pending:
+                transfer.wait()
+            kv = following
+        return out.to(qkv.dtype)
+
+    def _pass_on(self, kv):
+        """Start to send kv to the next rank and to receive the previous one's: (what arrives, what to wait for)."""
+        ranks, following = dist.get_process_group_ranks(self.group), torch.empty_like(kv)
+        after, before = ranks[(self.rank + 1) % self.size], ranks[self.rank - 1]
+        # Batched: gloo pairs messages by order, and a send must not wait for the other side's receive.
+        send = dist.P2POp(dist.isend, kv, after, self.group)
+        receive = dist.P2POp(dist.irecv, following, before, self.group)
+        return following, dist.batch_isend_irecv([send, receive])
+
+
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys from attention over each: out, part (N, t, D); lse, part_lse (N, h, t), natural.
+
+    softmax over A ∪ B = (e^a·out + e^b·part) / (e^a + e^b) (Milakov & Gimelshein 2018, arXiv:1805.02867, eq. 4).
+    """
+    heads = lse.shape[1]
+    weight = (
+        torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1).to(out.dtype)
+    )  # (N, t, h, 1): e^b / (e^a + e^b)
+    wide, part = out.unflatten(-1, (heads, -1)), part.unflatten(-1, (heads, -1)).to(out.dtype)
+    return torch.lerp(wide, part, weight).flatten(2), torch.logaddexp(lse, part_lse)
+
+
+class Push(Exchange):
+    """Keys and values written straight into the memory of peers on this host, over NVLink (accel/kernels/push.py)."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group)
+        # Not used here, and its set-up can fail where GPUs are shared.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        from accel.kernels import push
+
+        self.symmetric, self.kernel = symmetric, push
+        self.buffers, self.turn = {}, 0
+
+    def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
+        n, t, width = qkv.shape
+        gathered, addresses, flags, size, _ = self._buffer((n, self.size * t, width // 3 * 2), qkv.dtype, qkv.device)
+        self.turn ^= 1
+        self.kernel.push(qkv[..., width // 3 :], addresses, flags, self.rank, self.turn * size)
+        return attention_to(qkv, gathered[self.turn], num_heads)
+
+    def _buffer(self, shape, dtype, device):
+        """Two gathered tensors and the peers' addresses of them: used in turn, since a peer may be one layer ahead."""
+        key = shape, dtype
+        if key not in self.buffers:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("push: the first call with a shape allocates; run the step once before its capture")
+            size = torch.Size(shape).numel() * dtype.itemsize
+            count = self.size * self.kernel.PROGRAMS
+            with torch.inference_mode(False):
+                memory = self.symmetric.empty(2 * size + 4 * count, dtype=torch.uint8, device=device)
+                memory.zero_()
+                handle = self.symmetric.rendezvous(memory, self.group)
+                addresses = torch.tensor(handle.buffer_ptrs, device=device)
+            torch.cuda.synchronize(device)
+            dist.barrier(self.group, device_ids=[device.index])  # flags are zero everywhere before the first is raised
+            gathered = [memory[i * size : (i + 1) * size].view(dtype).view(shape) for i in (0, 1)]
+            self.buffers[key] = gathered, addresses, addresses + 2 * size, size, (memory, handle)
+        return self.buffers[key]
+
+
+EXCHANGES = {"kv": KeysValues, "ulysses": Ulysses, "ring": Ring, "push": Push}

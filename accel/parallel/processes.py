@@ -1,0 +1,294 @@
+"""The processes of one job: which one this is, what they exchange, and how they end.
+
+torchrun or srun starts the ranks, one a GPU, and ends them all when one dies. They form one process group: objects and
+CPU tensors travel over gloo, CUDA tensors over NCCL. Progress and the request to stop are kept in its key-value store.
+"""
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from accel.errors import INTERRUPTED, STOPPED, USAGE, Stopped, UsageError
+
+START = timedelta(minutes=10)  # in which all ranks have to start and connect
+WAIT = timedelta(days=1)  # of one rank for another, whose share of an FID job may be larger
+
+
+class _AgreedError(UsageError):
+    """A UsageError that every rank raises."""
+
+
+class Job:
+    """This process among the ranks of its job; `launched_job` makes one. Every rank makes the same calls."""
+
+    def __init__(self, rank: int = 0, world: int = 1, local_rank: int = 0, store: dist.Store | None = None):
+        self.rank, self.world, self.local_rank = rank, world, local_rank
+        self.store = store or dist.HashStore()
+        self.host = socket.gethostname()
+        self._stop = False
+        self._gpu = self._connecting = None
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def all_gather_object(self, value: Any) -> list:
+        """Every rank's `value` (anything that pickles), by rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def run_collectively(self, work: Callable[[], Any], only: int | None = None) -> Any:
+        """`work()` on every rank, or on rank `only`; returns its result there.
+
+        A UsageError on any rank is raised on every rank, each different message once, with the ranks that it came from:
+        a mistake on one node ends the job before any work. The `work` of every rank may itself call this method.
+        """
+        result = message = None
+        try:
+            if only in (None, self.rank):
+                result = work()
+        except _AgreedError:
+            raise
+        except UsageError as error:
+            message = str(error)
+        reports, lines = self.all_gather_object((message, self.host)), []
+        for message in dict.fromkeys(text for text, _ in reports if text is not None):
+            ranks = [rank for rank, (text, _) in enumerate(reports) if text == message]
+            hosts = dict.fromkeys(reports[rank][1] for rank in ranks)
+            source = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(hosts)}: "
+            lines.append(message if len(ranks) == self.world or ranks == [only] else source + message)
+        if lines:
+            raise _AgreedError("\n".join(lines))
+        return result
+
+    def from_rank_0(self, make: Callable[[], Any]) -> Any:
+        """What `make()` returns on rank 0, on every rank."""
+        return self.all_gather_object(self.run_collectively(make, only=0))[0]
+
+    def max_over_ranks(self, values: Iterable[float]) -> list[float]:
+        """The largest of each of `values`, of which every rank has as many."""
+        return [max(column) for column in zip(*self.all_gather_object(list(values)))]
+
+    def assert_identical(self, tensor: torch.Tensor, ranks: int) -> None:
+        """RuntimeError unless the first `ranks` ranks hold the same bits in `tensor`."""
+        digest = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()[:8]
+        digests = self.all_gather_object(digest)[:ranks]
+        if len(set(digests)) > 1:
+            raise RuntimeError(
+                f"ranks ended with different latents (checksums {', '.join(digests)}): are their GPUs of one kind?"
+            )
+
+    def device(self, wanted: str | None) -> str:
+        """This rank's device: the CPU, or a GPU that no other rank has.
+
+        Raises UsageError for a rank without a GPU, for ranks that share one, and for what is neither cuda nor cpu.
+        """
+        kind, _, number = (wanted or "cuda").partition(":")
+        if kind not in ("cuda", "cpu") or number and not number.isdecimal():
+            raise UsageError(f"--device {wanted}: ranks sample on cuda or cpu; choose one")
+        if kind == "cpu":
+            return "cpu"
+        if number and self.world > 1:
+            raise UsageError(f"--device {wanted}: every rank takes its own GPU; choose them with CUDA_VISIBLE_DEVICES")
+        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = int(number or self.local_rank % max(visible, 1))  # srun may show a task its own GPU only, as number 0
+        if number and index >= visible:
+            raise UsageError(f"--device {wanted}: this machine has {visible} GPU(s), counted from 0")
+        gpu = str(torch.cuda.get_device_properties(index).uuid) if visible else None
+        gpus = self.all_gather_object((self.host, gpu))
+        if not wanted and not any(gpu for _, gpu in gpus):
+            return "cpu"
+
+        def own():
+            if not visible:
+                raise UsageError("no GPU; start as many processes as there are GPUs, or use --device cpu")
+            if gpus.count(gpus[self.rank]) > 1:
+                raise UsageError("several ranks on one GPU; start one a GPU: --nproc_per_node, --ntasks-per-node")
+            torch.cuda.set_device(index)
+            return f"cuda:{index}"
+
+        return self.run_collectively(own)
+
+    def open_collectives(self, device: str) -> None:
+        """Start to connect NCCL in a thread: it takes a second, which the loading of weights hides."""
+        if self.world > 1 and torch.device(device).type == "cuda":
+            self._gpu = torch.device(device)
+            self._connecting = ThreadPoolExecutor(1).submit(self._connect)
+
+    def _connect(self):
+        torch.cuda.set_device(self._gpu)  # a thread begins on the first GPU
+        self._gather(torch.zeros(1, device=self._gpu))  # the first collective connects
+
+    def wait_for_collectives(self) -> None:
+        """Wait until `open_collectives` is done."""
+        if self._connecting is not None:
+            self._connecting.result()
+
+    def gather(self, part: torch.Tensor) -> list[torch.Tensor] | None:
+        """Every rank's `part`, all of one shape → their list on rank 0, None elsewhere."""
+        self.wait_for_collectives()
+        return self._gather(part)
+
+    def _gather(self, part):
+        parts = [torch.empty_like(part) for _ in range(self.world)] if self.rank == 0 else None
+        dist.gather(part.contiguous(), parts)
+        return parts
+
+    def counter(self, name: str, add: int = 0) -> int:
+        """A number that all ranks share, 0 at first, after `add` has been added. No rank waits for another."""
+        return self.store.add(f"counter/{name}", add)
+
+    def stop_on_signals(self, *signals: signal.Signals) -> None:
+        """From now on each of these signals, on whichever rank it arrives, asks the whole job to stop (`stopping`)."""
+        for number in signals:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, *_):
+        self._stop = True  # no lock and no store: a second signal may interrupt this very line
+
+    @property
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop; ranks look between batches."""
+        if self._stop:
+            self.store.set("stop", "")
+        return self._stop or self.store.check(["stop"])
+
+    def leave(self, status: int = 0) -> None:
+        """Wait for all ranks and close the process group; this process then exits with `status`."""
+        if self.world == 1:
+            return
+        self.wait_for_collectives()
+        self.barrier()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
+        closing = Thread(target=self._close, daemon=True)
+        closing.start()
+        closing.join(5)
+        if closing.is_alive():  # NCCL waits for CUDA graphs that hold its kernels; the work is done all the same
+            _exit(status)
+
+    def _close(self):
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+        dist.destroy_process_group()
+
+
+def launched() -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the environment of torchrun or srun; (0, 1, 0) where neither started this."""
+    env = os.environ
+    if "RANK" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
+    if "SLURM_STEP_NUM_TASKS" in env:  # only srun sets it; a batch script's own environment has no step
+        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
+    return 0, 1, 0
+
+
+def _set_address(env):
+    """Under srun: the ranks connect on the step's first host, at a port that only this step uses."""
+    if "SLURM_STEP_ID" in env and "MASTER_PORT" not in env:
+        env["MASTER_PORT"] = str(12000 + (int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"]) % 16) % 20000)
+    if "MASTER_ADDR" not in env:
+        command = ["scontrol", "show", "hostnames", env.get("SLURM_STEP_NODELIST", "")]
+        try:
+            env["MASTER_ADDR"] = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).split()[0]
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise UsageError(
+                f"srun: scontrol names no hosts ({error}); export MASTER_ADDR, the first of them"
+            ) from None
+
+
+def _join():
+    """The job that this process was started in. Raises UsageError if its ranks do not connect."""
+    rank, world, local_rank = launched()
+    if world == 1:
+        return Job()
+    _set_address(os.environ)
+    # gloo prints a line a rank and group: none of it is shown, nor what other ranks than 0 print.
+    printed = os.dup(1) if rank == 0 else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout = os.fdopen(printed, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=START))
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=START)
+    except RuntimeError as error:
+        address, reason = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", str(error).splitlines()[0]
+        raise UsageError(f"rank {rank} of {world}: cannot connect at {address}; start all ranks ({reason})") from None
+    store.set_timeout(WAIT)
+    dist.group.WORLD.set_timeout(WAIT)
+    return Job(rank, world, local_rank, dist.PrefixStore("job", store.clone()))  # a connection serves one thread
+
+
+@contextmanager
+def launched_job(program: str) -> Iterator[Job]:
+    """Run the block as one rank of its job. However it ends on any rank, all ranks end, and the cause is printed once.
+
+    A UsageError is one line and status USAGE, a Stopped one line and STOPPED, anything else a traceback and 1.
+    """
+    try:
+        job = _join()
+    except UsageError as error:
+        if "SLURM_STEP_ID" not in os.environ or launched()[0] == 0:  # under srun, the same line on every rank
+            print(f"{program}: {error}", file=sys.stderr)
+        _exit(USAGE)
+    status = 0
+    try:
+        try:
+            yield job
+        except Stopped as stopped:
+            status = STOPPED
+            if job.rank == 0:
+                print(f"{program}: {stopped}", file=sys.stderr)
+        job.leave(status)
+    except BaseException as error:
+        _fail(job, program, error)
+    if status:
+        _exit(status)
+
+
+def _fail(job, program, error):
+    """End this rank after `error`. The first rank that fails prints the cause and exits first, which makes it the
+    launcher's root cause; the others exit with its status."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
+    status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
+    if isinstance(error, UsageError):
+        status, text = USAGE, "\n".join(f"{program}: {line}" for line in str(error).splitlines())
+    if isinstance(error, KeyboardInterrupt):
+        status, text = INTERRUPTED, f"{program}: interrupted"
+    try:
+        first, status = map(int, job.store.compare_set("failed", "", f"{job.rank} {status}").split())
+    except dist.DistError:  # rank 0 or its launcher held the store
+        first, status = 0, 1
+    if first != job.rank:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = f"rank {job.rank}: {cause} (after rank {first} failed)" if status == 1 else ""
+    elif status == 1:
+        get_error_handler().record_exception(error)  # for torchrun's summary
+    print(text, file=sys.stderr, end="\n" * bool(text), flush=True)
+    time.sleep(2 if first != job.rank else job.rank == 0 and job.world > 1)  # rank 0 may hold the store
+    _exit(status)
+
+
+def _exit(status):
+    """Exit without waiting for threads, one of which may be in a collective that never returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

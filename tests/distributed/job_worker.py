@@ -1,0 +1,117 @@
+"""One rank of tests/distributed/test_processes.py: a job that ends as its argument says."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+
+from accel.errors import Stopped, UsageError
+from accel.parallel import processes
+from accel.parallel.rows import gather_rows, share
+
+
+def exchange(job):
+    """Prints what the ranks exchanged, on rank 0."""
+    assert job.all_gather_object({"rank": job.rank}) == [{"rank": rank} for rank in range(job.world)]
+    assert job.from_rank_0(lambda: f"made on rank {job.rank}") == "made on rank 0"
+    assert job.run_collectively(lambda: job.rank, only=1) == (1 if job.rank == 1 else None)
+    assert job.max_over_ranks([job.rank, -job.rank]) == [job.world - 1, 0]
+    job.counter("pictures", job.rank + 1)
+    job.barrier()
+    assert job.counter("pictures") == sum(range(job.world + 1)) and job.counter("others") == 0
+    for n, busy in ((7, job.world), (2, job.world), (1, 2)):
+        rows = torch.arange(3 * n).view(n, 3)
+        gathered = gather_rows(job, rows[share(n, busy, job.rank)], n, busy)
+        assert torch.equal(gathered, rows) if job.rank == 0 else gathered is None
+    print("exchanged")
+
+
+def different(job):
+    """A rank that is left idle has no say; those that computed are compared."""
+    latents = torch.ones(2, 4)
+    job.assert_identical(latents, 3)
+    job.assert_identical(latents + (job.rank == 2), 2)
+    job.assert_identical(latents + job.rank * 1e-6, 3)
+
+
+def complain(message):
+    raise UsageError(message)
+
+
+def on_one(job):
+    """One rank fails while the others wait for what rank 0 makes."""
+    job.run_collectively(lambda: complain("--ckpt x: no such file") if job.rank == 1 else job.from_rank_0(list))
+
+
+def on_rank_0(job):
+    job.run_collectively(lambda: job.from_rank_0(lambda: complain("--output x: cannot be written")))
+
+
+def on_all(job):
+    job.run_collectively(lambda: complain("--vae x: no such folder"))
+
+
+def on_two(job):
+    job.run_collectively(lambda: job.rank and complain(f"--ckpt {job.rank}: no such file"))
+
+
+def alone(job):
+    """Without the others' knowledge, as where one node's disk is full."""
+    if job.rank == 1:
+        complain("--sample-dir: No space left on device")
+    job.barrier()
+
+
+def crash(job):
+    if job.rank == 1:
+        raise ZeroDivisionError("of rank 1")
+    job.barrier()
+
+
+def crash_on_0(job):
+    if job.rank == 0:
+        raise ZeroDivisionError("of rank 0")
+    job.barrier()
+
+
+def killed(job):
+    """While the others compute, and take the launcher's SIGTERM for a request to stop after this batch."""
+    job.stop_on_signals(signal.SIGTERM)
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not job.stopping:
+        time.sleep(0.05)
+    job.barrier()
+
+
+def killed_in_wait(job):
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    job.barrier()
+
+
+def stopped(job):
+    """Rank 1 is asked to stop; all look between batches."""
+    job.stop_on_signals(signal.SIGUSR1)
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    while not job.stopping:
+        time.sleep(0.05)
+    raise Stopped("stopped; start again")
+
+
+def stopped_on_0(job):
+    """As in the archive, which rank 0 writes by itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if job.rank == 0:
+        raise Stopped("stopped; start again")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        processes.START = timedelta(seconds=float(sys.argv[2]))
+    with processes.launched_job("job_worker.py") as this_job:
+        globals()[sys.argv[1]](this_job)

@@ -1,0 +1,197 @@
+"""The ranks of a job: what they exchange, how they are asked to stop, and how they end; in real processes over gloo."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from accel.errors import STOPPED, USAGE, UsageError
+from accel.parallel.processes import Job
+
+WORKER = Path(__file__).with_name("job_worker.py")
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
+FREE = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "SLURM"))}
+
+
+def launch(ranks, ending, seconds=60):
+    """Run job_worker.py under torchrun → (exit statuses by rank, standard output, standard error)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*command, str(WORKER), ending], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds
+    )
+    statuses = re.findall(r"rank +: (\d+) \(local_rank.*\n +exitcode +: (-?\d+)", done.stderr)
+    assert done.returncode == (1 if statuses else 0), done.stderr
+    return {int(rank): int(status) for rank, status in statuses}, done.stdout, done.stderr
+
+
+def root_cause(error):
+    return re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", error, re.S).groups()
+
+
+def test_what_ranks_exchange():
+    statuses, output, error = launch(3, "exchange")
+    assert not statuses and output == "exchanged\n", error  # rank 0 alone prints, and gloo nothing
+
+
+@pytest.mark.parametrize(
+    "ending, line",
+    [
+        ("on_one", r"rank 1 on \S+: --ckpt x: no such file"),
+        ("on_rank_0", "--output x: cannot be written"),
+        ("on_all", "--vae x: no such folder"),
+        ("on_two", r"rank 1 on \S+: --ckpt 1: no such file\njob_worker.py: rank 2 on \S+: --ckpt 2: no such file"),
+        ("alone", "--sample-dir: No space left on device"),
+    ],
+)
+def test_a_mistake_on_any_rank_ends_all_with_one_line(ending, line):
+    statuses, _, error = launch(3, ending)
+    said = "\n".join(text for text in error.splitlines() if text.startswith("job_worker.py: "))
+    assert re.fullmatch(f"job_worker.py: {line}", said), error
+    assert root_cause(error)[1] == str(USAGE) and set(statuses.values()) <= {USAGE, -signal.SIGTERM}
+    assert "Error:" not in error.split("ChildFailedError")[0], error
+
+
+@pytest.mark.parametrize("ending, rank", [("crash", 1), ("crash_on_0", 0)])
+def test_the_failing_rank_s_traceback_comes_first(ending, rank):
+    """It is torchrun's root cause too; what the others meet because of it is a line each."""
+    _, _, error = launch(3, ending)
+    first = error.index("Traceback")
+    assert re.search(rf"rank {rank} of 3 on \S+:\n$", error[:first])
+    assert f"ZeroDivisionError: of rank {rank}" in error[first:].split("\n\n")[0]
+    own = error[: error.index("ChildFailedError")]
+    assert set(re.findall(r"^rank (\d): \w+Error.*\(after rank (\d) failed\)$", own, re.M)) <= {
+        (str(other), str(rank)) for other in range(3) if other != rank
+    }
+    assert root_cause(error) == (str(rank), "1")
+    assert f"ZeroDivisionError: of rank {rank}" in error[error.index("Root Cause") :]
+
+
+@pytest.mark.parametrize("ending", ["killed", "killed_in_wait"])
+def test_a_dead_rank_ends_the_job(ending):
+    start = time.monotonic()
+    statuses, _, error = launch(2, ending, seconds=60)
+    assert time.monotonic() - start < 60 and statuses[1] == -signal.SIGKILL, error
+
+
+@pytest.mark.parametrize("ending", ["stopped", "stopped_on_0"])
+def test_a_job_that_was_asked_to_stop(ending):
+    statuses, _, error = launch(2, ending)
+    assert statuses[0] == STOPPED and statuses.get(1, 0) in (0, STOPPED), error
+    assert error.count("job_worker.py: stopped; start again") == 1
+
+
+def test_ranks_with_different_latents_fail():
+    statuses, _, error = launch(3, "different")
+    assert statuses and re.search(r"different latents \(checksums \w{8}, \w{8}, \w{8}\)", error)
+
+
+def test_ranks_that_do_not_all_start():
+    """Begun by hand, without the others: a bounded wait and a line."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), "exchange", "2"],
+            env={**ENVIRONMENT, **address, "RANK": str(rank), "WORLD_SIZE": "3"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for rank, process in enumerate(ranks):
+        error = process.communicate(timeout=30)[1]
+        assert process.returncode == USAGE and "Traceback" not in error
+        line = (
+            f"job_worker.py: rank {rank} of 3: cannot connect at 127.0.0.1:{address['MASTER_PORT']}; start all ranks ("
+        )
+        assert error.splitlines()[-1].startswith(line), error
+
+
+def test_a_signal_inside_the_handler_of_another_does_not_lock():
+    """As when a launcher and a queue both ask: the second comes while the first is being noted, wherever that is."""
+    job, met = Job(), []
+
+    def again(frame, event, _):
+        if len(met) < 50 and event == "line" and frame.f_code.co_name == "_on_signal":
+            met.append(event)
+            signal.raise_signal(signal.SIGUSR1)
+        return again
+
+    before = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))  # a lock is not interrupted by an exception
+    try:
+        job.stop_on_signals(signal.SIGUSR1)
+        assert not job.stopping
+        signal.alarm(20)
+        sys.settrace(again)
+        signal.raise_signal(signal.SIGUSR1)
+        sys.settrace(None)
+        assert met and job.stopping
+    finally:
+        sys.settrace(None)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("name", ("gpu7", "mps", "meta", "cuda:x"))
+def test_what_is_not_a_device_is_refused_not_replaced(name):
+    with pytest.raises(UsageError, match=f"--device {name}: .* cuda or cpu"):
+        Job().device(name)
+    assert Job().device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1))
+def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
+    """Queues take nodes away whenever they like: the batch file requeues on this status alone."""
+    job = subprocess.Popen(
+        [sys.executable, str(ROOT / "sample_ddp.py"), "--model", "DiT-Demo/2", "--num-fid-samples", "8"],
+        cwd=ROOT,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 20
+    while not caught(job.pid) >> (number - 1) & 1:
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    job.send_signal(number)
+    _, error = job.communicate(timeout=20)
+    assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_srun_without_scontrol(rank, tmp_path):
+    """As in a container without Slurm's commands: rank 0 names what to export."""
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "PATH": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "sample_ddp.py"), "--model", "DiT-Demo/2"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env={**FREE, **step},
+    )
+    assert done.returncode == USAGE and done.stderr.count("\n") == 1 - rank
+    assert rank or ("sample_ddp.py: srun: " in done.stderr and "export MASTER_ADDR" in done.stderr)
+
+
+def caught(process):
+    """The signals that a process handles, as the kernel's mask."""
+    with open(f"/proc/{process}/status") as status:
+        return int(next(line for line in status if line.startswith("SigCgt")).split()[1], 16)
