@@ -9,7 +9,7 @@ once a picture.
 import torch
 import torch.nn.functional as F
 
-from accel.kernels.norm import Modulation
+from accel.kernels.adaln import Modulation
 from accel.precision import true_float32
 from models import TimestepEmbedder
 

@@ -102,10 +102,10 @@ def load_model(options, device, tier="fp32"):
     if tier in precision.FAST and not options.compile:
         from accel.fast import LAYERS, FastDiT  # brings Triton, which the other tiers need not wait for
         from accel.kernels import linear
-        from accel.kernels.ancestral import ancestral_update
+        from accel.kernels.adaln import compile_ahead
+        from accel.kernels.ancestral_update import ancestral_update
         from accel.kernels.attention import attention
-        from accel.kernels.embed import patch_embed
-        from accel.kernels.norm import compile_ahead
+        from accel.kernels.patch_embed import patch_embed
 
         tokens, width = model.pos_embed.shape[1:]
         rows = 2 * len(options.labels) * tokens
@@ -113,7 +113,7 @@ def load_model(options, device, tier="fp32"):
 
         def meet_attention():
             if tier == "exact":
-                from accel.kernels.split import compile_ahead
+                from accel.kernels.split_linear import compile_ahead
 
                 return compile_ahead(device)
             attention(torch.zeros(1, tokens, 3 * width, dtype=dtype, device=device), model.num_heads)
@@ -284,7 +284,9 @@ def denoise(
     switches = getattr(network, "optimisations", None)
     one_kernel = switches is not None and switches.ends != "torch" and z.is_cuda and diffusion.learns_range
     if one_kernel:
-        from accel.kernels.ancestral import ancestral_update  # brings Triton, which the other tiers need not wait for
+        from accel.kernels.ancestral_update import (
+            ancestral_update,
+        )  # brings Triton, which the other tiers need not wait for
 
     def step(x, t, y, noise):
         if not one_kernel:

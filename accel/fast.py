@@ -19,12 +19,12 @@ import torch.nn.functional as F
 
 from accel.conditioning import Conditioning, HoistedConditioning
 from accel.graphs import Replayed
+from accel.kernels.adaln import Modulation, norm_modulate
 from accel.kernels.attention import attention
-from accel.kernels.embed import patch_embed
 from accel.kernels.linear import linear
-from accel.kernels.norm import Modulation, norm_modulate
-from accel.kernels.split import SplitLinear, balance
+from accel.kernels.patch_embed import patch_embed
 from accel.kernels.split_attention import split_attention
+from accel.kernels.split_linear import SplitLinear, balance
 from accel.precision import FAST, true_float32
 
 LAYERS = "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"  # a block's products; GELU follows the third
@@ -35,10 +35,10 @@ class Optimisations:
     """The switches of the accelerated network, each measured alone by scripts/benchmark.py."""
 
     hoist: bool = True  # a sampling run computes the conditioning of its steps ahead
-    rows: str = "auto"  # route of accel.kernels.norm
+    rows: str = "auto"  # route of accel.kernels.adaln
     attention: str = "auto"  # route of accel.kernels.attention, or of split_attention
     products: str = "auto"  # route of accel.kernels.linear, or of split
-    ends: str = "auto"  # route of accel.kernels.embed and, in a sampling run, of ancestral: what is before the first block and after the last
+    ends: str = "auto"  # route of accel.kernels.patch_embed and, in a sampling run, of ancestral: what is before the first block and after the last
     graph: bool = True  # on a GPU, a step of a sampling run, or a call of what `accelerate` returns, is one CUDA graph
     reset_once: bool = True  # in which the products' counters are reset by one node
 
@@ -69,7 +69,7 @@ def accelerate(model, precision="fp16", device=None, optimisations=Optimisations
 
 class FastDiT:
     """See the module's text. state: a DiT's state dict, on any device; dtype: that of the products. With float32 or float64 everything is in
-    that dtype; with "terms" products take and give float32 as pairs of float16 terms (accel.kernels.split)."""
+    that dtype; with "terms" products take and give float32 as pairs of float16 terms (accel.kernels.split_linear)."""
 
     def __init__(self, state, num_heads, dtype, device, optimisations=Optimisations()):
         self.num_heads, self.dtype, self.device, self.optimisations = num_heads, dtype, device, optimisations

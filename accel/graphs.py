@@ -5,7 +5,7 @@ import inspect
 
 import torch
 
-from accel.kernels.hopper import call
+from accel.kernels.cuda import call
 from accel.kernels.linear import COUNTER_BYTES, separate_counters
 
 _EDITABLE = "keep_graph" in inspect.signature(torch.cuda.CUDAGraph.__new__).parameters

@@ -427,7 +427,7 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
 @gpu
 @pytest.mark.parametrize("guided", (True, False))
 def test_a_step_ends_in_the_kernel_as_in_p_sample(guided, monkeypatch):
-    from accel.kernels import ancestral
+    from accel.kernels import ancestral_update as ancestral
 
     launched, kernel = [], ancestral._triton
     monkeypatch.setattr(ancestral, "_triton", lambda *arguments: launched.append(1) or kernel(*arguments))

@@ -11,7 +11,7 @@ def version(*paths):
     files = [
         file
         for path in paths
-        for file in (sorted(path.iterdir()) if path.is_dir() else [path])
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
         if file.suffix in (".py", ".cu", ".cuh")
     ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel import kernels, precision
 from accel.kernels import push
-from accel.kernels.norm import Modulation
+from accel.kernels.adaln import Modulation
 from accel.options import UsageError, partial_file
 from accel.parallel.pipeline import Pipelined
 from accel.parallel.sharded import PlainPieces, Sharded, make_mesh

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel.kernels.attention import attention_lse, attention_to
-from accel.kernels.split import Terms
+from accel.kernels.split_linear import Terms
 
 
 def traffic(exchange, rows, t, ranks, width, element):
@@ -46,7 +46,7 @@ class KeysValues:
 
 class Ulysses:
     """All-to-all: from a rank's tokens of all heads to all tokens of a rank's heads, packed, and back. The attention is `alone`, that of one GPU;
-    so this exchange also serves pairs of float16 terms (accel.kernels.split), whose two halves travel as rows."""
+    so this exchange also serves pairs of float16 terms (accel.kernels.split_linear), whose two halves travel as rows."""
 
     def __init__(self, group, alone):
         self.group, self.size, self.alone = group, dist.get_world_size(group), alone

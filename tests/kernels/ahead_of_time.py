@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from accel.kernels import norm
+from accel.kernels import adaln as norm
 
 
 def compile_norm(capability, width, dtype, branches, update):

@@ -7,7 +7,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from accel.kernels import split, split_attention
+from accel.kernels import split_attention
+from accel.kernels import split_linear as split
 
 
 def compile_for(capability, function, signature, constants):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from accel.kernels import attention as module
-from accel.kernels import attention_hopper as hopper
-from accel.kernels.attention import ROUTES, attention, attention_lse, attention_to
+from accel.kernels.attention import ROUTES, attention, attention_lse, attention_to, hopper
 
 CPU_ROUTES = ("auto", "math", "flash")
 # (N, T, heads, head dim): tails of every size, one token, one head, a head dim that is no multiple of 8.

@@ -9,9 +9,10 @@ import torch
 from test_attention import disassemble, needs_hopper
 from test_linear import case, reference
 
-from accel.kernels import hopper, linear
-from accel.kernels import linear_hopper as module
-from accel.kernels.linear_hopper import Tile, linear_hopper
+from accel.kernels import cuda as hopper
+from accel.kernels import linear
+from accel.kernels.linear import hopper as module
+from accel.kernels.linear.hopper import Tile, linear_hopper
 
 # One of each kind: blocks alone and in clusters, one product or two for a warpgroup, one warpgroup, chunks of every layout.
 KINDS = (

@@ -40,7 +40,7 @@ def attention(qkv, num_heads, route="auto"):
     if route == "default":
         return _sdpa(qkv, num_heads)
     if route == "hopper":
-        from accel.kernels.attention_hopper import attention_hopper
+        from accel.kernels.attention.hopper import attention_hopper
 
         return attention_hopper(qkv.contiguous(), num_heads)[0]
     with sdpa_kernel(BACKENDS[route]):
@@ -55,7 +55,7 @@ def attention_to(qkv, kv, num_heads, route="auto"):
     else:
         refuse(route, qkv.device, qkv.dtype, dim)
     if route == "hopper":
-        from accel.kernels.attention_hopper import attention_hopper
+        from accel.kernels.attention.hopper import attention_hopper
 
         return attention_hopper(qkv, num_heads, kv=kv)[0]
     q, k, v = _heads(qkv, kv, num_heads)
@@ -78,7 +78,7 @@ def attention_lse(qkv, kv, num_heads, route="auto"):
     else:
         refuse(route, qkv.device, qkv.dtype, dim)
     if route == "hopper":
-        from accel.kernels.attention_hopper import attention_hopper
+        from accel.kernels.attention.hopper import attention_hopper
 
         return attention_hopper(qkv, num_heads, kv=kv)
     q, k, v = _heads(qkv, kv, num_heads)

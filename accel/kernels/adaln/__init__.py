@@ -6,7 +6,7 @@ adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748, section 3.2) puts between two 
 
 which as separate operations reads and writes the float32 residual stream many times over. Here an element is loaded once, the sum and
 both statistics stay in registers (variance from the centred values: E[x²] − mean² cancels), and h leaves in the dtype that the
-next product takes, or as two float16 terms with a power of two a row (accel.kernels.split). Shifts, scales and gates come from a table by
+next product takes, or as two float16 terms with a power of two a row (accel.kernels.split_linear). Shifts, scales and gates come from a table by
 an index on the device, so that one captured graph serves every step.
 """
 
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from accel.kernels import norm_hopper
-from accel.kernels.split import Terms, split
+from accel.kernels.adaln import hopper as norm_hopper
+from accel.kernels.split_linear import Terms, split
 
 try:
     import triton

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from test_attention import disassemble
 
-from accel.kernels import hopper, split_hopper
-from accel.kernels import split as module
+from accel.kernels import cuda as hopper
 from accel.kernels import split_attention as attention_module
-from accel.kernels.norm import Modulation, norm_modulate
-from accel.kernels.split import SplitLinear, balance, split
+from accel.kernels import split_linear as module
+from accel.kernels.adaln import Modulation, norm_modulate
 from accel.kernels.split_attention import split_attention
+from accel.kernels.split_linear import SplitLinear, balance, split
+from accel.kernels.split_linear import hopper as split_hopper
 
 SHAPES = ((1, 8, 8), (9, 216, 72), (70, 72, 216), (33, 200, 64))  # (M, N, K)
 HEADS = ((2, 70, 2, 72), (1, 130, 3, 64), (1, 33, 1, 72), (1, 1, 1, 72))  # (n, T, H, d)
@@ -230,7 +231,7 @@ def test_the_row_kernels_twin():
 def test_interpreted_kernels():
     """In a process of its own: the interpreter must be chosen before Triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-c", "import test_split; test_split.interpret()"],
+        [sys.executable, "-c", "import test_split_linear; test_split_linear.interpret()"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from accel import kernels
-from accel.kernels import hopper
+from accel.kernels import cuda as hopper
 
 SOURCE = Path(__file__).with_suffix(".cu")
 SHARED_BYTES = 232448  # of a multiprocessor, for one block
@@ -88,7 +88,7 @@ def _map(pointer, dtype, rows, columns, box_rows, box_columns, swizzle):
 @lru_cache(None)
 def version():
     """Changes with whatever a tile's speed depends on."""
-    return kernels.version(SOURCE, Path(__file__), Path(hopper.__file__), Path(hopper.__file__).with_suffix(".cuh"))
+    return kernels.version(SOURCE, Path(__file__), Path(hopper.__file__), Path(hopper.__file__).with_name("hopper.cuh"))
 
 
 def linear_hopper(x, weight, bias, out, gelu, tile, overlap=True):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.kernels import hopper
+from accel.kernels import cuda as hopper
 
 SOURCE = Path(__file__).with_suffix(".cu")
 HEAD_DIM = 72

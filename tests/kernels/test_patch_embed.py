@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from accel.kernels import ancestral, embed
-from accel.kernels.ancestral import ancestral_update
-from accel.kernels.embed import patch_embed
+from accel.kernels import ancestral_update as ancestral
+from accel.kernels import patch_embed as embed
+from accel.kernels.ancestral_update import ancestral_update
+from accel.kernels.patch_embed import patch_embed
 from diffusion import create_diffusion
 
 HERE = Path(__file__)
@@ -75,7 +76,11 @@ def test_compiled_kernels():
 
 def test_interpreted_kernels():
     """In a process of its own: the interpreter must be chosen before Triton is imported."""
-    run("import test_ends; test_ends.check('cpu'); print('interpreted')", "interpreted", TRITON_INTERPRET="1")
+    run(
+        "import test_patch_embed; test_patch_embed.check('cpu'); print('interpreted')",
+        "interpreted",
+        TRITON_INTERPRET="1",
+    )
 
 
 def run(code, printed, **environment):
@@ -125,7 +130,8 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from accel.kernels import ancestral, embed
+from accel.kernels import ancestral_update as ancestral
+from accel.kernels import patch_embed as embed
 shape = dict(CHANNELS=4, HEIGHT=64, WIDTH=64, PATCH=2)
 kernels = dict(
     embed=(embed._patch_embed, dict(n="i32", first="i32", tokens="i32"), dict(shape, D=1152, COPIES=2, TOKENS=embed.TOKENS, COLUMNS=embed.COLUMNS)),

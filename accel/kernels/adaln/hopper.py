@@ -1,4 +1,4 @@
-"""The row kernel for few rows on Hopper (norm_hopper.cu), which accel.kernels.norm chooses there."""
+"""The row kernel for few rows on Hopper (norm_hopper.cu), which accel.kernels.adaln chooses there."""
 
 import ctypes
 from functools import lru_cache
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from accel.kernels import hopper
+from accel.kernels import cuda as hopper
 
 SOURCE = Path(__file__).with_suffix(".cu")
 ROWS = 4096  # up to which it wins (log/products-few-rows-h200.json)
@@ -40,7 +40,7 @@ def _kernel(width, branches, update, half, wide, eps, device):
 
 
 def norm_hopper(x, modulation, shift, scale, branches, update, dtype, eps, overlap=True):
-    """As accel.kernels.norm.norm_modulate, where `refusal` has none. Meet a variant once before capturing it in a graph."""
+    """As accel.kernels.adaln.norm_modulate, where `refusal` has none. Meet a variant once before capturing it in a graph."""
     n, tokens, width = x.shape
     out = torch.empty_like(x, dtype=dtype)
     half = dtype if dtype in hopper.HALF else next((branch.dtype for branch, _ in branches), torch.float16)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from accel.kernels import linear_hopper
-from accel.kernels.linear_hopper import Tile
+from accel.kernels.linear import hopper as linear_hopper
+from accel.kernels.linear.hopper import Tile
 
 ROUTES = ("auto", "plain", "epilogue", "cublaslt", "hopper", "tuned")
 MEASURED = ROUTES[3:]
@@ -28,7 +28,7 @@ def linear(x, weight, bias, gelu=False, route="auto"):
     """x (…, K), weight (N, K), bias (N,), one dtype → (…, N), accumulated in float32 for half inputs.
 
     `route`: "plain" (product, then GELU as a kernel of its own), "epilogue" (torch's fused call, GPU only), the fastest measured algorithm for
-    float16 or bfloat16 on a GPU, be it of cuBLASLt ("cublaslt"), of our own kernel (accel.kernels.linear_hopper: "hopper") or of both
+    float16 or bfloat16 on a GPU, be it of cuBLASLt ("cublaslt"), of our own kernel (accel.kernels.linear.hopper: "hopper") or of both
     ("tuned"), or "auto": tuned where it applies, else plain. Weights must not be what the kernel just before has written.
     """
     if route == "auto":

@@ -67,7 +67,7 @@ def text(file, constants, *functions):
     return (
         "".join(f"#define {name} {value}\n" for name, value in constants.items())
         + "".join(functions)
-        + Path(__file__).with_suffix(".cuh").read_text()
+        + Path(__file__).with_name("hopper.cuh").read_text()
         + file.read_text()
     )
 

@@ -1,4 +1,4 @@
-"""Split products on Hopper (split_linear.cu, split_attention.cu), which accel.kernels.split and split_attention choose there."""
+"""Split products on Hopper (split_linear.cu, split_attention.cu), which accel.kernels.split_linear and split_attention choose there."""
 
 import ctypes
 import math
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from accel.kernels import hopper
-from accel.kernels.attention_hopper import HEAD_DIM, packed_map
+from accel.kernels import cuda as hopper
+from accel.kernels.attention.hopper import HEAD_DIM, packed_map
 
-LINEAR, ATTENTION = (Path(__file__).with_name(f"split_{name}.cu") for name in ("linear", "attention"))
+LINEAR, ATTENTION = (Path(__file__).parents[1] / f"split_{name}" / "hopper.cu" for name in ("linear", "attention"))
 
 
 class Tile(NamedTuple):

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from accel.graphs import capture
-from accel.kernels import hopper, norm, norm_hopper
-from accel.kernels.norm import Modulation, norm_modulate, tile_config
+from accel.kernels import adaln as norm
+from accel.kernels import cuda as hopper
+from accel.kernels.adaln import Modulation, norm_modulate, tile_config
+from accel.kernels.adaln import hopper as norm_hopper
 
 WIDTHS = (1152, 216, 384, 768, 1024, 100)
 # (N, T): odd shapes, one row, more rows of a sample than a program takes and a last program that has fewer.
@@ -92,7 +94,7 @@ def test_machine_code_for_few_rows(branches, half, wide, tmp_path):
     from test_attention import disassemble
 
     (tmp_path / "cubin").write_bytes(
-        hopper.compile_cubin(norm_hopper.source(1152, branches, branches == 2, half, wide, norm.EPS), "norm_hopper.cu")
+        hopper.compile_cubin(norm_hopper.source(1152, branches, branches == 2, half, wide, norm.EPS), "hopper.cu")
     )
     code = disassemble(tmp_path / "cubin")
     assert code.index("ACQBULK") < code.index("LDG") and code.count("LDG.E.128") == 9 * (3 + branches)
@@ -153,7 +155,7 @@ def test_auto_takes_the_kernel_on_a_gpu(monkeypatch):
 def test_interpreted_kernel():
     """In a process of its own: the interpreter must be chosen before Triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-c", "import test_norm; test_norm.interpret()"],
+        [sys.executable, "-c", "import test_adaln; test_adaln.interpret()"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,

@@ -89,7 +89,7 @@ class SplitLinear:
         self.columns, self.depth = weight.shape
         self.bias, self.after = bias.contiguous(), after
         if self.route == "hopper":
-            from accel.kernels.split_hopper import arrange
+            from accel.kernels.split_linear.hopper import arrange
 
             self.pair, _ = split(arrange(weight))
             self.scale = split(weight).scale
@@ -231,7 +231,7 @@ def _result(layer, x, result):
 
 
 def _hopper(layer, x, result, overflow):
-    from accel.kernels.split_hopper import linear_hopper
+    from accel.kernels.split_linear.hopper import linear_hopper
 
     out, answer = _result(layer, x, result)
     linear_hopper(x.pair, x.scale, layer.pair, layer.scale, layer.bias, layer.after, overflow, out, _RESULTS[result])

@@ -1,4 +1,4 @@
-"""Self-attention at float32 accuracy on tensor cores, from and to split terms (accel.kernels.split).
+"""Self-attention at float32 accuracy on tensor cores, from and to split terms (accel.kernels.split_linear).
 
 softmax(q·kᵀ/√d)·v: scores of three products, float32 softmax; weights are split too, and every tile's p·v is summed by itself and then added to the
 output in float32, since tensor cores truncate when they accumulate. Weights run up to 2⁶, not 1, so that the low terms of small ones are not
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from accel.kernels.split import Terms, split, split_multiply, stages
+from accel.kernels.split_linear import Terms, split, split_multiply, stages
 
 try:
     import triton
@@ -46,7 +46,7 @@ def split_attention(qkv, num_heads, route="auto"):
     if route not in ROUTES:
         raise ValueError(f"attention: route {route!r}: one of {', '.join(ROUTES)}")
     if route == "hopper":
-        from accel.kernels.split_hopper import attention_hopper
+        from accel.kernels.split_linear.hopper import attention_hopper
 
         return Terms(attention_hopper(pair, num_heads), None)
     return Terms({"triton": _triton, "cublas": _cublas, "torch": _torch}[route](pair, num_heads, dim), None)
