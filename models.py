@@ -13,8 +13,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from accel.kernels.attention import attention
-
 
 def modulate(x, shift, scale):
     """Adaptive LayerNorm's affine part, x·(1 + scale) + shift; x (N, T, D), shift and scale (N, D)."""
@@ -127,6 +125,12 @@ def get_2d_sincos_pos_embed(embed_dim, grid_size, cls_token=False, extra_tokens=
 #################################################################################
 
 
+def attention(qkv, num_heads):
+    """softmax(q·kᵀ/√d)·v per head: qkv (N, T, 3·D), q, k and v side by side, each head-major → (N, T, D)."""
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with one projection for q, k and v. (N, T, D) → (N, T, D)."""
 
@@ -137,10 +141,10 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
-        self.attend = attention  # another may take its place, as where tokens lie on several GPUs
 
-    def forward(self, x):
-        return self.proj(self.attend(self.qkv(x), self.num_heads))
+    def forward(self, x, attend=attention):
+        """attend: what computes attention from the packed projection, as where tokens lie on several GPUs."""
+        return self.proj(attend(self.qkv(x), self.num_heads))
 
 
 class Mlp(nn.Module):
@@ -167,12 +171,12 @@ class DiTBlock(nn.Module):
         self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-    def forward(self, x, c):
-        """x (N, T, D) tokens, c (N, D) condition → (N, T, D)."""
+    def forward(self, x, c, attend=attention):
+        """x (N, T, D) tokens, c (N, D) condition → (N, T, D). attend: as of Attention."""
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(
             6, dim=1
         )  # each (N, D)
-        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa), attend))
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
 

@@ -83,7 +83,7 @@ class Sharded:
 class PlainPieces:
     """models.DiT cut where `Sharded` cuts a network."""
 
-    alone = staticmethod(attention)
+    alone = attend = staticmethod(attention)
 
     def __init__(self, model, depth=None):
         self.model, self.patch_size, self.blocks = model, model.patch_size, model.blocks[:depth]
@@ -97,15 +97,6 @@ class PlainPieces:
     def shallow(self, depth):
         return PlainPieces(self.model, depth)
 
-    @property
-    def attend(self):
-        return self.blocks[0].attn.attend
-
-    @attend.setter
-    def attend(self, attend):
-        for block in self.blocks:
-            block.attn.attend = attend
-
     def embed(self, x, tokens=slice(None)):
         return (self.model.x_embedder(x) + self.model.pos_embed)[:, tokens]
 
@@ -115,7 +106,7 @@ class PlainPieces:
     def tower(self, x, c, blocks=None):
         blocks = blocks or range(self.depth)
         for i in blocks:
-            x = self.blocks[i](x, c)
+            x = self.blocks[i](x, c, self.attend)
         return self.model.final_layer(x, c) if blocks[-1] + 1 == self.depth else x
 
     def unpatchify(self, x):
