@@ -317,12 +317,10 @@ def denoise(
         if switches.graph and z.is_cuda:
             if forecast is None:
                 diffusion.prepare(z.device)
-                step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step, switches.reset_once))
+                step = network.captured.setdefault((diffusion, guided, cfg_scale), Replayed(step))
             else:
                 forecast.strides.prepare(z.device)
-                stride = network.captured.setdefault(
-                    (forecast.strides, guided, cfg_scale), Replayed(stride, switches.reset_once)
-                )
+                stride = network.captured.setdefault((forecast.strides, guided, cfg_scale), Replayed(stride))
     if hasattr(network, "begin_run"):  # what it does depends on the number of the step
         network.begin_run()
 

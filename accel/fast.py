@@ -40,7 +40,6 @@ class Optimisations:
     products: str = "auto"  # route of accel.kernels.linear, or of split
     ends: str = "auto"  # route of accel.kernels.patch_embed and, in a sampling run, of ancestral: what is before the first block and after the last
     graph: bool = True  # on a GPU, a step of a sampling run, or a call of what `accelerate` returns, is one CUDA graph
-    reset_once: bool = True  # in which the products' counters are reset by one node
 
 
 def accelerate(model, precision="fp16", device=None, optimisations=Optimisations()):
@@ -61,9 +60,7 @@ def accelerate(model, precision="fp16", device=None, optimisations=Optimisations
     device = torch.device(device) if device is not None else state["pos_embed"].device
     network = FastDiT(state, model.num_heads, dtypes[precision], device, optimisations)
     if optimisations.graph and device.type == "cuda":
-        network._forward, network._guided = (
-            Replayed(function, optimisations.reset_once) for function in (network._forward, network._guided)
-        )
+        network._forward, network._guided = (Replayed(function) for function in (network._forward, network._guided))
     return network
 
 

@@ -36,7 +36,7 @@ fi
 measure profile-baseline.json python scripts/profile.py --baseline "${model[@]}" "$@" --output "$log/profile-baseline.json"
 measure profile-fast.json python scripts/profile.py "${model[@]}" "$@" --output "$log/profile-fast.json"
 measure ladder.json python scripts/benchmark.py "${model[@]}" "${ladder[@]}" "$@" --output "$log/ladder.json"
-((gpus)) && measure versus.json python scripts/benchmark.py "$@" --only reset --vs compile,diffusers --output "$log/versus.json"
+((gpus)) && measure versus.json python scripts/benchmark.py "$@" --only graph --vs compile,diffusers --output "$log/versus.json"
 # shellcheck disable=SC2086  # lists of words
 measure sweep.json python scripts/benchmark.py "${model[@]}" "$@" --sweep-pictures $pictures --sweep-sizes $sizes --output "$log/sweep.json"
 # shellcheck disable=SC2086

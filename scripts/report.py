@@ -43,7 +43,7 @@ KINDS = {
             "rungs" in r
             and any(word in rung.get("rung", "") for rung in r["rungs"] for word in ("compile", "diffusers"))
         ),
-        "python scripts/benchmark.py --only reset --vs compile,diffusers --output {log}/versus.json",
+        "python scripts/benchmark.py --only graph --vs compile,diffusers --output {log}/versus.json",
     ),
     "sweep": (
         lambda r: "sweep" in r,

@@ -37,7 +37,7 @@ class Sharded:
         network.attend = attend
         # Captured on a GPU, the plain network's steps too: shared, they are short enough for launches to count.
         self.optimisations = getattr(network, "optimisations", None) or SimpleNamespace(
-            hoist=False, ends="torch", graph=True, reset_once=False
+            hoist=False, ends="torch", graph=True
         )
         self.conditioning = getattr(network, "conditioning", None)
         self.table = self.hoisted = None

@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -260,12 +259,7 @@ class Product:
             return linear_hopper.linear_hopper(x, weight, bias, out, self.gelu, algorithm)
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         a, b, c, d = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out, out))
-        if _counters and 0 < algorithm.workspace <= COUNTER_BYTES:
-            workspace = _counters.pop()
-        else:
-            workspace = torch.empty(
-                max(1, algorithm.workspace), dtype=torch.uint8, device=self.device
-            )  # the stream's own
+        workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)  # the stream's own
         self._set(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
         wt, xt, ct, yt = self.operands
         _call(
@@ -339,23 +333,6 @@ class Product:
             if isinstance(wanted, Tile)
             else next((algorithm for algorithm in self._of_the_library() if _configuration(algorithm) == wanted), None)
         )
-
-
-COUNTER_BYTES = 256
-_counters = []
-
-
-@contextmanager
-def separate_counters(device, count=1024):
-    """Inside, each product that asks for no more than COUNTER_BYTES of workspace (cuBLASLt's fast kernels keep one counter there, from which
-    their blocks draw tiles) gets its own, out of the one tensor that is yielded. It is for whoever captures a graph: the counters can
-    then be reset all at once."""
-    arena = torch.zeros(count, COUNTER_BYTES, dtype=torch.uint8, device=device)
-    _counters[:] = arena.unbind(0)
-    try:
-        yield arena
-    finally:
-        _counters.clear()
 
 
 _chosen = {}  # (shape, dtype, gelu, device, route) → (Product, Algorithm or Tile)
