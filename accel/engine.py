@@ -101,11 +101,13 @@ def load_model(options, device, tier="fp32"):
         state = {**state, "pos_embed": model.position_table()}
     if tier in precision.FAST and not options.compile:
         from accel.fast import LAYERS, FastDiT  # brings Triton, which the other tiers need not wait for
-        from accel.kernels import linear
-        from accel.kernels.adaln import compile_ahead
+        from accel.kernels.adaln import Modulation, adaln, adaln_split
         from accel.kernels.ancestral_update import ancestral_update
         from accel.kernels.attention import attention
+        from accel.kernels.linear.tuner import Tuner
         from accel.kernels.patch_embed import patch_embed
+        from accel.kernels.split_attention import split_attention
+        from accel.kernels.split_linear import SplitLinear, split
 
         tokens, width = model.pos_embed.shape[1:]
         rows = 2 * len(options.labels) * tokens
@@ -113,11 +115,30 @@ def load_model(options, device, tier="fp32"):
 
         def meet_attention():
             if tier == "exact":
-                from accel.kernels.split_linear import compile_ahead
-
-                return compile_ahead(device)
-            attention(torch.zeros(1, tokens, 3 * width, dtype=dtype, device=device), model.num_heads)
+                qkv = split(torch.zeros(1, tokens, 3 * width, device=device), per_row=False)
+                split_attention(qkv, model.num_heads)
+                weight, bias = torch.zeros(width, width, device=device), torch.zeros(width, device=device)
+                x = split(torch.zeros(1, tokens, width, device=device))
+                for how in ({}, dict(result="high_low"), dict(result="high_low", gelu=True, after=bias)):
+                    SplitLinear(weight, bias, **how)(x)
+            else:
+                attention(torch.zeros(1, tokens, 3 * width, dtype=dtype, device=device), model.num_heads)
             synchronize(device)
+
+        def meet_rows():
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                x = torch.zeros(1, rows, width, device=device)
+                branch = x if tier == "exact" else x.to(dtype)
+                table = torch.zeros(1, 1, width, device=device)
+                modulation = Modulation(table, torch.zeros(1, dtype=torch.int64, device=device))
+                for branches in range(3):
+                    how = x, modulation, 0, 0, ((branch, 0),) * branches, branches == 2
+                    if tier == "exact":
+                        adaln_split(*how)
+                    else:
+                        adaln(*how, dtype)
+                adaln(x, modulation, 0, 0, ((branch, 0),) * 2, True, torch.float32)
+                torch.cuda.current_stream().synchronize()
 
         def meet_ends():
             with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -143,15 +164,16 @@ def load_model(options, device, tier="fp32"):
             if tier != "exact"
             else ()
         )
+        tuner = Tuner()
         with ThreadPoolExecutor(7) as pool:  # the compilers' seconds go by while weights are copied
             compiling = [
-                pool.submit(compile_ahead, width, rows, dtype, device),
+                pool.submit(meet_rows),
                 pool.submit(meet_attention),
                 pool.submit(meet_ends),
-                *(pool.submit(linear.compile_ahead, *product, dtype, device) for product in products),
+                *(pool.submit(tuner.prepare, *product, dtype, device) for product in products),
             ]
             try:
-                network = FastDiT(state, model.num_heads, dtype, device)
+                network = FastDiT(state, model.num_heads, dtype, device, tuner=tuner)
             except ValueError as error:
                 raise UsageError(f"--ckpt {options.ckpt or published(options)}: {error}") from None
             for one in compiling:

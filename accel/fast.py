@@ -3,11 +3,11 @@
 From a DiT's state dict it builds a flat sequence of products in half precision (float32 accumulation) around a float32 residual stream.
 Everything between two products is one kernel; what depends on (timestep, label) alone comes from a table. Per block:
 
-    h ← norm_modulate(x)                            row kernel, reads x, writes h in half
+    h ← adaln(x)                                    row kernel, reads x, writes h in half
     a ← proj(attention(qkv(h)))                     two products, one attention
-    h ← norm_modulate(x + gate·a)                   row kernel, x stays unwritten: the next one adds a again, which is cheaper
+    h ← adaln(x + gate·a)                           row kernel, x stays unwritten: the next one adds a again, which is cheaper
     m ← fc2(gelu(fc1(h)))                           two products, GELU in the epilogue
-    x ← x + gate·a + gate·m, h ← norm_modulate(x)   row kernel, which is already the next block's first
+    x ← x + gate·a + gate·m, h ← adaln(x)           row kernel, which is already the next block's first
 """
 
 import copy
@@ -19,9 +19,10 @@ import torch.nn.functional as F
 
 from accel.conditioning import Conditioning, HoistedConditioning
 from accel.graphs import Replayed
-from accel.kernels.adaln import Modulation, norm_modulate
+from accel.kernels.adaln import Modulation, adaln, adaln_split
 from accel.kernels.attention import attention
-from accel.kernels.linear import linear
+from accel.kernels.linear import Linear
+from accel.kernels.linear.tuner import Tuner
 from accel.kernels.patch_embed import patch_embed
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import SplitLinear, balance
@@ -35,10 +36,10 @@ class Optimisations:
     """The switches of the accelerated network, each measured alone by scripts/benchmark.py."""
 
     hoist: bool = True  # a sampling run computes the conditioning of its steps ahead
-    rows: str = "auto"  # route of accel.kernels.adaln
-    attention: str = "auto"  # route of accel.kernels.attention, or of split_attention
-    products: str = "auto"  # route of accel.kernels.linear, or of split
-    ends: str = "auto"  # route of accel.kernels.patch_embed and, in a sampling run, of ancestral: what is before the first block and after the last
+    rows: str = "auto"  # backend of accel.kernels.adaln
+    attention: str = "auto"  # backend of accel.kernels.attention, or of split_attention
+    products: str = "auto"  # backend of accel.kernels.linear, or of split_linear
+    ends: str = "auto"  # backend of accel.kernels.patch_embed and, in a sampling run, of ancestral_update
     graph: bool = True  # on a GPU, a step of a sampling run, or a call of what `accelerate` returns, is one CUDA graph
 
 
@@ -68,7 +69,7 @@ class FastDiT:
     """See the module's text. state: a DiT's state dict, on any device; dtype: that of the products. With float32 or float64 everything is in
     that dtype; with "terms" products take and give float32 as pairs of float16 terms (accel.kernels.split_linear)."""
 
-    def __init__(self, state, num_heads, dtype, device, optimisations=Optimisations()):
+    def __init__(self, state, num_heads, dtype, device, optimisations=Optimisations(), tuner=None):
         self.num_heads, self.dtype, self.device, self.optimisations = num_heads, dtype, device, optimisations
         self.wide = (
             torch.float32 if dtype == "terms" or dtype.itemsize == 2 else dtype
@@ -84,14 +85,25 @@ class FastDiT:
         self.patches = kernel.flatten(1)
         self.position = take("pos_embed")[0] + take("x_embedder.proj.bias")  # (T, D)
         self.layers = [[f"blocks.{i}.{layer}" for layer in LAYERS] for i in range(self.depth)]
+        self.tuner = tuner or Tuner()
+        # Of qkv and fc1: whether float16 was too small.
+        self.overflow = torch.zeros(self.depth, 2, 1, dtype=torch.int32, device=device)
         if dtype == "terms":
-            self.blocks = [self._split_block(names, take) for names in self.layers]
-            self.overflow = torch.zeros(
-                self.depth, 2, 1, dtype=torch.int32, device=device
-            )  # of qkv and fc1: whether float16 was too small
+            self.blocks = [
+                self._split_block(names, take, overflow) for names, overflow in zip(self.layers, self.overflow)
+            ]
         else:
             self.blocks = [
-                [(take(f"{name}.weight", dtype), take(f"{name}.bias", dtype)) for name in names]
+                [
+                    Linear(
+                        take(f"{name}.weight", dtype),
+                        take(f"{name}.bias", dtype),
+                        name.endswith("fc1"),
+                        self.tuner,
+                        optimisations.products,
+                    )
+                    for name in names
+                ]
                 for names in self.layers
             ]
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
@@ -111,20 +123,15 @@ class FastDiT:
 
     def product_shapes(self, m):
         """(M, N, K, GELU) of a block's products on M tokens."""
-        return [(m, *weight.shape, index == 2) for index, (weight, _) in enumerate(self.blocks[0])]
+        return [layer.shape(m) for layer in self.blocks[0]]
 
     def parameters(self):
         """Every weight, as a module's parameters() gives them."""
         yield from (self.patches, self.position, *self.final)
-        yield from (
-            tensor
-            for block in self.blocks
-            for layer in block
-            for tensor in (layer.parameters() if isinstance(layer, SplitLinear) else layer)
-        )
+        yield from (tensor for block in self.blocks for layer in block for tensor in layer.parameters())
         yield from self.conditioning.parameters()
 
-    def _split_block(self, names, take):
+    def _split_block(self, names, take, overflow):
         """A block's four products with split weights. Powers of two move between neighbouring products, which changes no bit of the function but
         brings what float16 terms have to hold to a like size: from q to k, from v to proj, from GELU's output to fc2."""
         (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = ((take(f"{name}.weight"), take(f"{name}.bias")) for name in names)
@@ -132,12 +139,13 @@ class FastDiT:
         even = torch.exp2(torch.log2(q / k).div(2).round())
         factor = torch.cat([even, 1 / even, v])  # (3·D,)
         after = balance(fc1, b1)
-        route = self.optimisations.products
+        wide = dict(backend=self.optimisations.products)
+        pair = dict(**wide, result="high_low")
         return [
-            SplitLinear(qkv * factor[:, None], bq * factor, name=names[0], route=route),
-            SplitLinear(proj / v, bp, name=names[1], route=route),
-            SplitLinear(fc1, b1, after, names[2], route),
-            SplitLinear(fc2 / after, b2, name=names[3], route=route),
+            SplitLinear(qkv * factor[:, None], bq * factor, name=names[0], overflow=overflow[0], **pair),
+            SplitLinear(proj / v, bp, name=names[1], **wide),
+            SplitLinear(fc1, b1, after=after, gelu=True, name=names[2], overflow=overflow[1], **pair),
+            SplitLinear(fc2 / after, b2, name=names[3], **wide),
         ]
 
     def overflowed(self):
@@ -199,28 +207,22 @@ class FastDiT:
         """All blocks and the final layer: x (N, T, D), overwritten → (N, T, p·p·C'). Or the range `blocks` of them; those that are not the last
         give x."""
 
-        def norm(shift, *branches, dtype=self.dtype):
-            return norm_modulate(
-                x, modulation, shift, shift + 1, branches, update=len(branches) == 2, dtype=dtype, route=switch.rows
-            )
+        def norm(shift, *branches, last=False):
+            how = x, modulation, shift, shift + 1, branches, len(branches) == 2
+            if self.dtype == "terms" and not last:
+                return adaln_split(*how, switch.rows)
+            return adaln(*how, self.wide if last else self.dtype, switch.rows)
 
-        def product(x, layer, gelu=False):
-            return linear(x, *layer, gelu, route=switch.products)
-
-        switch, exact = self.optimisations, self.dtype == "terms"
+        switch = self.optimisations
         blocks = blocks or range(self.depth)
         h = norm(6 * blocks[0])  # (N, T, D)
         for i in blocks:
             qkv, proj, fc1, fc2 = self.blocks[i]
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
-            a = (
-                proj(self.attend(qkv(h, "terms", self.overflow[i, 0]), self.num_heads, switch.attention))
-                if exact
-                else product(self.attend(product(h, qkv), self.num_heads, route=switch.attention), proj)
-            )
+            a = proj(self.attend(qkv(h), self.num_heads, switch.attention))
             h = norm(shift_mlp, (a, gate_msa))
-            m = fc2(fc1(h, "gelu", self.overflow[i, 1])) if exact else product(product(h, fc1, gelu=True), fc2)
-            h = norm(following, (a, gate_msa), (m, gate_mlp), dtype=self.wide if i + 1 == self.depth else self.dtype)
+            m = fc2(fc1(h))
+            h = norm(following, (a, gate_msa), (m, gate_mlp), last=i + 1 == self.depth)
         if blocks[-1] + 1 < self.depth:
             return x
         with true_float32():

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from accel import kernels
-from accel.kernels.linear import keep_measurements
 from accel.options import DEFAULTS_OF, UsageError, check_writable, flag_names
 from accel.parallel.group import Stopped
 from accel.vae import to_uint8
@@ -449,7 +448,8 @@ def _room_for(pictures):
 def _choose_products(engine, group, plan, folder):
     """Products may run by an algorithm that is chosen by measurement, and another one rounds differently. So one rank measures, and the
     choice stays in the job's folder, for the other ranks and for the job when it is started again."""
-    keep_measurements(folder / ".job")
+    if tuner := getattr(engine.network, "tuner", None):
+        tuner.keep_in(folder / ".job")
     side = engine.options.latent_size
     with _room_for(plan.n):
         z, labels = (

@@ -18,7 +18,10 @@ import torch
 
 from accel.fast import FastDiT, Optimisations, hoist_conditioning
 from accel.graphs import capture
-from accel.kernels import linear
+from accel.kernels.linear import Linear
+from accel.kernels.linear.cublaslt import configuration
+from accel.kernels.linear.hopper import Tile
+from accel.kernels.linear.tuner import Tuner
 from models import DiT_models
 from scripts.bench_attention import load
 from scripts.benchmark import git, random_state
@@ -57,16 +60,13 @@ def product(name, m, routes, dtype):
     want = x.double() @ weights[0].double().t() + bias.double()
     if gelu:
         want = torch.nn.functional.gelu(want, approximate="tanh")
-    replays = [
-        capture(lambda route=route: [linear.linear(x, weight, bias, gelu, route) for weight in weights])
-        for route in routes
-    ]
+    tuner = Tuner()
+    layers = {route: [Linear(weight, bias, gelu, tuner, route) for weight in weights] for route in routes}
+    replays = [capture(lambda route=route: [layer(x) for layer in layers[route]]) for route in routes]
     for route, ms in zip(routes, milliseconds(replays)):
-        chosen = linear._chosen[m, n, k, dtype, gelu, x.device, route][1]
-        algorithm = (
-            chosen._asdict() if isinstance(chosen, linear.Tile) else dict(cublaslt=linear._configuration(chosen))
-        )
-        error = (linear.linear(x, weights[0], bias, gelu, route).double() - want).norm() / want.norm()
+        chosen = tuner.choose(m, n, k, gelu, dtype, x.device, route).algorithm
+        algorithm = chosen._asdict() if isinstance(chosen, Tile) else dict(cublaslt=configuration(chosen))
+        error = (layers[route][0](x).double() - want).norm() / want.norm()
         yield dict(
             product=name,
             m=m,

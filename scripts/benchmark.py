@@ -48,7 +48,7 @@ from accel.options import (
 from diffusion import create_diffusion
 from models import DiT_models
 
-PLAIN = Optimisations(hoist=False, rows="torch", products="plain", ends="torch", graph=False)
+PLAIN = Optimisations(hoist=False, rows="torch", products="torch", ends="torch", graph=False)
 # Rung → (tier, switches); each adds one to the rung before. Those without switches are models.DiT, upstream's arithmetic.
 STEPS = (
     ("half products", {}),

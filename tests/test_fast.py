@@ -346,7 +346,7 @@ def test_every_switch_computes_the_same(n):
     x, t, y = inputs(model, 2 * n, "cuda")
     with torch.no_grad():
         want = model.double().forward_with_cfg(x.double(), t, y, 4.0).cpu()
-    plain = Optimisations(rows="torch", products="plain", ends="torch", graph=False)
+    plain = Optimisations(rows="torch", products="torch", ends="torch", graph=False)
     for change in (
         {},
         dict(rows="triton"),

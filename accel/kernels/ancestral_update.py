@@ -1,47 +1,59 @@
-"""The end of a denoising step in one pass: guidance, the posterior of x_{t-1} and its draw, straight from the network's last tokens.
+"""The end of a denoising step in one pass: guidance, posterior of x_{t-1} and its draw, from the network's last tokens.
 
-    ε = ε_u + s·(ε_c − ε_u) on the first three channels, ε_c on the others                  (Ho & Salimans 2022, arXiv:2207.12598; DiT's channels)
-    x₀ = r·x − m·ε                          r = √(1/ᾱ), m = √(1/ᾱ − 1)                       (Ho et al. 2020, arXiv:2006.11239, eq. 4)
-    log σ² = v·log β + (1 − v)·log β̃        v = (value + 1)/2, learned                       (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15)
-    x_{t-1} = c₁·x₀ + c₂·x + [t ≠ 0]·σ·noise                                                 (Ho, eq. 7 and algorithm 2)
+    ε = ε_u + s·(ε_c − ε_u) on the first three channels, ε_c on the others   (Ho & Salimans 2022, arXiv:2207.12598)
+    x₀ = r·x − m·ε                       r = √(1/ᾱ), m = √(1/ᾱ − 1)          (Ho et al. 2020, arXiv:2006.11239, eq. 4)
+    log σ² = v·log β + (1 − v)·log β̃     v = (value + 1)/2, learned          (Nichol & Dhariwal 2021, arXiv:2102.09672)
+    x_{t-1} = c₁·x₀ + c₂·x + [t ≠ 0]·σ·noise                                 (Ho, eq. 7 and algorithm 2)
 
 As tensor operations these are forty kernels, each shorter than its launch.
 """
 
 import torch
+from torch import Tensor
+
+from accel.kernels import check_backend
 
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not on every platform; the twin is then the only route
+except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
+BACKENDS = ("auto", "triton", "torch")
 GUIDED = 3  # channels that are guided
 BLOCK = 256
 
 
-def ancestral_update(tokens, x, noise, t, coefficients, cfg_scale=None, route="auto"):
+def ancestral_update(
+    tokens: Tensor,
+    x: Tensor,
+    noise: Tensor,
+    t: Tensor,
+    coefficients: Tensor,
+    cfg_scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """x_{t-1} from x_t (n, C, H, W).
 
-    tokens (n, T, p·p·2C): the network's output before it is put together to a picture, ε's C channels before the variance's; with guidance
-    (`cfg_scale`) 2n rows, those with the null label last. noise: like x. t (n,) int64: rows of `coefficients` (S, 6), which holds r, m, c₁, c₂,
-    log β̃, log β (diffusion's `ancestral_coefficients`). `route`: "triton" (all float32, contiguous), "torch" (the plain twin, any dtype), or
-    "auto": triton on a GPU.
+    tokens (n, T, p·p·2C): the network's output before unpatchify, ε's C channels before the variance's. With guidance
+    (`cfg_scale`) 2n batch rows, those with the null label last. noise: like x. t (n,) int64: rows of `coefficients` (S,
+    6), which holds r, m, c₁, c₂, log β̃, log β (diffusion's `ancestral_coefficients`). backend: "triton" (all float32,
+    contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU.
     """
-    if route == "auto":
-        route = "triton" if triton and x.is_cuda else "torch"
+    check_backend("ancestral_update", backend, BACKENDS)
+    if backend == "auto":
+        backend = "triton" if triton and x.is_cuda else "torch"
     n, channels, height, width = x.shape
     patch = round((tokens.shape[-1] / (2 * channels)) ** 0.5)
     if tokens.shape != (n if cfg_scale is None else 2 * n, height * width // patch**2, patch * patch * 2 * channels):
         raise ValueError(f"ancestral_update: tokens {tuple(tokens.shape)} do not fit x {tuple(x.shape)}")
-    return {"triton": _triton, "torch": _torch}[route](tokens, x, noise, t, coefficients, cfg_scale, patch)
+    return (_triton if backend == "triton" else _torch)(tokens, x, noise, t, coefficients, cfg_scale, patch)
 
 
 def _torch(tokens, x, noise, t, coefficients, cfg_scale, patch):
     n, channels, height, width = x.shape
-    out = tokens.unflatten(-1, (patch, patch, 2 * channels)).unflatten(
-        1, (height // patch, width // patch)
-    )  # (N, h, w, p, p, 2C)
+    out = tokens.unflatten(-1, (patch, patch, 2 * channels))
+    out = out.unflatten(1, (height // patch, width // patch))  # (N, h, w, p, p, 2C)
     out = out.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), 2 * channels, height, width)
     eps, value = out[:n].split(channels, dim=1)
     if cfg_scale is not None:
@@ -54,38 +66,23 @@ def _torch(tokens, x, noise, t, coefficients, cfg_scale, patch):
 
 
 def _triton(tokens, x, noise, t, coefficients, cfg_scale, patch):
-    if triton is None:
-        raise RuntimeError("the update's kernel needs Triton: pip install triton, or take route='torch'")
     tensors = tokens, x, noise, coefficients
     if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in tensors) or t.dtype != torch.int64:
-        raise TypeError("the update's kernel takes contiguous float32 tensors and int64 timesteps")
+        raise TypeError("ancestral_update: backend 'triton' takes contiguous float32 tensors and int64 timesteps")
     n, channels, height, width = x.shape
-    out, each = torch.empty_like(x), channels * height * width
+    out = torch.empty_like(x)
+    arguments = tokens, x, noise, t, t.stride(0), coefficients, out, n, 0.0 if cfg_scale is None else cfg_scale
+    shape = dict(CHANNELS=channels, HEIGHT=height, WIDTH=width, PATCH=patch)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        _ancestral[(triton.cdiv(each, BLOCK), n)](
-            tokens,
-            x,
-            noise,
-            t,
-            t.stride(0),
-            coefficients,
-            out,
-            n,
-            0.0 if cfg_scale is None else cfg_scale,
-            CHANNELS=channels,
-            HEIGHT=height,
-            WIDTH=width,
-            PATCH=patch,
-            GUIDANCE=0 if cfg_scale is None else GUIDED,
-            BLOCK=BLOCK,
-        )
+        grid = triton.cdiv(channels * height * width, BLOCK), n
+        _ancestral_update[grid](*arguments, **shape, GUIDANCE=0 if cfg_scale is None else GUIDED, BLOCK=BLOCK)
     return out
 
 
 if triton:
 
     @triton.jit(do_not_specialize=["t_stride", "n"])
-    def _ancestral(
+    def _ancestral_update(
         tokens_ptr,
         x_ptr,
         noise_ptr,

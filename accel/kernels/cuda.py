@@ -1,47 +1,96 @@
-"""CUDA for Hopper without a toolkit: text is compiled by the NVRTC that torch brings, kept on disk, launched through the driver.
+"""CUDA kernels without a toolkit: NVRTC compiles the text, the cubin stays on disk, the driver loads and launches it.
 
-The first call on a machine compiles for seconds, later processes load some 50 KB.
+Both are called through cuda.bindings, which torch installs. The first launch on a machine compiles for seconds, later
+processes load some 50 KB.
 """
 
 import ctypes
 import hashlib
-import os
+from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}
-SWIZZLE_32, SWIZZLE_64, SWIZZLE_128 = 1, 2, 3
-_ENCODED = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_…
-_L2_PROMOTION_128 = 2
-_MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_…
+from accel.files import cache_folder
+from accel.kernels import keep
+
+HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
+HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
+SHARED_BYTES = 232448  # the most that a block can have (capability 9.0)
+OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
-def product(name, columns, half, a_in_registers, accumulate, b_along_columns):
-    """A device function around one warpgroup product, 64 × columns × 16; inline assembly must spell out every register.
-    `accumulate`: always, or by a last argument; `b_along_columns`: B lies in memory column beside column."""
-    count = columns // 2
-    inputs = (
-        ["unsigned a0", "unsigned a1", "unsigned a2", "unsigned a3"] if a_in_registers else ["unsigned long long a"]
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a device, (0, 0) without CUDA. Every choice of a backend asks here."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def writes_to_peer(index: int, peer: int) -> bool:
+    """Whether GPU `index` can write to GPU `peer` and update its words atomically: over NVLink, seldom over PCIe."""
+    driver, _ = _bindings()
+    devices = [call(driver.cuDeviceGet, ordinal) for ordinal in (index, peer)]
+    return all(
+        call(driver.cuDeviceGetP2PAttribute, driver.CUdevice_P2PAttribute[f"CU_DEVICE_P2P_ATTRIBUTE_{name}"], *devices)
+        for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED")
     )
-    inputs += ["unsigned long long b"] + ([] if accumulate else ["int accumulate"])
-    number = iter(range(count, count + 6))
-    a = "{" + ", ".join(f"%{next(number)}" for _ in range(4)) + "}" if a_in_registers else f"%{next(number)}"
-    b = f"%{next(number)}"
-    setup, predicate = ("", "1") if accumulate else (f".reg .pred p; setp.ne.b32 p, %{next(number)}, 0; ", "p")
-    layouts = f"{int(b_along_columns)}" if a_in_registers else f"0, {int(b_along_columns)}"
-    d, outputs = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    operands = ", ".join(f'"{"l" if "long" in kind else "r"}"({kind.split()[-1]})' for kind in inputs)
+
+
+@lru_cache(None)
+def _bindings():
+    """cuda.bindings' driver and nvrtc, imported when first used: CPUs and older GPUs do without."""
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError:
+        raise RuntimeError("CUDA's driver is called through cuda.bindings: pip install cuda-bindings") from None
+    return driver, nvrtc
+
+
+def call(function: Callable, *arguments: Any) -> Any:
+    """A function of cuda.bindings, which returns (status, *values): its one value, or None. Raises RuntimeError."""
+    status, *values = function(*arguments)
+    if status:
+        raise RuntimeError(f"{function.__name__} failed: {status.name}")
+    return values[0] if values else None
+
+
+#################################################################################
+#                                  Device code                                  #
+#################################################################################
+
+
+def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False, b_mn_major: bool = False) -> str:
+    """CUDA text of a function around one warpgroup MMA, 64 × columns × 16: (d, a, b, accumulate).
+
+    Inline assembly must name every register. b_mn_major: B lies column by column.
+    """
+    count = columns // 2
+    a = [f"unsigned a{i}" for i in range(4)] if a_in_registers else ["unsigned long long a"]
+    inputs = [*a, "unsigned long long b", "int accumulate"]
+    *a_numbers, b_number, condition = (f"%{count + i}" for i in range(len(inputs)))
+    a_operand = "{" + ", ".join(a_numbers) + "}" if a_in_registers else a_numbers[0]
+    d = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    operands = ", ".join(f'"{"l" if "long" in one else "r"}"({one.split()[-1]})' for one in inputs)
+    layouts = f"{int(b_mn_major)}" if a_in_registers else f"0, {int(b_mn_major)}"
     return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {", ".join(inputs)}) {{
-    asm volatile("{{ {setup}wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} {{{d}}}, {a}, {b}, {predicate}, 1, 1, {layouts}; }}"
-                 : {outputs} : {operands});
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, {condition}, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} "
+                 "{{{d}}}, {a_operand}, {b_number}, p, 1, 1, {layouts}; }}" : {outputs} : {operands});
 }}
 """
 
 
-def conversions(half):
-    """Device functions round_pair (two floats → two halves in a register) and widen (back)."""
+def conversions(half: str) -> str:
+    """CUDA text of round_pair (two floats to two halves in a register) and widen (back)."""
     to_float = "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;" if half == "f16" else "mov.b32 %0, {z, a}; mov.b32 %1, {z, b};"
     return f"""__device__ __forceinline__ unsigned round_pair(float low, float high) {{
     unsigned pair;
@@ -54,196 +103,160 @@ __device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {{
 """
 
 
-def registers(warpgroups, copying=None, blocks=1):
-    """Of a computing and of a copying thread, where a multiprocessor holds `blocks`: its 64 Ki are given out per warpgroup in eights at the start, then
-    moved."""
-    pool = 512 // ((warpgroups + 1) * blocks) // 8 * 8 * (warpgroups + 1)
-    copying = copying or (24 if warpgroups == 2 and blocks == 1 else 32)
-    return dict(REGISTERS=min(240, (pool - copying) // warpgroups // 8 * 8), COPY_REGISTERS=copying)
+def registers(consumers: int, producer: int | None = None, blocks: int = 1) -> dict[str, int]:
+    """Registers of a thread in the consumer warpgroups and in the producer's, with `blocks` on a multiprocessor.
+
+    At the start every warpgroup gets an equal share of the 64 Ki, in eights; setmaxnreg then moves them.
+    """
+    pool = 512 // ((consumers + 1) * blocks) // 8 * 8 * (consumers + 1)
+    producer = producer or (24 if consumers == 2 and blocks == 1 else 32)
+    return dict(REGISTERS=min(240, (pool - producer) // consumers // 8 * 8), PRODUCER_REGISTERS=producer)
 
 
-def text(file, constants, *functions):
-    """The whole CUDA text: constants, functions made for them, what all kernels share, and the kernel's own file."""
-    return (
-        "".join(f"#define {name} {value}\n" for name, value in constants.items())
-        + "".join(functions)
-        + Path(__file__).with_name("hopper.cuh").read_text()
-        + file.read_text()
-    )
+def source(files: tuple[Path, ...], config: NamedTuple, functions: tuple[str, ...], **constants: Any) -> str:
+    """The whole text of a kernel: the fields of `config` and the constants as macros, generated functions, hopper.cuh,
+    and its own files."""
+    macros = {**{name.upper(): value for name, value in config._asdict().items()}, **constants}
+    defines = [f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in macros.items()]
+    shared = Path(__file__).with_name("hopper.cuh")
+    return "".join([*defines, *functions, *(file.read_text() for file in (shared, *files))])
 
 
-def compile_cubin(text, name):
-    """Machine code for sm_90a, by NVRTC; needs no GPU."""
-    nvrtc = _nvrtc()
-    program = ctypes.c_void_p()
-    _check_nvrtc(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
+#################################################################################
+#                              Compiling and loading                            #
+#################################################################################
+
+
+def compile_cubin(text: str, name: str) -> bytes:
+    """Machine code for sm_90a, by NVRTC; needs no GPU. Raises RuntimeError with the compiler's log."""
+    _, nvrtc = _bindings()
+    program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
-        options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
-        if nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
-            size = ctypes.c_size_t()
-            _check_nvrtc(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
-            log = ctypes.create_string_buffer(size.value)
-            _check_nvrtc(nvrtc.nvrtcGetProgramLog(program, log))
-            raise RuntimeError(f"{name} does not compile:\n{log.value.decode()}")
-        size = ctypes.c_size_t()
-        _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-        cubin = ctypes.create_string_buffer(size.value)
-        _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin.raw
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), OPTIONS)
+        if status:
+            log = bytes(call(nvrtc.nvrtcGetProgramLogSize, program))
+            call(nvrtc.nvrtcGetProgramLog, program, log)
+            raise RuntimeError(f"{name} does not compile:\n{log.decode()}")
+        cubin = bytes(call(nvrtc.nvrtcGetCUBINSize, program))
+        call(nvrtc.nvrtcGetCUBIN, program, cubin)
+        return cubin
     finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        nvrtc.nvrtcDestroyProgram(program)
 
 
-def _check_nvrtc(status):
-    if status:
-        raise RuntimeError(f"NVRTC failed with status {status}")
+def cached_cubin(text: str, name: str, anew: bool = False) -> bytes:
+    """`compile_cubin`, kept on disk behind its SHA-256, under a name that changes with text and compiler.
 
-
-@lru_cache(None)
-def _nvrtc():
-    major = torch.version.cuda.split(".")[0]
+    What does not match its digest is compiled again, as everything is with `anew`.
+    """
+    key = hashlib.sha256(b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))).hexdigest()[:16]
+    file = cache_folder() / f"{name}-{key}.cubin"
     try:
-        return ctypes.CDLL(f"libnvrtc.so.{major}")
-    except OSError:  # not on the loader's path: beside torch, in its own wheel
-        folder = Path(torch.__file__).parents[1] / "nvidia"
-        found = sorted(folder.glob(f"*/lib/libnvrtc.so.{major}"))
-        if not found:
-            raise RuntimeError(
-                f"no libnvrtc.so.{major} for the routes 'hopper'; pip install nvidia-cuda-nvrtc, or name other routes"
-            ) from None
-        return ctypes.CDLL(str(found[0]))
-
-
-def _cubin(text, name):
-    """Compiled code, kept on disk under a name that changes with the text and the compiler."""
-    key = hashlib.sha256((text + str(torch.version.cuda)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
-    file = folder / f"{name.removesuffix('.cu')}-{key}.cubin"
-    try:
-        return file.read_bytes()
+        kept = b"" if anew else file.read_bytes()
     except OSError:
-        cubin = compile_cubin(text, name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        partial.write_bytes(cubin)
-        os.replace(partial, file)
-    except OSError:  # a read-only home: every process compiles for itself
-        pass
+        kept = b""
+    if kept[:32] == hashlib.sha256(kept[32:]).digest():
+        return kept[32:]
+    cubin = compile_cubin(text, name)
+    keep(file, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
-def call(name, *arguments):
-    status = getattr(_driver(), name)(*arguments)
-    if status:
-        raise RuntimeError(f"{name} failed with status {status}")
+class Kernel:
+    """The kernel `name` of a CUDA text, loaded on a device; not to be made while a graph is being captured.
 
+    shared_bytes: dynamic shared memory of a block. cluster: blocks that form one.
+    """
 
-@lru_cache(None)
-def _driver():
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def load(text, name, entry, shared_bytes, device):
-    """The kernel `entry` of a text, on a device. Not while a graph is being captured."""
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{name}: the kernel was first met inside a CUDA graph; run the step once before capturing it"
-        )
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's context
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        call("cuModuleLoadData", ctypes.byref(module), _cubin(text, name))
-        call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
-        call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        call(
-            "cuFuncSetAttribute", function, _PREFERRED_SHARED_MEMORY_CARVEOUT, 100
-        )  # all alike: one can be set up beside another
-    return function
-
-
-def tensor_map(pointer, dtype, sizes, strides, box, swizzle):
-    """How the copy engine sees a tensor: sizes (innermost first), strides in bytes of all dimensions but the innermost, and what one copy takes."""
-    room = ctypes.create_string_buffer(192)
-    address = (ctypes.addressof(room) + 63) // 64 * 64  # the driver asks for this alignment
-    rank = len(sizes)
-    call(
-        "cuTensorMapEncodeTiled",
-        ctypes.c_void_p(address),
-        _ENCODED[dtype],
-        rank,
-        ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        0,
-        swizzle,
-        _L2_PROMOTION_128,
-        0,
-    )
-    return (ctypes.c_char * 128).from_buffer_copy(ctypes.string_at(address, 128))
-
-
-class _Attribute(ctypes.Structure):  # CUlaunchAttribute of cuda.h
-    _fields_ = [("kind", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16)]
-
-
-class _Launch(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
-_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_…
-
-
-def _configuration(blocks, threads, shared_bytes, stream, cluster, overlap):
-    attributes = (_Attribute * 2)()
-    chosen = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] * (cluster > 1) + [
-        (_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
-    ] * overlap
-    for attribute, (kind, value) in zip(attributes, chosen):
-        attribute.kind = kind
-        attribute.value[: len(value)] = value
-    return _Launch((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, attributes, len(chosen))
-
-
-def clusters(function, cluster, threads, shared_bytes, device):
-    """How many clusters of so many blocks a device works on at a time, where a multiprocessor takes one block."""
-    count = ctypes.c_int(torch.cuda.get_device_properties(device).multi_processor_count)
-    if cluster > 1:
+    def __init__(self, text: str, name: str, threads: int, shared_bytes: int, device: torch.device, cluster: int = 1):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{name}: first used inside a CUDA graph; run the step once before capturing it")
+        self.threads, self.shared_bytes, self.device, self.cluster = threads, shared_bytes, device, cluster
+        driver, _ = _bindings()
+        self.as_cluster, self.overlapping = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        self.as_cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = self.as_cluster.value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster, 1, 1
+        self.overlapping.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self.overlapping.value.programmaticStreamSerializationAllowed = 1
         with torch.cuda.device(device):
-            call(
-                "cuOccupancyMaxActiveClusters",
-                ctypes.byref(count),
-                function,
-                ctypes.byref(_configuration(cluster, threads, shared_bytes, None, cluster, False)),
-            )
-    return count.value
+            torch.cuda.current_stream()  # makes the device's context
+            error, module = driver.cuModuleLoadData(cached_cubin(text, name))
+            if error:
+                module = call(driver.cuModuleLoadData, cached_cubin(text, name, anew=True))
+            self.function = call(driver.cuModuleGetFunction, module, name.encode())
+            # All kernels have one carve-out: with another, a kernel could not be set up while its predecessor runs.
+            settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes, "PREFERRED_SHARED_MEMORY_CARVEOUT": 100}
+            for setting, value in settings.items():
+                attribute = driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{setting}"]
+                call(driver.cuFuncSetAttribute, self.function, attribute, value)
+
+    def concurrent_clusters(self) -> int:
+        """How many clusters the device runs at a time, with one block on a multiprocessor."""
+        if self.cluster == 1:
+            return multiprocessors(self.device)
+        driver, _ = _bindings()
+        with torch.cuda.device(self.device):
+            return call(driver.cuOccupancyMaxActiveClusters, self.function, self._configuration(self.cluster))
+
+    def launch(self, blocks: int, *arguments: Any, overlap: bool = False, shared_bytes: int | None = None) -> None:
+        """Launch on the device's current stream.
+
+        arguments: tensors (their pointers), None (no pointer), int and float (32 bits), ctypes.c_longlong, tensor maps.
+        overlap: programmatic dependent launch, for a kernel that itself awaits what it depends on. shared_bytes: in
+        place of the kernel's own.
+        """
+        driver, _ = _bindings()
+        values, kinds = zip(*map(_argument, arguments))
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            configuration = self._configuration(blocks, stream, overlap, shared_bytes)
+            call(driver.cuLaunchKernelEx, configuration, self.function, (values, kinds), 0)
+
+    def _configuration(self, blocks, stream=0, overlap=False, shared_bytes=None):
+        driver, _ = _bindings()
+        configuration = driver.CUlaunchConfig()
+        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = blocks, 1, 1
+        configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = self.threads, 1, 1
+        configuration.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
+        configuration.hStream = driver.CUstream(stream)
+        attributes = [self.as_cluster] * (self.cluster > 1) + [self.overlapping] * overlap
+        configuration.attrs, configuration.numAttrs = attributes, len(attributes)
+        return configuration
 
 
-def launch(function, blocks, threads, shared_bytes, device, values, cluster=1, overlap=False):
-    """Launch on the device's current stream; values: the kernel's arguments as ctypes objects, a tensor for its pointer, None for no pointer.
-    `cluster`: how many blocks make one; `overlap`: programmatic dependent launch, for a kernel that awaits what it depends on itself."""
-    values = [
-        ctypes.c_void_p(None if value is None else value.data_ptr())
-        if value is None or torch.is_tensor(value)
-        else value
-        for value in values
-    ]
-    arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
-        call(
-            "cuLaunchKernelEx",
-            ctypes.byref(_configuration(blocks, threads, shared_bytes, stream, cluster, overlap)),
-            function,
-            arguments,
-            None,
-        )
+_KINDS = {int: ctypes.c_int, float: ctypes.c_float, ctypes.c_longlong: ctypes.c_longlong}
+
+
+def _argument(value):
+    """A kernel's argument as cuda.bindings takes it: (value, ctypes type); a tensor map's type is None."""
+    if value is None or torch.is_tensor(value):
+        return (0 if value is None else value.data_ptr()), ctypes.c_void_p
+    return value, _KINDS.get(type(value))
+
+
+def tensor_map(
+    tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> Any:
+    """What TMA needs to know of a half tensor's memory.
+
+    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost. box: what one copy
+    takes. swizzle: bytes that the box's lines are swizzled over, 0 for none.
+    """
+    driver, _ = _bindings()
+    if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError("backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes")
+    return call(
+        driver.cuTensorMapEncodeTiled,
+        driver.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{'B' * (tensor.dtype == torch.bfloat16)}FLOAT16"],
+        len(sizes),
+        tensor.data_ptr(),
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(side) for side in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"],
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel import kernels, precision
-from accel.kernels import push
+from accel.kernels import cuda
 from accel.kernels.adaln import Modulation
 from accel.options import UsageError, partial_file
 from accel.parallel.pipeline import Pipelined
@@ -218,7 +218,9 @@ class Planner:
         peers = False
         if self.device.type == "cuda" and len(set(self.hosts)) == 1:
             here, others = self.device.index or 0, range(torch.cuda.device_count())
-            peers = len(others) >= self.group.world and all(push.reaches(here, one) for one in others if one != here)
+            peers = len(others) >= self.group.world and all(
+                cuda.writes_to_peer(here, one) for one in others if one != here
+            )
         return all(self.group.tell("peers", peers))
 
     def mesh(self, plan):
@@ -248,20 +250,18 @@ class Planner:
 
     def agree(self, plans):
         """Let every rank take the algorithms that rank 0 measured for its products, or two runs of one job could differ."""
-        from accel.kernels import linear
-
         if self.device.type != "cuda" or getattr(self.network, "dtype", None) not in (torch.float16, torch.bfloat16):
             return
         sizes = {-(-2 * self.pictures // plan.rows) * self.tokens // plan.tokens for plan in plans if plan.ranks > 1}
         sizes |= {2 * self.pictures * self.tokens // plan.patches for plan in plans if plan.stages > 1}
         shapes = [shape for size in sorted(sizes) for shape in self.network.product_shapes(size)]
         mine = (
-            [linear.choice(*shape, self.network.dtype, self.device) for shape in shapes]
+            [self.network.tuner.plain(*shape, self.network.dtype, self.device) for shape in shapes]
             if self.group.rank == 0
             else None
         )
         for shape, algorithm in zip(shapes, self.group.tell("products", mine)[0]):
-            linear.adopt(*shape, self.network.dtype, self.device, algorithm)
+            self.network.tuner.adopt(*shape, self.network.dtype, self.device, algorithm)
 
     @torch.no_grad()
     def milliseconds(self, plan):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accel.kernels.attention import attention_lse, attention_to
-from accel.kernels.split_linear import Terms
+from accel.kernels.split_linear import HighLow
 
 
 def traffic(exchange, rows, t, ranks, width, element):
@@ -52,12 +52,12 @@ class Ulysses:
         self.group, self.size, self.alone = group, dist.get_world_size(group), alone
 
     def __call__(self, qkv, num_heads, route="auto"):
-        if isinstance(qkv, Terms):
+        if isinstance(qkv, HighLow):
             two, n = qkv.pair.shape[:2]
             mine = self._to_heads(qkv.pair.flatten(0, 1), num_heads).unflatten(0, (two, n))
-            return Terms(
+            return HighLow(
                 self._to_tokens(
-                    self.alone(Terms(mine, None), num_heads // self.size, route).pair.flatten(0, 1)
+                    self.alone(HighLow(mine, None), num_heads // self.size, route).pair.flatten(0, 1)
                 ).unflatten(0, (two, n)),
                 None,
             )

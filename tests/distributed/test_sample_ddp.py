@@ -629,7 +629,6 @@ def test_a_rank_s_seed_fits_into_64_bits(tmp_path):
 
 def test_a_batch_without_memory_is_named(tmp_path, monkeypatch):
     """Wherever it is first met: where products are chosen, or in the job itself."""
-    monkeypatch.setattr(fid, "keep_measurements", lambda folder: None)
     options = DistributedOptions(
         model="DiT-Demo/2",
         num_fid_samples=8,
