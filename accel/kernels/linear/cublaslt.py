@@ -18,7 +18,8 @@ _DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_BIAS_TYPE = 3, 7, 8, 26
 _EPILOGUE_BIAS, _EPILOGUE_GELU_BIAS = 4, 36
 _PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
 _REDUCTION_COMPUTE_TYPE = 2
-_CONFIG_TILE, _CONFIG_CUSTOM, _CONFIG_STAGES, _CONFIG_CLUSTER = 1, 5, 6, 8
+# Tile, stages, custom option, cluster shape.
+_CONFIGURATION = {1: ctypes.c_uint32, 6: ctypes.c_uint32, 5: ctypes.c_uint32, 8: ctypes.c_uint16}
 
 _WORKSPACE_BYTES = 32 << 20  # the most an algorithm may ask for; NVIDIA's advice for Hopper
 _SUGGESTIONS = 16  # asked for; the library gives about 8
@@ -156,12 +157,7 @@ class Gemm:
 def configuration(algorithm: Algorithm) -> list[int]:
     """Tile, stages, custom option, cluster shape: what distinguishes algorithms in any version of the library."""
     words, size, values = (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.c_size_t(), []
-    for attribute, kind in (
-        (_CONFIG_TILE, ctypes.c_uint32),
-        (_CONFIG_STAGES, ctypes.c_uint32),
-        (_CONFIG_CUSTOM, ctypes.c_uint32),
-        (_CONFIG_CLUSTER, ctypes.c_uint16),
-    ):
+    for attribute, kind in _CONFIGURATION.items():
         value = kind()
         target = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(kind)), ctypes.byref(size)
         _call("cublasLtMatmulAlgoConfigGetAttribute", words, attribute, *target)
