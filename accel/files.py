@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,10 @@ def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False) -> I
     """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C removes it.
 
     durable: its bytes are on disk before it gets the name. A symbolic link keeps pointing where it does, and a file that
-    is replaced passes on its permissions. The temporary name holds the process id: two processes never share one.
+    is replaced passes on its permissions. No two writers share a temporary name.
     """
     path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    partial = path.with_name(f".{path.name[:200]}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         with open(partial, mode) as file:
             yield file

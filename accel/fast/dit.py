@@ -207,10 +207,11 @@ class FastDiT(BlockNetwork):
     # ---- for measurements and for ranks ----
 
     def tune(self, row_tokens: Iterable[int], share: Callable[[Callable[[], Any]], Any]) -> None:
-        gemms = [layer.gemm(m) for m in sorted(set(row_tokens)) for layer in self.blocks[0]]
-        choices = share(lambda: [self.tuner.plain(gemm) for gemm in gemms])
+        tuned = [layer for layer in self.blocks[0] if layer.backend == "tuned"]
+        gemms = [(*layer.shape(m), self.dtype, self.device) for m in sorted(set(row_tokens)) for layer in tuned]
+        choices = share(lambda: [self.tuner.plain(*gemm) for gemm in gemms])
         for gemm, choice in zip(gemms, choices, strict=True):
-            self.tuner.adopt(gemm, choice)
+            self.tuner.adopt(*gemm, choice)
 
     def shallow(self, depth: int) -> "FastDiT":
         network = copy.copy(self)

@@ -1,17 +1,37 @@
-"""One file per op: its public function, its kernel, its plain-torch twin."""
+"""Kernels, a folder an op: __init__.py has the op and its choice of backend, reference.py plain torch, triton.py and
+hopper.py (with .cu) the kernels. Small ops are one file.
+
+cuda.py compiles, loads and launches CUDA text; hopper.cuh is device code that Hopper's kernels share.
+"""
 
 import hashlib
 from pathlib import Path
 
+from accel.files import atomic_write
+
 FOLDER = Path(__file__).parent
+SOURCES = {".py", ".cu", ".cuh", ".json"}
 
 
-def version(*paths):
-    """A short hash of source files, and of those in folders: what was measured or made with one version says little about another."""
-    files = [
-        file
-        for path in paths
-        for file in (sorted(path.iterdir()) if path.is_dir() else [path])
-        if file.suffix in (".py", ".cu", ".cuh")
-    ]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+def version(*paths: Path) -> str:
+    """A short hash of source files, and of all those in folders and their subfolders. It marks what depends on code:
+    measurements, plans, FID jobs."""
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    contents = b"".join(file.read_bytes() for file in files if file.suffix in SOURCES)
+    return hashlib.sha256(contents).hexdigest()[:8]
+
+
+def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
+    """Raise ValueError unless an op has this backend."""
+    if backend not in backends:
+        raise ValueError(f"{op}: backend {backend!r}: one of {', '.join(backends)}")
+
+
+def keep(file: Path, content: bytes) -> None:
+    """Write a file of a cache; where it cannot be written every process compiles or measures for itself."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as out:
+            out.write(content)
+    except OSError:
+        pass

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accel.kernels.attention import attention_lse, attention_to
-from accel.kernels.split import Terms as HighLow
+from accel.kernels.split_linear import HighLow
 
 
 def traffic(exchange: str, rows: int, t: int, ranks: int, width: int, element: int) -> tuple[int, int]:

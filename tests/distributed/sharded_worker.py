@@ -13,8 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel import sampler
-from accel.kernels.split import split
 from accel.kernels.split_attention import split_attention
+from accel.kernels.split_linear import split
 from accel.network import PlainDiT
 from accel.options import DistributedOptions
 from accel.parallel.planner import Layout, Planner

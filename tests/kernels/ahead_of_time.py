@@ -1,7 +1,6 @@
-"""Compile one variant of the row kernel for one GPU architecture, on a machine that need not have a GPU, and print what came out.
-
-A fresh process for each: Triton keeps a target's state. Usage: python ahead_of_time.py CAPABILITY WIDTH DTYPE BRANCHES UPDATE
-"""
+"""Compile Triton kernels for one GPU architecture, on a machine that need not have a GPU: python ahead_of_time.py
+CAPABILITY NAME …, names of VARIANTS. Prints what came out, as JSON. A process for each architecture: Triton keeps a
+target's state."""
 
 import json
 import sys
@@ -10,58 +9,91 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from accel.kernels import norm
+from accel.kernels import ancestral_update, patch_embed, push
+from accel.kernels.adaln import triton as adaln
+from accel.kernels.group_norm import triton as group_norm
+from accel.kernels.split_attention import triton as split_attention
+from accel.kernels.split_linear import triton as split_linear
+
+LATENT = dict(CHANNELS=4, HEIGHT=64, WIDTH=64, PATCH=2)
+SUM = ("i32", "i32*16", "i32", "i32")
+JOIN = dict(IN_GROUP=16, ROWS=128, EPS=1e-6, num_warps=4)
 
 
-def compile_norm(capability, width, dtype, branches, update):
-    config, terms = norm.tile_config(width), dtype == "terms"  # which takes float32 branches and gives pairs of float16
-    branch, out = ("fp32", "fp16") if terms else (dtype, dtype)
-    warps = config.pop("num_warps")
-    constants = dict(
-        WIDTH=width,
-        BRANCHES=branches,
-        UPDATE=update,
-        TERMS=terms,
-        EPS=norm.EPS,
-        START_NEXT=capability >= 90 and norm.start_next is not None,
-        **config,
-    )
-    signature = dict(
-        x_ptr="*fp32",
-        first_ptr=f"*{branch}",
-        second_ptr=f"*{branch}",
-        out_ptr=f"*{out}",
-        row_scale_ptr="*fp32" if terms else f"*{out}",
-        table_ptr="*fp32",
-        entry_ptr="*i64",
-        tokens="i32",
-        entry_stride="i32",
-        term="i32",
-        shift="i32",
-        scale="i32",
-        gate1="i32",
-        gate2="i32",
-        **{name: "constexpr" for name in constants},
-    )
-    aligned = [list(signature).index(name) for name in signature if name.endswith("_ptr") or name == "entry_stride"]
-    source = ASTSource(norm._norm_modulate, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=warps))
+def adaln_variant(capability, branch, out, high_low):
+    types = ["*fp32", f"*{branch}", f"*{branch}", f"*{out}", "*fp32", "*fp32", "*i64", "i32", "i32*16", *["i32"] * 5]
+    constants = dict(WIDTH=1152, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, EPS=1e-6, **adaln.tile_config(1152))
+    return adaln._adaln, types, dict(**constants, START_NEXT=capability >= 90)
+
+
+def group_norm_sum(x, out, forms):
+    types = [f"*{x}", "*fp16", "*fp32", f"*{out}", "*fp32", *SUM]
+    return group_norm._add, types, dict(zip(("BRANCH", "WRITE", "STATISTICS"), forms), **group_norm.TILE)
+
+
+# Name → (kernel, types of its arguments that are no constants, constants and launch options). "*16": multiples of 16.
+VARIANTS = {
+    "adaln": lambda capability: adaln_variant(capability, "fp16", "fp16", False),
+    "adaln_split": lambda capability: adaln_variant(capability, "fp32", "fp16", True),
+    "patch_embed": lambda _: (
+        patch_embed._patch_embed,
+        ["*fp32"] * 4 + ["i32"] * 3,
+        dict(**LATENT, D=1152, COPIES=2, TOKENS=patch_embed.TOKENS, COLUMNS=patch_embed.COLUMNS),
+    ),
+    "ancestral_update": lambda _: (
+        ancestral_update._ancestral_update,
+        ["*fp32", "*fp32", "*fp32", "*i64", "i32", "*fp32", "*fp32", "i32", "fp32"],
+        dict(**LATENT, GUIDANCE=3, BLOCK=ancestral_update.BLOCK),
+    ),
+    "push": lambda _: (
+        push._push,
+        ["*i64", "*i64", "*i64", "i32", "i32*16", "i32", "i32", "i32*16"],
+        dict(WIDTH=576, WORLD=4, BLOCK=push.BLOCK, TURNS=5, num_warps=push.WARPS),
+    ),
+    "statistics": lambda _: group_norm_sum("fp16", "fp16", (False, False, True)),
+    "residual": lambda _: group_norm_sum("fp32", "fp32", (True, True, True)),
+    "join": lambda _: (group_norm._join, ["*fp32"] * 4 + ["i32"] * 5 + ["fp32"], JOIN),
+    "normalise": lambda _: (
+        group_norm._normalise,
+        ["*fp32", "*fp32", "*fp32", "*fp16", "i32", "i32*16", "i32"],
+        group_norm.TILE,
+    ),
+    "split_linear": lambda _: (
+        split_linear._split_linear,
+        ["*fp16"] * 3 + ["*fp32"] * 4 + ["*i32"] + ["i32"] * 4,
+        dict(depth=1152, SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
+    ),
+    "split_attention": lambda _: (
+        split_attention._split_attention,
+        ["*fp16", "*fp16", "i32", "i32", "i32", "fp32"],
+        dict(TOKENS=1024, DIM=72, MAIN=64, REST=16, **split_attention.TILE),
+    ),
+}
+
+
+def compile_variant(capability, kernel, types, constants):
+    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in options}
+    names = [name for name in kernel.arg_names if name not in constants]
+    given = dict(zip(names, types, strict=True))
+    signature = {name: given.get(name, "constexpr").removesuffix("*16") for name in kernel.arg_names}
+    aligned = [name for name, kind in given.items() if kind.startswith("*") or kind.endswith("*16")]
+    divisible = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constants, divisible)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
 if __name__ == "__main__":
-    capability, width, dtype, branches, update = sys.argv[1:]
-    kernel = compile_norm(int(capability), int(width), dtype, int(branches), bool(int(update)))
-    ptx = kernel.asm["ptx"]
-    print(
-        json.dumps(
-            dict(
-                target=ptx.split(".target ")[1].split()[0],
-                cubin_bytes=len(kernel.asm["cubin"]),
-                tensor_core_products=ptx.count("mma."),
-                bf16="bf16" in ptx,
-                wide_loads=ptx.count("ld.global.v4"),
-                barriers=ptx.count("bar.sync"),
-                spills=ptx.count(".local"),
-            )
+    capability, reports = int(sys.argv[1]), {}
+    for name in sys.argv[2:]:
+        ptx = compile_variant(capability, *VARIANTS[name](capability))
+        reports[name] = dict(
+            target=ptx.split(".target ")[1].split()[0],
+            tensor_core=ptx.count("mma.sync") + ptx.count("wgmma.mma_async"),
+            tf32=ptx.count("tf32"),
+            bf16="bf16" in ptx,
+            wide=ptx.count("global.v4") + ptx.count("global.v2"),
+            spills=ptx.count(".local"),
+            ptx=ptx if name == "push" else None,
         )
-    )
+    print(json.dumps(reports))

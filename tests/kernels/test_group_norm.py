@@ -1,18 +1,19 @@
-"""The decoder's kernels against float64, through Triton's interpreter on a CPU and compiled on a GPU; and compiled ahead of time for three GPUs."""
+"""The decoder's kernels against float64, through Triton's interpreter on a CPU and compiled on a GPU; and compiled
+ahead of time for three GPUs."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
+from kernel_testing import compiled_for, fresh_process, interpreted
 
-from accel.kernels import group_norm as kernels
+from accel.kernels import group_norm as module
 from accel.kernels.group_norm import add, group_norm
+from accel.kernels.group_norm import triton as kernels
 
-# (C, groups, H, W): a stretch that ends inside a tile, one place, a width of the demo's that is no power of two, more channels than a tile.
+# (C, groups, H, W): a stretch that ends inside a tile, one place, a width of the demo's that is no power of two, more
+# channels than a tile.
 SHAPES = ((32, 32, 7, 5), (16, 4, 1, 1), (80, 16, 9, 8), (256, 32, 6, 6), (130, 13, 5, 6))
 
 
@@ -20,52 +21,46 @@ def case(channels, height, width, dtype, branch, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def picture(dtype, mean):
-        x = (
-            torch.randn(1, channels, height, width, generator=generator) * 3 + mean
-        )  # a mean that a one-pass variance would lose
+        x = torch.randn(1, channels, height, width, generator=generator) * 3 + mean
         return x.to(device, dtype).contiguous(memory_format=torch.channels_last)
 
     vectors = [torch.randn(channels, generator=generator).to(device) for _ in range(3)]
+    # A mean that a one-pass variance would lose.
     return picture(dtype, 40.0), picture(torch.float16, 0.0) if branch else None, *vectors
 
 
-def reference(x, bias, branch, weight, shift, groups, silu):
+def formula(x, bias, branch, weight, shift, groups, silu):
     """Float64, written out."""
     total = x.double() + bias.double()[:, None, None] + (0 if branch is None else branch.double())
     grouped = total.reshape(1, groups, -1)
     centred = grouped - grouped.mean(-1, keepdim=True)
-    y = (centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()).view_as(total) * weight.double()[
-        :, None, None
-    ] + shift.double()[:, None, None]
+    normed = (centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()).view_as(total)
+    y = normed * weight.double()[:, None, None] + shift.double()[:, None, None]
     return total, y * torch.sigmoid(y) if silu else y
 
 
-def check(channels, groups, height, width, dtype, branch, written, silu, out, tolerance, device, route):
+def check(channels, groups, height, width, dtype, branch, written, silu, out, tolerance, device, backend):
     x, branch, bias, weight, shift = case(channels, height, width, dtype, branch, device)
     before = x.clone()
-    total = add(x, bias, branch, written, route=route)
-    got = group_norm(total, weight, shift, groups, silu, out, route=route)
+    total = add(x, bias, branch, written, backend=backend)
+    got = group_norm(total, weight, shift, groups, silu, out, backend=backend)
     # What was rounded on the way out was rounded after its statistics were taken; the reference starts from the same.
-    want_sum, want = reference(x, bias, branch, weight, shift, groups, silu)
-    assert (
-        got.dtype == out
-        and got.isfinite().all()
-        and got.is_contiguous(memory_format=torch.channels_last)
-        and torch.equal(x, before)
-    )
+    want_sum, want = formula(x, bias, branch, weight, shift, groups, silu)
+    assert got.dtype == out and got.isfinite().all() and torch.equal(x, before)
+    assert got.is_contiguous(memory_format=torch.channels_last)
     assert (got.double() - want).norm() <= tolerance * want.norm() + 1e-30
     if written is None:
         assert total.value is x
     else:
         assert total.value.dtype == written
-        assert (total.value.double() - want_sum).norm() <= (
-            3e-4 if written == torch.float16 else 1e-6
-        ) * want_sum.norm()
-        last = add(x, bias, branch, written, statistics=False, route=route)
+        bound = 3e-4 if written == torch.float16 else 1e-6
+        assert (total.value.double() - want_sum).norm() <= bound * want_sum.norm()
+        last = add(x, bias, branch, written, statistics=False, backend=backend)
         assert torch.equal(last.value, total.value) and last.partial is None
 
 
-# (dtype of x, branch, dtype of the sum, SiLU, dtype out, tolerance): the sums that the decoder makes, and one in float32 to hold to float32's bound.
+# (dtype of x, branch, dtype of the sum, SiLU, dtype out, tolerance): the sums that the decoder makes, and one in
+# float32 to hold to float32's bound.
 FORMS = (
     (torch.float16, False, None, True, torch.float16, 4e-4),
     (torch.float32, True, torch.float32, True, torch.float16, 4e-4),
@@ -75,22 +70,10 @@ FORMS = (
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_twins_are_the_formulas(form):
+def test_the_reference_is_the_formula(form):
     for shape in SHAPES:
         # torch's own float32 statistics lose a digit to a mean of 40.
         check(*shape, *form[:-1], max(form[-1], 2e-5), "cpu", "torch")
-
-
-def test_interpreted_kernels():
-    """In a process of its own: the interpreter must be chosen before Triton is imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import test_group_norm; test_group_norm.interpret()"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": _path()},
-    )
-    assert done.returncode == 0 and "interpreted" in done.stdout, done.stdout + done.stderr
 
 
 def interpret():
@@ -100,11 +83,10 @@ def interpret():
     kernels.PROGRAMS = 2  # stretches of several tiles, of which the last is cut
     check(80, 16, 9, 8, *FORMS[1], "cpu", "triton")
     check(32, 32, 13, 17, *FORMS[3], "cpu", "triton")
-    print("interpreted")
 
 
-def _path():
-    return str(Path(__file__).parents[2])
+def test_interpreted_kernels():
+    interpreted("test_group_norm.interpret()")
 
 
 @pytest.mark.gpu
@@ -123,30 +105,56 @@ def test_the_same_bits_again():
 
 @pytest.mark.parametrize("capability", (70, 80, 90))
 def test_compiles_ahead_of_time(capability, tmp_path):
-    """On any machine, for V100, A100 and H100: no bfloat16 where a V100 has none, no spills, wide loads and stores."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("ahead_of_time_group_norm.py")), str(capability)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": _path()},
+    """On any machine, for V100, A100 and H100: no bfloat16 where a V100 has none, wide loads and stores."""
+    reports = compiled_for(capability, ["statistics", "residual", "join", "normalise"], tmp_path)
+    for name, report in reports.items():
+        assert report["tensor_core"] == 0 and not report["bf16"] and (report["wide"] >= 4 or name == "join")
+
+
+def count_variants(capability):
+    """How many variants of each kernel there are after compile_ahead, and after a decoder of the published kind and the
+    demo's have asked for theirs; by Triton's own records, without a GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from accel import vae
+    from accel.options import DEMO
+    from accel.vae.decoder import SD_VAE_FT, Decoder
+    from accel.vae.half import HalfDecoder
+
+    class NoGpu:
+        """What Triton asks of a driver in order to compile."""
+
+        launcher_cls = staticmethod(lambda source, metadata: None)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
+        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+
+    def count():
+        return {
+            kernel.fn.__name__: sum(len(cache[0]) for cache in kernel.device_caches.values())
+            for kernel in (kernels._add, kernels._join, kernels._normalise)
+        }
+
+    triton.runtime.driver.set_active(NoGpu())
+    torch.cuda.device = torch.cuda.device_of = lambda _: nullcontext()
+    module.compile_ahead(None)
+    counts = [count()]
+    type(kernels._add).__getitem__ = lambda kernel, grid: (
+        lambda *arguments, **constants: kernel.run(*arguments, grid=(1,), warmup=True, **constants)
     )
-    assert done.returncode == 0, done.stderr
-    for name, report in json.loads(done.stdout).items():
-        assert report["target"].startswith(f"sm_{capability}") and report["cubin_bytes"] > 1000
-        assert report["tensor_core_products"] == 0 and not report["bf16"] and report["spills"] == 0
-        assert report["wide"] >= 4 or name == "join"
+    module._run = lambda backend, x: kernels
+    small = Decoder({**SD_VAE_FT, "block_out_channels": [32, 64, 128, 128]}).requires_grad_(False)
+    for decoder in (small, vae.load_vae(DEMO / "vae", torch.device("cpu"))):
+        with torch.inference_mode():
+            HalfDecoder(decoder)(torch.randn(1, 4, 4, 4))
+        counts.append(count())
+    print(json.dumps(counts))
 
 
 def test_all_that_decoding_launches_is_compiled_ahead(tmp_path):
-    """On any machine, by Triton's own records: a decoder of the published kind, and the demo's, add no variant to those that were compiled for an H100."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("ahead_of_time_group_norm.py")), "90", "decode"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": _path()},
-    )
-    assert done.returncode == 0, done.stderr
-    ahead, published, demo = json.loads(done.stdout)
+    """A decoder of the published kind, and the demo's, add no variant to those that were compiled for an H100."""
+    code = "import test_group_norm; test_group_norm.count_variants(90)"
+    ahead, published, demo = json.loads(fresh_process("-c", code, TRITON_CACHE_DIR=str(tmp_path)))
     assert ahead == published == demo == {"_add": 4, "_join": 1, "_normalise": 2}
 
 
@@ -154,14 +162,14 @@ def test_wrong_inputs_are_refused():
     x = torch.randn(2, 16, 4, 4)
     for wrong in (x, x[:1]):  # two pictures; channels outermost
         with pytest.raises(ValueError, match="one picture, its channels innermost"):
-            add(wrong, torch.zeros(16), route="triton")
+            add(wrong, torch.zeros(16), backend="triton")
+    with pytest.raises(ValueError, match="one of auto, triton, torch"):
+        add(x, torch.zeros(16), backend="cudnn")
 
 
 def test_no_gpu_rounds_otherwise_for_its_size():
     """Stretches cover every picture, by its size alone."""
-    for places in (1, 31, 32, 4096, 65536, 512 * 512, 2048 * 2048, 999999):
-        parts, turns = kernels._stretch(places, 128)
-        assert (
-            parts <= kernels.PROGRAMS / 2
-            and (parts - 1) * turns * kernels.PLACES < places <= parts * turns * kernels.PLACES
-        )
+    for pixels in (1, 31, 32, 4096, 65536, 512 * 512, 2048 * 2048, 999999):
+        parts, turns = kernels.stretches(pixels, 128)
+        assert parts <= kernels.PROGRAMS / 2
+        assert (parts - 1) * turns * kernels.PIXELS < pixels <= parts * turns * kernels.PIXELS

@@ -1,0 +1,32 @@
+"""adaLN in plain torch."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-6
+Branches = tuple[tuple[Tensor, int], ...]  # (branch (N, T, D), index of its gate)
+
+
+class Modulation(NamedTuple):
+    """Where a sample finds its shift, scale and gate vectors: ``table[entry[sample], vector]``."""
+
+    table: Tensor  # (E, V, D) contiguous: pairs of timestep and label, vectors, width
+    entry: Tensor  # (N,) int64, on the table's device
+
+
+def adaln(x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool) -> Tensor:
+    """x (N, T, D), overwritten with the sum on `update` → (N, T, D) in x's dtype."""
+
+    def vector(index):
+        return modulation.table[modulation.entry, index].unsqueeze(1)  # (N, 1, D)
+
+    total = x
+    for branch, gate in branches:
+        total = torch.addcmul(total, vector(gate), branch.to(x.dtype))
+    if update:
+        x.copy_(total)
+    normed = F.layer_norm(total, total.shape[-1:], eps=EPS)
+    return torch.addcmul(vector(shift), normed, 1 + vector(scale))

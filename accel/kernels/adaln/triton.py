@@ -1,0 +1,169 @@
+"""adaLN by a Triton kernel, on any GPU."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from accel.kernels import cuda
+from accel.kernels.adaln.reference import EPS, Branches, Modulation
+from accel.kernels.split_linear.triton import store_high_low
+
+
+def adaln(
+    x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool, dtype: torch.dtype
+) -> Tensor:
+    """As accel.kernels.adaln.adaln, for a float32 x and table."""
+    out = torch.empty_like(x, dtype=dtype)
+    _launch(x, modulation, shift, scale, branches, update, out, out, False)
+    return out
+
+
+def adaln_split(
+    x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool
+) -> tuple[Tensor, Tensor]:
+    """As `adaln` → high and low (2, N, T, D) float16, scales (N, T) float32."""
+    pair = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device)
+    scales = torch.empty(x.shape[:2], device=x.device)
+    _launch(x, modulation, shift, scale, branches, update, pair, scales, True)
+    return pair, scales
+
+
+def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low):
+    table, entry = modulation
+    if x.dtype != torch.float32 or table.dtype != torch.float32:
+        raise TypeError(f"adaln: backend 'triton' takes a float32 residual and table, got {x.dtype} and {table.dtype}")
+    if not all(tensor.is_contiguous() for tensor in (x, table, *(branch for branch, _ in branches))):
+        raise ValueError("adaln: backend 'triton' takes contiguous tensors")
+    n, tokens, width = x.shape
+    (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
+    tensors = x, first, second, out, scales, table, entry
+    numbers = tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2
+    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=high_low, EPS=EPS)
+    config = tile_config(width, n * tokens)
+    start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
+        grid = triton.cdiv(tokens, config["TURNS"]), n
+        _adaln[grid](*tensors, *numbers, **variant, **config, START_NEXT=start_next)
+
+
+def tile_config(width: int, tokens: int = 16384) -> dict[str, int]:
+    """Launch constants for so many tokens of all samples.
+
+    Two power-of-two tiles cover a token, 1152 = 1024 + 128: one of 2048 would leave 44 % of the lanes idle. One warp to
+    1024 columns: sums need no barrier, and many tokens are in flight on a multiprocessor. A program computes two tokens
+    of a sample in turn, with the modulation loaded once, as long as every multiprocessor still gets several programs.
+    """
+    main = 1 << (width.bit_length() - 1)
+    tail = 1 << (width - main - 1).bit_length() if width > main else 0
+    return dict(MAIN=main, TAIL=tail, TURNS=2 if tokens >= 2048 else 1, num_warps=max(1, main // 1024))
+
+
+@triton.jit
+def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
+    """A tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic."""
+    total = tl.load(x_ptr + offset, inside, 0.0)
+    if BRANCHES > 0:
+        total += gate1 * tl.load(first_ptr + offset, inside, 0.0).to(tl.float32)
+    if BRANCHES > 1:
+        total += gate2 * tl.load(second_ptr + offset, inside, 0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _vectors(vector_ptr, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr):
+    """A tile of shift, 1 + scale and the gates in use."""
+    shift = tl.load(vector_ptr + shift * WIDTH + column, inside, 0.0)
+    scale = 1 + tl.load(vector_ptr + scale * WIDTH + column, inside, 0.0)
+    first, second = shift, shift
+    if BRANCHES > 0:
+        first = tl.load(vector_ptr + gate1 * WIDTH + column, inside, 0.0)
+    if BRANCHES > 1:
+        second = tl.load(vector_ptr + gate2 * WIDTH + column, inside, 0.0)
+    return shift, scale, first, second
+
+
+# Vector indices take 170 values on XL, and half a batch may start at an odd entry: specialised on their divisibility,
+# the kernel would be compiled many times.
+@triton.jit(do_not_specialize=["entry_ptr", "tokens", "low", "shift", "scale", "gate1", "gate2"])
+def _adaln(
+    x_ptr,
+    first_ptr,
+    second_ptr,
+    out_ptr,
+    token_scale_ptr,
+    table_ptr,
+    entry_ptr,
+    tokens,
+    entry_stride,
+    low,
+    shift,
+    scale,
+    gate1,
+    gate2,
+    WIDTH: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    UPDATE: tl.constexpr,
+    HIGH_LOW: tl.constexpr,
+    EPS: tl.constexpr,
+    MAIN: tl.constexpr,
+    TAIL: tl.constexpr,
+    TURNS: tl.constexpr,
+    START_NEXT: tl.constexpr,
+):
+    if START_NEXT:
+        gdc_launch_dependents()
+    sample = tl.program_id(1)
+    vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
+    main = tl.arange(0, MAIN)
+    in_main = main < WIDTH
+    shift_m, scale_m, gate1_m, gate2_m = _vectors(
+        vector_ptr, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES
+    )
+    if TAIL:
+        tail = MAIN + tl.arange(0, TAIL)
+        in_tail = tail < WIDTH
+        shift_t, scale_t, gate1_t, gate2_t = _vectors(
+            vector_ptr, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES
+        )
+    for turn in range(TURNS):
+        token = tl.program_id(0) * TURNS + turn
+        row = (sample.to(tl.int64) * tokens + token) * WIDTH
+        here_m = in_main & (token < tokens)
+        x = _sum(x_ptr, first_ptr, second_ptr, row + main, here_m, gate1_m, gate2_m, BRANCHES)
+        total = tl.sum(x, 0)
+        if TAIL:
+            here_t = in_tail & (token < tokens)
+            x_t = _sum(x_ptr, first_ptr, second_ptr, row + tail, here_t, gate1_t, gate2_t, BRANCHES)
+            total += tl.sum(x_t, 0)
+        if UPDATE:
+            tl.store(x_ptr + row + main, x, here_m)
+            if TAIL:
+                tl.store(x_ptr + row + tail, x_t, here_t)
+        x = tl.where(in_main, x - total / WIDTH, 0.0)
+        square = tl.sum(x * x, 0)
+        if TAIL:
+            x_t = tl.where(in_tail, x_t - total / WIDTH, 0.0)
+            square += tl.sum(x_t * x_t, 0)
+        scaling = tl.rsqrt(square / WIDTH + EPS)
+        y = x * scaling * scale_m + shift_m
+        if TAIL:
+            y_t = x_t * scaling * scale_t + shift_t
+        if HIGH_LOW:
+            largest = tl.max(tl.abs(y), 0)
+            if TAIL:
+                largest = tl.maximum(largest, tl.max(tl.abs(y_t), 0))
+            # The power of two that brings the largest value between 2¹⁴ and 2¹⁵, from its exponent bits; and its
+            # inverse.
+            exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+            factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+            inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+            tl.store(token_scale_ptr + row // WIDTH, inverse, token < tokens)
+            store_high_low(out_ptr + row + main, low, y * factor, here_m)
+            if TAIL:
+                store_high_low(out_ptr + row + tail, low, y_t * factor, here_t)
+        else:
+            tl.store(out_ptr + row + main, y.to(out_ptr.dtype.element_ty), here_m)
+            if TAIL:
+                tl.store(out_ptr + row + tail, y_t.to(out_ptr.dtype.element_ty), here_t)

@@ -1,0 +1,82 @@
+"""Multi-head attention straight from the packed projection: nothing is transposed, padded or copied in memory.
+
+    softmax(q·kᵀ/√d)·v per head        (Vaswani et al. 2017, arXiv:1706.03762, eq. 1)
+
+Every backend but "torch" keeps softmax's statistics in float32 and never stores the (T, T) weights.
+
+    hopper                      our kernel: half precision, head dim 72, capability 9.0; not differentiable
+    cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
+    torch                       the reference, any dtype and device
+    auto                        in half precision hopper or, at other head dims, cudnn on Hopper, flash on other GPUs
+                                from sm_80 on; efficient on older GPUs and for float32; flash on CPUs
+"""
+
+import torch
+from torch import Tensor
+
+from accel.kernels import check_backend, cuda
+from accel.kernels.attention import hopper, reference, sdpa
+
+BACKENDS = ("auto", "hopper", *sdpa.KERNELS, "torch")
+
+
+def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
+    """Self-attention: qkv (N, T, 3·D), q, k and v side by side, each head-major → (N, T, D), same dtype."""
+    return _attend(qkv, None, num_heads, backend)
+
+
+def attention_to(qkv: Tensor, kv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
+    """The queries of qkv (N, t, 3·D) attend to other keys and values, kv (N, T, 2·D) side by side → (N, t, D)."""
+    return _attend(qkv, kv, num_heads, backend)
+
+
+def attention_lse(qkv: Tensor, kv: Tensor, num_heads: int, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """As `attention_to`, with the natural log-sum-exp of the scaled scores (N, h, t) float32 (float64 for float64).
+    Attention over parts of the keys is merged by it."""
+    backend = _resolve(qkv, num_heads, backend)
+    if backend == "hopper":
+        return hopper.attention(qkv, kv, num_heads)
+    q, k, v = _heads(qkv, kv, num_heads)
+    out, lse = reference.attention(q, k, v) if backend == "torch" else sdpa.attention_lse(q, k, v, backend)
+    return out.transpose(1, 2).flatten(2), lse
+
+
+def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
+    """The backend that "auto" takes."""
+    capability = cuda.capability(device)
+    if device.type != "cuda":
+        return "flash"
+    if dtype == torch.float64:
+        return "torch"
+    if dtype not in cuda.HALF or capability < (8, 0):
+        return "efficient"
+    if capability != (9, 0) or dim > 128 or dim % 8:
+        return "flash"
+    return "hopper" if dim == hopper.HEAD_DIM else "cudnn"
+
+
+def _attend(qkv, kv, num_heads, backend):
+    backend = _resolve(qkv, num_heads, backend)
+    if backend == "hopper":
+        return hopper.attention(qkv, kv, num_heads)[0]
+    q, k, v = _heads(qkv, kv, num_heads)
+    out = reference.attention(q, k, v)[0] if backend == "torch" else sdpa.attention(q, k, v, backend)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _resolve(qkv, num_heads, backend):
+    """The backend's name, also for "auto"."""
+    check_backend("attention", backend, BACKENDS)
+    dim = qkv.shape[-1] // (3 * num_heads)
+    if backend == "hopper" and (cuda.capability(qkv.device) != (9, 0) or dim != hopper.HEAD_DIM):
+        takes = f"head dim {hopper.HEAD_DIM} on a GPU of capability 9.0"
+        raise ValueError(f"attention: backend 'hopper' takes {takes}, not {dim} on {qkv.device}; take 'auto'")
+    return choose(qkv.device, qkv.dtype, dim) if backend == "auto" else backend
+
+
+def _heads(qkv, kv, num_heads):
+    """Views of the queries (N, h, t, d) and of the keys and values, each (N, h, T, d)."""
+    if kv is None:
+        return qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    q = qkv[..., : qkv.shape[-1] // 3].unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return q, *kv.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)

@@ -1,0 +1,154 @@
+// What both attention kernels for Hopper share: the layout of shared memory, the producer, softmax.
+//
+// PARTS is 1 for half precision and 2 for a high/low split, whose parts are planes of the packed tensor: samples 0 to N
+// - 1 high, N to 2N - 1 low.
+
+constexpr int QUERIES = 64 * WARPGROUPS;
+constexpr int BOX = 32;                                     // tokens of one load
+constexpr int Q_REST = QUERIES * 128, K_REST = KEYS * 128;  // where columns 64 and up begin; lines of 128 and 32 bytes
+constexpr int Q_PART = QUERIES * 160, K_PART = KEYS * 160, V_PART = KEYS * 256;
+constexpr int Q_BYTES = PARTS * Q_PART, K_BYTES = PARTS * K_PART, V_BYTES = PARTS * V_PART;
+constexpr int HEADER = 1024;
+constexpr int THREADS = WARPGROUPS * 128 + 128;  // setmaxnreg works on warpgroups: a whole one for one loading thread
+
+// Addresses in shared memory: a full and an empty barrier for each tile, then the tiles.
+struct Shared {
+    unsigned q_full, q_empty, k_full, k_empty, v_full, v_empty, q_tiles, k_tiles, v_tiles;
+
+    __device__ __forceinline__ Shared(unsigned base) {
+        q_full = base, q_empty = q_full + 8 * Q_BUFFERS;
+        k_full = q_empty + 8 * Q_BUFFERS, k_empty = k_full + 8 * STAGES;
+        v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+        q_tiles = base + HEADER, k_tiles = q_tiles + Q_BUFFERS * Q_BYTES, v_tiles = k_tiles + STAGES * K_BYTES;
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < 2 * Q_BUFFERS + 4 * STAGES; i++) {
+                const bool empty = i >= Q_BUFFERS && i < 2 * Q_BUFFERS ||
+                                   i >= 2 * Q_BUFFERS && (i - 2 * Q_BUFFERS) / STAGES % 2;
+                init_barrier(base + 8 * i, empty ? 4 * WARPGROUPS : 1);
+            }
+        }
+        fence_barriers();
+        __syncthreads();
+    }
+
+    // What a warpgroup without queries does: it releases every tile.
+    __device__ __forceinline__ void release(int buffer, int &tile, int tiles, int lane) const {
+        if (lane == 0) arrive(q_empty + 8 * buffer);
+        for (int i = 0; i < tiles; i++, tile++) {
+            const int stage = tile % STAGES, parity = tile / STAGES % 2;
+            wait(k_full + 8 * stage, parity);
+            if (lane == 0) arrive(k_empty + 8 * stage);
+            wait(v_full + 8 * stage, parity);
+            if (lane == 0) arrive(v_empty + 8 * stage);
+        }
+    }
+};
+
+// One box of tokens of a head (columns, heads, tokens, samples), by TMA; the barrier counts its bytes.
+__device__ __forceinline__ void load(unsigned to, const TensorMap &map, int column, int head, int token, int sample,
+                                     unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 :: "r"(to), "l"(&map), "r"(column), "r"(head), "r"(token), "r"(sample), "r"(barrier) : "memory");
+}
+
+// The producer's loop over a block's items. first_key: at which head of its map the keys begin. turn, tile: of queries
+// and of keys so far; they give buffer and parity.
+__device__ __forceinline__ void produce(const Shared &at, const TensorMap &q_main, const TensorMap &q_rest,
+                                        const TensorMap &main, const TensorMap &rest, int blocks, int tiles, int heads,
+                                        int first_key, int samples, int items, int &turn, int &tile) {
+    for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
+        const int block = item % blocks, head = item / blocks % heads, sample = item / blocks / heads;
+        const int buffer = turn % Q_BUFFERS;
+        wait(at.q_empty + 8 * buffer, turn / Q_BUFFERS % 2 ^ 1);
+        arrive_and_expect(at.q_full + 8 * buffer, Q_BYTES);
+        for (int part = 0; part < PARTS; part++)
+            for (int row = 0; row < QUERIES; row += BOX) {
+                const unsigned to = at.q_tiles + buffer * Q_BYTES + part * Q_PART;
+                const int token = block * QUERIES + row, plane = sample + part * samples;
+                load(to + row * 128, q_main, 0, head, token, plane, at.q_full + 8 * buffer);
+                load(to + Q_REST + row * 32, q_rest, 64, head, token, plane, at.q_full + 8 * buffer);
+            }
+        for (int i = 0; i < tiles; i++, tile++) {
+            const int stage = tile % STAGES, parity = tile / STAGES % 2 ^ 1;
+            wait(at.k_empty + 8 * stage, parity);
+            arrive_and_expect(at.k_full + 8 * stage, K_BYTES);
+            for (int part = 0; part < PARTS; part++)
+                for (int row = 0; row < KEYS; row += BOX) {
+                    const unsigned to = at.k_tiles + stage * K_BYTES + part * K_PART;
+                    const int token = i * KEYS + row, plane = sample + part * samples;
+                    load(to + row * 128, main, 0, first_key + head, token, plane, at.k_full + 8 * stage);
+                    load(to + K_REST + row * 32, rest, 64, first_key + head, token, plane, at.k_full + 8 * stage);
+                }
+            wait(at.v_empty + 8 * stage, parity);
+            arrive_and_expect(at.v_full + 8 * stage, V_BYTES);
+            for (int part = 0; part < PARTS; part++)
+                for (int row = 0; row < KEYS; row += BOX) {
+                    const unsigned to = at.v_tiles + stage * V_BYTES + part * V_PART;
+                    const int token = i * KEYS + row, plane = sample + part * samples;
+                    load(to + row * 128, main, 0, first_key + heads + head, token, plane, at.v_full + 8 * stage);
+                    load(to + (KEYS + row) * 128, main, 64, first_key + heads + head, token, plane,
+                         at.v_full + 8 * stage);
+                }
+        }
+    }
+}
+
+// A row's maximum may grow by 2⁸ before its sums are rescaled. The result stays exact, since the factor cancels.
+constexpr float GROWTH = 8;
+
+// Four neighbouring lanes hold a quarter of a row's scores each.
+__device__ __forceinline__ float over_row(float x, bool maximum) {
+    float y = __shfl_xor_sync(~0u, x, 1);
+    x = maximum ? fmaxf(x, y) : x + y;
+    y = __shfl_xor_sync(~0u, x, 2);
+    return maximum ? fmaxf(x, y) : x + y;
+}
+
+// Online softmax over tiles of TILE keys. Weights are scaled by 2^LIFT.
+template <int TILE, int LIFT> struct Softmax {
+    float top[2], sum[2];  // of each row: the maximum in use, this lane's share of the sum
+
+    // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be multiplied by `factor`;
+    // the same for a whole warp.
+    template <bool FIRST>
+    __device__ __forceinline__ bool weigh(float (&s)[TILE / 2], float (&factor)[2], float scale, int inside,
+                                          int column) {
+        if (inside < TILE) {  // the last tile has fewer keys
+            #pragma unroll
+            for (int i = 0; i < TILE / 2; i++)
+                if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
+        }
+        float high[2];  // over this lane's scores
+        #pragma unroll
+        for (int row = 0; row < 2; row++) {
+            high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
+            #pragma unroll
+            for (int i = 4; i < TILE / 2; i += 4)
+                high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
+        }
+        // A row's lanes exchange their maxima only when the one in use must change, which is seldom.
+        const bool rescale = !FIRST && __any_sync(~0u, (high[0] - top[0]) * scale > GROWTH ||
+                                                       (high[1] - top[1]) * scale > GROWTH);
+        if (FIRST) {
+            top[0] = over_row(high[0], true), top[1] = over_row(high[1], true);
+            sum[0] = sum[1] = 0;
+        } else if (rescale) {
+            #pragma unroll
+            for (int row = 0; row < 2; row++) {
+                high[row] = fmaxf(over_row(high[row], true), top[row]);
+                factor[row] = exp2_approx((top[row] - high[row]) * scale);
+                top[row] = high[row];
+                sum[row] *= factor[row];
+            }
+        }
+        const float offset[2] = {top[0] * scale - LIFT, top[1] * scale - LIFT};
+        #pragma unroll
+        for (int i = 0; i < TILE / 2; i++) {
+            const int row = i / 2 % 2;
+            s[i] = exp2_approx(fmaf(s[i], scale, -offset[row]));
+            sum[row] += s[i];
+        }
+        return rescale;
+    }
+};

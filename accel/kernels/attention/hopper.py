@@ -1,0 +1,110 @@
+"""Attention at head dim 72 on Hopper (hopper.cu). d = 72 costs 80 in q·kᵀ and 72 in p·v; libraries pad to 96 or 128."""
+
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.kernels import cuda
+
+FILES = Path(__file__).with_suffix(".cuh"), Path(__file__).with_suffix(".cu")
+HEAD_DIM = 72
+SCORE_SCALE = 1 / (math.sqrt(HEAD_DIM) * math.log(2))  # of a score in powers of two
+BOX_TOKENS = 32
+
+
+class Config(NamedTuple):
+    """Compile-time shape of the kernel; hopper.cu says what each means."""
+
+    warpgroups: int
+    keys: int
+    stages: int
+    blocks: int
+    pipelined: bool = False
+    q_buffers: int = 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Barriers, two tiles of queries, and the stages of keys and values."""
+        return 1024 + self.q_buffers * 64 * self.warpgroups * 160 + self.stages * self.keys * (160 + 256)
+
+
+# Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json). Blocks of 256 queries read keys and
+# values half as often as blocks of 128. With few queries they leave warpgroups, or multiprocessors, idle.
+LONG, SHORT, SINGLE = (
+    Config(warpgroups=4, keys=64, stages=4, blocks=1, pipelined=True),
+    Config(warpgroups=2, keys=64, stages=2, blocks=2),
+    Config(warpgroups=1, keys=64, stages=3, blocks=2),
+)
+SHORT_TOKENS = 256
+
+
+def choose(heads: int, queries: int, multiprocessors: int) -> Config:
+    """The configuration for so many heads (of all samples) with so many queries each: the largest blocks of which
+    nearly every multiprocessor gets one."""
+
+    def enough(config):
+        return heads * -(-queries // (64 * config.warpgroups)) >= 0.75 * multiprocessors
+
+    if queries > SHORT_TOKENS and enough(LONG):
+        return LONG
+    return SHORT if enough(SHORT) else SINGLE
+
+
+def source(config: Config, dtype: torch.dtype) -> str:
+    """The whole CUDA text for one configuration and dtype."""
+    half = cuda.HALF[dtype]
+    functions = (
+        cuda.wgmma("multiply_qk", config.keys, half),
+        cuda.wgmma("multiply_pv", HEAD_DIM, half, a_in_registers=True, b_mn_major=True),
+        cuda.conversions(half),
+    )
+    registers = cuda.registers(config.warpgroups, blocks=config.blocks)
+    return cuda.source(FILES, config, functions, HEAD=HEAD_DIM, PARTS=1, **registers)
+
+
+@lru_cache(None)
+def _kernel(config, dtype, device):
+    return cuda.Kernel(source(config, dtype), "attention", config.threads, config.shared_bytes, device)
+
+
+def head_maps(packed: Tensor) -> list:
+    """Tensor maps of (N, T, parts·H·72), one load of which takes 32 tokens of a head: 64 columns, and 16."""
+    n, tokens, width = packed.shape
+    heads, line = width // HEAD_DIM, 2 * HEAD_DIM
+    sizes, strides = (HEAD_DIM, heads, tokens, n), (line, heads * line, tokens * heads * line)
+    return [
+        cuda.tensor_map(packed, sizes, strides, (columns, 1, BOX_TOKENS, 1), swizzle)
+        for columns, swizzle in ((64, 128), (16, 32))
+    ]
+
+
+def attention(qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72) and the natural log-sum-exp of the scores (N, H, T) float32.
+
+    kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is float32, its weights are half.
+    A shape must be run once before it is captured in a graph.
+    """
+    n, queries, width = qkv.shape
+    keys = qkv if kv is None else kv
+    multiprocessors = cuda.multiprocessors(qkv.device)
+    config = config or choose(n * num_heads, queries, multiprocessors)
+    out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
+    lse = torch.empty(n, num_heads, queries, device=qkv.device)
+    if out.numel() == 0:
+        return out, lse
+    items = n * num_heads * -(-queries // (64 * config.warpgroups))
+    query_maps = head_maps(qkv)
+    key_maps = query_maps if kv is None else head_maps(kv)
+    first_key = num_heads if kv is None else 0  # at which head of `keys` the keys begin
+    numbers = queries, keys.shape[1], num_heads, first_key, items, SCORE_SCALE
+    kernel = _kernel(config, qkv.dtype, qkv.device)
+    kernel.launch(min(items, multiprocessors * config.blocks), *query_maps, *key_maps, out, lse, *numbers)
+    return out, lse

@@ -1,0 +1,262 @@
+"""CUDA kernels without a toolkit: NVRTC compiles the text, the cubin stays on disk, the driver loads and launches it.
+
+Both are called through cuda.bindings, which torch installs. The first launch on a machine compiles for seconds, later
+processes load some 50 KB.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.files import cache_folder
+from accel.kernels import keep
+
+HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
+HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
+SHARED_BYTES = 232448  # the most that a block can have (capability 9.0)
+OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a device, (0, 0) without CUDA. Every choice of a backend asks here."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def writes_to_peer(index: int, peer: int) -> bool:
+    """Whether GPU `index` can write to GPU `peer` and update its words atomically: over NVLink, seldom over PCIe."""
+    driver, _ = _bindings()
+    devices = [call(driver.cuDeviceGet, ordinal) for ordinal in (index, peer)]
+    return all(
+        call(driver.cuDeviceGetP2PAttribute, driver.CUdevice_P2PAttribute[f"CU_DEVICE_P2P_ATTRIBUTE_{name}"], *devices)
+        for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED")
+    )
+
+
+@lru_cache(None)
+def _bindings():
+    """cuda.bindings' driver and nvrtc, imported when first used: CPUs and older GPUs do without."""
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError:
+        raise RuntimeError("CUDA's driver is called through cuda.bindings: pip install cuda-bindings") from None
+    return driver, nvrtc
+
+
+def call(function: Callable, *arguments: Any) -> Any:
+    """A function of cuda.bindings, which returns (status, *values): its one value, or None. Raises RuntimeError."""
+    status, *values = function(*arguments)
+    if status:
+        raise RuntimeError(f"{function.__name__} failed: {status.name}")
+    return values[0] if values else None
+
+
+#################################################################################
+#                                  Device code                                  #
+#################################################################################
+
+
+def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False, b_mn_major: bool = False) -> str:
+    """CUDA text of a function around one warpgroup MMA, 64 × columns × 16: (d, a, b, accumulate).
+
+    Inline assembly must name every register. b_mn_major: B lies column by column.
+    """
+    count = columns // 2
+    a = [f"unsigned a{i}" for i in range(4)] if a_in_registers else ["unsigned long long a"]
+    inputs = [*a, "unsigned long long b", "int accumulate"]
+    *a_numbers, b_number, condition = (f"%{count + i}" for i in range(len(inputs)))
+    a_operand = "{" + ", ".join(a_numbers) + "}" if a_in_registers else a_numbers[0]
+    d = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    operands = ", ".join(f'"{"l" if "long" in one else "r"}"({one.split()[-1]})' for one in inputs)
+    layouts = f"{int(b_mn_major)}" if a_in_registers else f"0, {int(b_mn_major)}"
+    return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {", ".join(inputs)}) {{
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, {condition}, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} "
+                 "{{{d}}}, {a_operand}, {b_number}, p, 1, 1, {layouts}; }}" : {outputs} : {operands});
+}}
+"""
+
+
+def conversions(half: str) -> str:
+    """CUDA text of round_pair (two floats to two halves in a register) and widen (back)."""
+    to_float = "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;" if half == "f16" else "mov.b32 %0, {z, a}; mov.b32 %1, {z, b};"
+    return f"""__device__ __forceinline__ unsigned round_pair(float low, float high) {{
+    unsigned pair;
+    asm("cvt.rn.{half}x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}}
+__device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {{
+    asm("{{ .reg .b16 a, b, z; mov.b16 z, 0; mov.b32 {{a, b}}, %2; {to_float} }}" : "=f"(low), "=f"(high) : "r"(pair));
+}}
+"""
+
+
+def registers(consumers: int, producer: int | None = None, blocks: int = 1) -> dict[str, int]:
+    """Registers of a thread in the consumer warpgroups and in the producer's, with `blocks` on a multiprocessor.
+
+    At the start every warpgroup gets an equal share of the 64 Ki, in eights; setmaxnreg then moves them.
+    """
+    pool = 512 // ((consumers + 1) * blocks) // 8 * 8 * (consumers + 1)
+    producer = producer or (24 if consumers == 2 and blocks == 1 else 32)
+    return dict(REGISTERS=min(240, (pool - producer) // consumers // 8 * 8), PRODUCER_REGISTERS=producer)
+
+
+def source(files: tuple[Path, ...], config: NamedTuple, functions: tuple[str, ...], **constants: Any) -> str:
+    """The whole text of a kernel: the fields of `config` and the constants as macros, generated functions, hopper.cuh,
+    and its own files."""
+    macros = {**{name.upper(): value for name, value in config._asdict().items()}, **constants}
+    defines = [f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in macros.items()]
+    shared = Path(__file__).with_name("hopper.cuh")
+    return "".join([*defines, *functions, *(file.read_text() for file in (shared, *files))])
+
+
+#################################################################################
+#                              Compiling and loading                            #
+#################################################################################
+
+
+def compile_cubin(text: str, name: str) -> bytes:
+    """Machine code for sm_90a, by NVRTC; needs no GPU. Raises RuntimeError with the compiler's log."""
+    _, nvrtc = _bindings()
+    program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), OPTIONS)
+        if status:
+            log = bytes(call(nvrtc.nvrtcGetProgramLogSize, program))
+            call(nvrtc.nvrtcGetProgramLog, program, log)
+            raise RuntimeError(f"{name} does not compile:\n{log.decode()}")
+        cubin = bytes(call(nvrtc.nvrtcGetCUBINSize, program))
+        call(nvrtc.nvrtcGetCUBIN, program, cubin)
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def cached_cubin(text: str, name: str, anew: bool = False) -> bytes:
+    """`compile_cubin`, kept on disk behind its SHA-256, under a name that changes with text and compiler.
+
+    What does not match its digest is compiled again, as everything is with `anew`.
+    """
+    key = hashlib.sha256(b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))).hexdigest()[:16]
+    file = cache_folder() / f"{name}-{key}.cubin"
+    try:
+        kept = b"" if anew else file.read_bytes()
+    except OSError:
+        kept = b""
+    if kept[:32] == hashlib.sha256(kept[32:]).digest():
+        return kept[32:]
+    cubin = compile_cubin(text, name)
+    keep(file, hashlib.sha256(cubin).digest() + cubin)
+    return cubin
+
+
+class Kernel:
+    """The kernel `name` of a CUDA text, loaded on a device; not to be made while a graph is being captured.
+
+    shared_bytes: dynamic shared memory of a block. cluster: blocks that form one.
+    """
+
+    def __init__(self, text: str, name: str, threads: int, shared_bytes: int, device: torch.device, cluster: int = 1):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{name}: first used inside a CUDA graph; run the step once before capturing it")
+        self.threads, self.shared_bytes, self.device, self.cluster = threads, shared_bytes, device, cluster
+        driver, _ = _bindings()
+        self.as_cluster, self.overlapping = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+        self.as_cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = self.as_cluster.value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster, 1, 1
+        self.overlapping.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self.overlapping.value.programmaticStreamSerializationAllowed = 1
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the device's context
+            error, module = driver.cuModuleLoadData(cached_cubin(text, name))
+            if error:
+                module = call(driver.cuModuleLoadData, cached_cubin(text, name, anew=True))
+            self.function = call(driver.cuModuleGetFunction, module, name.encode())
+            # All kernels have one carve-out: with another, a kernel could not be set up while its predecessor runs.
+            settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes, "PREFERRED_SHARED_MEMORY_CARVEOUT": 100}
+            for setting, value in settings.items():
+                attribute = driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{setting}"]
+                call(driver.cuFuncSetAttribute, self.function, attribute, value)
+
+    def concurrent_clusters(self) -> int:
+        """How many clusters the device runs at a time, with one block on a multiprocessor."""
+        if self.cluster == 1:
+            return multiprocessors(self.device)
+        driver, _ = _bindings()
+        with torch.cuda.device(self.device):
+            return call(driver.cuOccupancyMaxActiveClusters, self.function, self._configuration(self.cluster))
+
+    def launch(self, blocks: int, *arguments: Any, overlap: bool = False, shared_bytes: int | None = None) -> None:
+        """Launch on the device's current stream.
+
+        arguments: tensors (their pointers), None (no pointer), int and float (32 bits), ctypes.c_longlong, tensor maps.
+        overlap: programmatic dependent launch, for a kernel that itself awaits what it depends on. shared_bytes: in
+        place of the kernel's own.
+        """
+        driver, _ = _bindings()
+        values, kinds = zip(*map(_argument, arguments))
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            configuration = self._configuration(blocks, stream, overlap, shared_bytes)
+            call(driver.cuLaunchKernelEx, configuration, self.function, (values, kinds), 0)
+
+    def _configuration(self, blocks, stream=0, overlap=False, shared_bytes=None):
+        driver, _ = _bindings()
+        configuration = driver.CUlaunchConfig()
+        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = blocks, 1, 1
+        configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = self.threads, 1, 1
+        configuration.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
+        configuration.hStream = driver.CUstream(stream)
+        attributes = [self.as_cluster] * (self.cluster > 1) + [self.overlapping] * overlap
+        configuration.attrs, configuration.numAttrs = attributes, len(attributes)
+        return configuration
+
+
+_KINDS = {int: ctypes.c_int, float: ctypes.c_float, ctypes.c_longlong: ctypes.c_longlong}
+
+
+def _argument(value):
+    """A kernel's argument as cuda.bindings takes it: (value, ctypes type); a tensor map's type is None."""
+    if value is None or torch.is_tensor(value):
+        return (0 if value is None else value.data_ptr()), ctypes.c_void_p
+    return value, _KINDS.get(type(value))
+
+
+def tensor_map(
+    tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> Any:
+    """What TMA needs to know of a half tensor's memory.
+
+    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost. box: what one copy
+    takes. swizzle: bytes that the box's lines are swizzled over, 0 for none.
+    """
+    driver, _ = _bindings()
+    if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError("backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes")
+    return call(
+        driver.cuTensorMapEncodeTiled,
+        driver.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{'B' * (tensor.dtype == torch.bfloat16)}FLOAT16"],
+        len(sizes),
+        tensor.data_ptr(),
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(side) for side in box],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"],
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )

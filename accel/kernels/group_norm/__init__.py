@@ -1,0 +1,73 @@
+"""The decoder's passes between two convolutions: biases, residual sum, GroupNorm (arXiv:1803.08494) and SiLU.
+
+Half convolutions want their channels innermost, where torch's GroupNorm would turn the picture over and back. Here one
+pass makes the sum and takes both statistics of each channel, each program over its own stretch of pixels. A small
+kernel joins them to those of a group: mean and variance of centred values, joined exactly (Chan et al. 1979). One more
+pass normalises, applies SiLU and leaves what the next convolution reads. Sums and statistics are float32 for any input
+and output. There are no atomics: the same bits every time.
+
+Backends: "triton" on a GPU; "torch", the reference, for any layout and device; "auto": triton on a GPU, else torch.
+"""
+
+import torch
+from torch import Tensor
+
+from accel.kernels import check_backend, cuda
+from accel.kernels.group_norm import reference
+from accel.kernels.group_norm.reference import Sum
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+def add(
+    x: Tensor,
+    bias: Tensor,
+    branch: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    statistics: bool = True,
+    backend: str = "auto",
+) -> Sum:
+    """x + branch + bias, with what GroupNorm needs to know of it.
+
+    x, branch (1, C, H, W): half or float32, channels innermost (channels_last); bias (C,) float32. The sum is float32
+    and is written in `dtype`. Without one (then without branch) x stays as it is, and group_norm adds the bias.
+    statistics: False where no norm follows.
+    """
+    return _run(backend, x).add(x, bias, branch, dtype, statistics)
+
+
+def group_norm(
+    total: Sum,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    silu: bool = True,
+    dtype: torch.dtype = torch.float16,
+    backend: str = "auto",
+) -> Tensor:
+    """GroupNorm with ε = 1e-6, then SiLU if asked for → (1, C, H, W) in `dtype`, channels innermost.
+
+    weight, bias (C,) float32.
+    """
+    return _run(backend, total.value).group_norm(total, weight, bias, groups, silu, dtype)
+
+
+def compile_ahead(device: torch.device) -> None:
+    """Compile, or fetch from Triton's disk cache, all that decoding in float16 launches.
+
+    With an empty cache this takes seconds; a thread does it during sampling. Nothing is loaded to the GPU, which would
+    wait there for the steps that are queued.
+    """
+    from accel.kernels.group_norm import triton
+
+    triton.compile_ahead(device)
+
+
+def _run(backend, x):
+    """The module that implements a backend."""
+    check_backend("group_norm", backend, BACKENDS)
+    if backend == "torch" or backend == "auto" and not (cuda.HAS_TRITON and x.is_cuda):
+        return reference
+    from accel.kernels.group_norm import triton
+
+    return triton

@@ -1,0 +1,32 @@
+"""The decoder's sum and GroupNorm in plain torch."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-6
+
+
+class Sum(NamedTuple):
+    """What `add` gives and `group_norm` takes."""
+
+    value: Tensor  # (1, C, H, W)
+    bias: Tensor | None  # (C,) float32, not yet in `value`
+    partial: Tensor | None  # (2, parts, C) float32: each stretch's mean, and sum of squares about it
+
+
+def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | None, statistics: bool) -> Sum:
+    """As accel.kernels.group_norm.add; statistics are left to `group_norm`."""
+    if dtype is None:
+        return Sum(x, bias, None)
+    total = x.float() + bias[:, None, None]
+    return Sum((total if branch is None else total + branch.float()).to(dtype), None, None)
+
+
+def group_norm(total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype) -> Tensor:
+    """As accel.kernels.group_norm.group_norm."""
+    x = total.value.float() if total.bias is None else total.value.float() + total.bias[:, None, None]
+    y = F.group_norm(x, groups, weight, bias, EPS)
+    return (F.silu(y) if silu else y).to(dtype).contiguous(memory_format=torch.channels_last)

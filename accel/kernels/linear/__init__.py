@@ -1,0 +1,71 @@
+"""y = x·Wᵀ + b, with GELU in the GEMM's epilogue, by the fastest algorithm for its shape on this GPU.
+
+GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2), x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2.
+
+    tuned       the fastest of cublaslt's and hopper's algorithms (tuner.py)
+    cublaslt    the fastest of cuBLASLt's algorithms (cublaslt.py)
+    hopper      the fastest tile of our own kernel for few tokens (hopper.py)
+    epilogue    torch's fused call, on a GPU
+    torch       the reference: GEMM, then GELU as a kernel of its own
+    auto        tuned for half precision on a GPU, else torch
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from accel.kernels import check_backend, cuda
+from accel.kernels.linear import reference
+from accel.kernels.linear.tuner import Tuner
+
+TUNED = ("tuned", "cublaslt", "hopper")
+BACKENDS = ("auto", *TUNED, "epilogue", "torch")
+
+
+class Linear:
+    """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half inputs.
+
+    weight (N, K), bias (N,), contiguous, on one device. gelu: GELU follows. tuner: chooses algorithms, one for all
+    layers of a network; None makes one. The kernel launched just before may write x, but not the weights.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor, gelu: bool = False, tuner: Tuner | None = None, backend: str = "auto"
+    ):
+        check_backend("linear", backend, BACKENDS)
+        self.weight, self.bias, self.gelu, self.tuner = weight, bias, gelu, tuner or Tuner()
+        half_on_gpu = weight.is_cuda and weight.dtype in cuda.HALF
+        self.backend = ("tuned" if half_on_gpu else "torch") if backend == "auto" else backend
+        # On a CPU torch's fused GELU is the exact one, another function.
+        if not (half_on_gpu or self.backend == "torch" or self.backend == "epilogue" and weight.is_cuda):
+            given = f"{weight.dtype} on {weight.device}"
+            raise ValueError(f"linear: backend {backend!r} takes half precision on a GPU, not {given}; take 'auto'")
+
+    def shape(self, m: int) -> tuple[int, int, int, bool]:
+        """(M, N, K, gelu) of the GEMM on M tokens."""
+        return (m, *self.weight.shape, self.gelu)
+
+    def prepare(self, m: int) -> None:
+        """Compile and load what M tokens are known to need; nothing is measured or launched."""
+        if self.backend in TUNED:
+            self.tuner.prepare(*self.shape(m), self.weight.dtype, self.weight.device)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The layer's tensors."""
+        return iter((self.weight, self.bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (…, K), contiguous → (…, N)."""
+        if self.backend == "torch":
+            return reference.linear(x, self.weight, self.bias, self.gelu)
+        if self.backend == "epilogue":
+            return reference.fused(x, self.weight, self.bias, self.gelu)
+        if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in (x, self.weight, self.bias)):
+            raise ValueError(f"linear: backend {self.backend!r} takes contiguous tensors, aligned to 16 bytes")
+        m = x.numel() // x.shape[-1]
+        choice = self.tuner.choose(*self.shape(m), x.dtype, x.device, self.backend)
+        out = torch.empty(*x.shape[:-1], len(self.bias), dtype=x.dtype, device=x.device)
+        with torch.cuda.device(x.device):
+            choice.run(x, self.weight, self.bias, out)
+        return out

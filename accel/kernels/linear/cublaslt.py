@@ -1,0 +1,165 @@
+"""A GEMM by any of cuBLASLt's algorithms. torch cannot name one, so the library that it has loaded is called directly.
+
+By ctypes: nvmath.bindings, which wraps the library, takes 0.43 to 0.69 s to import and 39 MB more on disk.
+"""
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Values of the library's public enumerations (cublasLt.h, library_types.h).
+_CUDA_TYPE = {torch.float16: 2, torch.bfloat16: 14}
+_CUDA_R_32F, _COMPUTE_32F, _TRANSPOSED = 0, 68, 1
+_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_BIAS_TYPE = 3, 7, 8, 26
+_EPILOGUE_BIAS, _EPILOGUE_GELU_BIAS = 4, 36
+_PREFERENCE_WORKSPACE, _PREFERENCE_REDUCTION = 1, 3
+_REDUCTION_COMPUTE_TYPE = 2
+# Tile, stages, custom option, cluster shape.
+_CONFIGURATION = {1: ctypes.c_uint32, 6: ctypes.c_uint32, 5: ctypes.c_uint32, 8: ctypes.c_uint16}
+
+_WORKSPACE_BYTES = 32 << 20  # the most an algorithm may ask for; NVIDIA's advice for Hopper
+_SUGGESTIONS = 16  # asked for; the library gives about 8
+
+
+class Algorithm(NamedTuple):
+    """One algorithm, fully configured: the library's opaque 64 bytes, and the workspace it needs."""
+
+    words: tuple[int, ...]
+    workspace: int
+
+
+class _Heuristic(ctypes.Structure):
+    _fields_ = [
+        ("words", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+@lru_cache(None)
+def _library():
+    """The cuBLASLt that torch has mapped into this process: any other copy could be another version."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = {line.split()[-1] for line in lines if "libcublasLt.so" in line}
+    if not paths:
+        raise RuntimeError("linear: this process has no cuBLASLt; take backend 'epilogue'")
+    library = ctypes.CDLL(min(paths))
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return library
+
+
+def version() -> int:
+    """The library's version: an algorithm's words mean nothing to another one."""
+    return _library().cublasLtGetVersion()
+
+
+def _call(name, *arguments):
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} failed with status {status}")
+
+
+def _set(setter, target, attribute, value):
+    _call(setter, target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+
+@lru_cache(None)
+def _handle(device):
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+def _matrix(dtype, rows, columns):
+    layout = ctypes.c_void_p()
+    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
+    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _CUDA_TYPE[dtype], *sizes)
+    return layout
+
+
+class Gemm:
+    """y = x·Wᵀ + b, and GELU if asked for, for one shape on one GPU.
+
+    The library is column-major: it sees yᵀ (N, M) = (Wᵀ)ᵀ · xᵀ. So nothing is transposed in memory, and the bias runs
+    along the rows of yᵀ, where the epilogue wants it.
+    """
+
+    def __init__(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device):
+        self.shape, self.gelu, self.dtype, self.device = (m, n, k), gelu, dtype, device
+        self.description = ctypes.c_void_p()
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_32F, _CUDA_R_32F)
+        self._describe(_DESC_TRANSA, ctypes.c_int32(_TRANSPOSED))
+        self._describe(_DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_GELU_BIAS if gelu else _EPILOGUE_BIAS))
+        self._describe(_DESC_BIAS_TYPE, ctypes.c_int32(_CUDA_TYPE[dtype]))
+        sides = (k, n), (k, m), (n, m), (n, m)  # Wᵀ, xᵀ, C, yᵀ
+        self.operands = [_matrix(dtype, *side) for side in sides]
+        self.problem = _handle(device), self.description, *self.operands
+
+    def _describe(self, attribute, value):
+        _set("cublasLtMatmulDescSetAttribute", self.description, attribute, value)
+
+    def suggestions(self) -> list[Algorithm]:
+        """Algorithms that the library proposes for this shape, best by its own estimate first."""
+        preference, found, count = ctypes.c_void_p(), (_Heuristic * _SUGGESTIONS)(), ctypes.c_int()
+        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        # Partial sums of a split K stay float32 and are added in a fixed order: the same bits on every run.
+        for attribute, value in (
+            (_PREFERENCE_WORKSPACE, ctypes.c_size_t(_WORKSPACE_BYTES)),
+            (_PREFERENCE_REDUCTION, ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE)),
+        ):
+            _set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
+        results = _SUGGESTIONS, found, ctypes.byref(count)
+        _call("cublasLtMatmulAlgoGetHeuristic", *self.problem, preference, *results)
+        _call("cublasLtMatmulPreferenceDestroy", preference)
+        return [Algorithm(tuple(one.words), one.workspace) for one in found[: count.value] if one.status == 0]
+
+    def candidates(self) -> list[Algorithm]:
+        """The library's suggestions, then those for neighbouring shapes that run here too. The latter bring other
+        tiles, and are often faster."""
+        m, n, k = self.shape
+        shapes = [(m, k, n)]
+        shapes += [(max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n))]
+        found = self.suggestions()
+        for shape in shapes:
+            for algorithm in Gemm(*shape, self.gelu, self.dtype, self.device).suggestions():
+                words, result = (ctypes.c_uint64 * 8)(*algorithm.words), _Heuristic()
+                if not _library().cublasLtMatmulAlgoCheck(*self.problem, words, ctypes.byref(result)):
+                    found.append(Algorithm(algorithm.words, result.workspace))
+        return [algorithm for algorithm in dict.fromkeys(found) if algorithm.workspace <= _WORKSPACE_BYTES]
+
+    def find(self, wanted: list[int]) -> Algorithm | None:
+        """The candidate with this `configuration`, if there is one."""
+        return next((algorithm for algorithm in self.candidates() if configuration(algorithm) == wanted), None)
+
+    def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+        """Launch one of the candidates on the current stream. Operands: contiguous, of this shape, dtype and device."""
+        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        weight_at, x_at, out_at = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, out))
+        workspace = torch.empty(max(1, algorithm.workspace), dtype=torch.uint8, device=self.device)
+        self._describe(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
+        wt, xt, ct, yt = self.operands
+        source = ctypes.byref(one), weight_at, wt, x_at, xt
+        target = ctypes.byref(zero), out_at, ct, out_at, yt
+        how = (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.c_void_p(workspace.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        size = ctypes.c_size_t(algorithm.workspace)
+        _call("cublasLtMatmul", _handle(self.device), self.description, *source, *target, *how, size, stream)
+
+
+def configuration(algorithm: Algorithm) -> list[int]:
+    """Tile, stages, custom option, cluster shape: what distinguishes algorithms in any version of the library."""
+    words, size, values = (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.c_size_t(), []
+    for attribute, kind in _CONFIGURATION.items():
+        value = kind()
+        target = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(kind)), ctypes.byref(size)
+        _call("cublasLtMatmulAlgoConfigGetAttribute", words, attribute, *target)
+        values.append(value.value)
+    return values

@@ -1,0 +1,179 @@
+"""Which algorithm computes a GEMM: known to win, or measured before, or measured now.
+
+cuBLASLt picks an algorithm from a model of the chip. A DiT needs few GEMMs, all known ahead: measuring takes a fraction
+of a second, once for a GPU and library, and gains 4 to 18 % on them.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.files import cache_folder
+from accel.kernels import keep
+from accel.kernels.linear import cublaslt, hopper
+
+GEMMS = {"cublaslt": cublaslt.Gemm, "hopper": hopper.Gemm}
+# Winners after seconds of load, when an H200 at 700 W runs at three quarters of its clock and the least energy wins, by
+# GPU and shape: what the GEMM's `find` takes. In XL/2 at 512 px these are 16, 4, 2, 1 and half a picture's tokens.
+# Measured in log/products-h200.json and log/products-few-rows-h200.json.
+KNOWN = json.loads(Path(__file__).with_name("known.json").read_text())
+
+
+class Choice(NamedTuple):
+    """A GEMM and one of its algorithms."""
+
+    gemm: cublaslt.Gemm | hopper.Gemm
+    algorithm: cublaslt.Algorithm | hopper.Tile
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+        """Launch it on the current stream."""
+        self.gemm.run(self.algorithm, x, weight, bias, out)
+
+
+class Tuner:
+    """Chooses algorithms for the GEMMs of a network and keeps what it measures.
+
+    folders: where measurements are kept, the first to go by first; by default the user's cache folder. A job that must
+    give the same bits when it is started again, perhaps elsewhere, puts its own first. With none that can be read or
+    written every process measures for itself. A GEMM is (M, N, K, gelu, dtype, device).
+    """
+
+    def __init__(self, folders: list[str | Path] | None = None):
+        self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
+        self.chosen = {}  # (m, n, k, gelu, dtype, device, backend) → Choice
+
+    def choose(
+        self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device, backend: str = "tuned"
+    ) -> Choice:
+        """A GEMM's algorithm; `backend`: "tuned", or "cublaslt" or "hopper" for one of these alone."""
+        gemm = m, n, k, gelu, dtype, _indexed(device)
+        if (*gemm, backend) not in self.chosen:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("linear: first used inside a CUDA graph; run the step once before capturing it")
+            self.chosen[(*gemm, backend)] = self._choose(gemm, backend)
+        return self.chosen[(*gemm, backend)]
+
+    def _choose(self, gemm, backend):
+        *shape, dtype, device = gemm
+        name = f"{_name(*shape[:3])} {str(dtype).removeprefix('torch.')}{' gelu' * shape[3]}"
+        name += "" if backend == "tuned" else f" {backend}"
+        files, choice = self._files(device), _known(gemm, backend)
+        if choice is None:
+            kept = next((found[name] for found in map(_read, files) if name in found), None)
+            choice = _fastest(gemm, backend) if kept is None else _restored(kept, gemm)
+        for file in files:
+            if name not in (found := _read(file)):
+                keep(file, json.dumps({**found, name: _plain(choice.algorithm)}).encode())
+        return choice
+
+    def prepare(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> None:
+        """Load our own kernel for a GEMM for which it is known to win, compiled if it is not on disk yet."""
+        winner = _winner(m, n, k, gelu, device)
+        if "hopper" in winner:
+            gemm = hopper.Gemm(m, n, k, gelu, dtype, _indexed(device))
+            gemm.load(gemm.find(winner["hopper"]))
+
+    def plain(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> list:
+        """The algorithm that `choose` gives, as JSON values that another process can `adopt`."""
+        return _plain(self.choose(m, n, k, gelu, dtype, device).algorithm)
+
+    def adopt(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device, plain: list) -> None:
+        """Take another process's choice, from the same kind of GPU and library."""
+        gemm = m, n, k, gelu, dtype, _indexed(device)
+        self.chosen[(*gemm, "tuned")] = _restored(plain, gemm)
+
+    def _files(self, device):
+        """Files of measurements for this kind of GPU, version of the library and version of our kernel."""
+        gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
+        name = f"products-{gpu}-cublaslt-{cublaslt.version()}-own-{hopper.version()}.json"
+        return [folder / name for folder in self.folders]
+
+
+def _indexed(device):
+    """A device with its number, as tensors name it."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _name(m, n, k):
+    return f"{m}x{n}x{k}"
+
+
+def _winner(m, n, k, gelu, device):
+    """What is known of a GEMM on this kind of GPU: {backend: its `find`'s argument}, or nothing."""
+    return KNOWN.get(torch.cuda.get_device_name(device), {}).get(f"{_name(m, n, k)}{' gelu' * gelu}", {})
+
+
+def _known(gemm, backend):
+    """The choice that won on this kind of GPU under long load, if that was measured."""
+    *shape, _, device = gemm
+    for name, wanted in _winner(*shape, device).items():
+        if backend in ("tuned", name):
+            known = GEMMS[name](*gemm)
+            algorithm = known.find(wanted)
+            return None if algorithm is None else Choice(known, algorithm)
+    return None
+
+
+def _fastest(gemm, backend):
+    """The choice with the least time on random operands. Another than the first, which is the library's own, must win
+    by 3 %: timings jitter, and a short burst says little about a GPU at its power limit."""
+    device = gemm[-1]
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), ThreadPoolExecutor() as pool:
+        gemms = [make(*gemm) for name, make in GEMMS.items() if backend in ("tuned", name)]
+        choices = [Choice(one, algorithm) for one in gemms for algorithm in one.candidates()]
+        if not choices:
+            raise ValueError("linear: backend 'hopper' takes sides in eights on a GPU of capability 9.0; take 'tuned'")
+        own = [choice for choice in choices if isinstance(choice.algorithm, hopper.Tile)]
+        list(pool.map(lambda choice: choice.gemm.load(choice.algorithm), own))  # each compiles for a second
+        times = _milliseconds(choices, *gemm)
+    best = int(times.argmin())
+    return choices[best if times[best] < 0.97 * times[0] else 0]
+
+
+def _milliseconds(choices, m, n, k, gelu, dtype, device):
+    """Median time of five launches of each choice, replayed from graphs in turns."""
+    generator = torch.Generator(device).manual_seed(0)  # its own: a run's random stream must not depend on measurements
+    shapes = (m, k), (n, k), (n,)
+    x, weight, bias = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    out, graphs, times = torch.empty(m, n, dtype=dtype, device=device), [], []
+    for choice in choices:
+        choice.run(x, weight, bias, out)  # loads the kernel
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                choice.run(x, weight, bias, out)
+        graphs.append(graph)
+    for graph in graphs * 3:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize(device)
+    return torch.tensor([start.elapsed_time(end) for start, end in times]).view(3, -1).median(0).values
+
+
+def _plain(algorithm):
+    """A tile as its numbers, an algorithm of cuBLASLt as [words, workspace]."""
+    return list(algorithm) if isinstance(algorithm, hopper.Tile) else [list(algorithm.words), algorithm.workspace]
+
+
+def _restored(plain, gemm):
+    if isinstance(plain[0], int):
+        return Choice(hopper.Gemm(*gemm), hopper.Tile(*plain))
+    words, workspace = plain
+    return Choice(cublaslt.Gemm(*gemm), cublaslt.Algorithm(tuple(words), workspace))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a file keeps, by name; nothing if it is absent or damaged: measured again."""
+    try:
+        kept = json.loads(file.read_text())
+        whole = isinstance(kept, dict) and all(isinstance(plain, list) and plain for plain in kept.values())
+        return kept if whole else {}
+    except (OSError, ValueError):
+        return {}

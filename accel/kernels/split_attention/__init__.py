@@ -1,0 +1,47 @@
+"""Self-attention at float32 accuracy on float16 tensor cores, from and to high/low splits (accel.kernels.split_linear).
+
+softmax(q·kᵀ/√d)·v: scores by three GEMMs, float32 softmax. Weights are split too. A tensor core truncates when it
+accumulates, so each tile's p·v is summed by itself and then added to the output in float32. Weights run up to 2⁶, not
+1, so that the low parts of small ones are not lost; the sums carry the same factor.
+
+    hopper      our kernel: capability 9.0, head dim 72
+    triton      from sm_80 on
+    cublas      any GPU with float16 tensor cores; stores a sample's (H, T, T) weights
+    torch       the reference, in float64, any device
+    auto        the first of these that runs there
+"""
+
+import torch
+
+from accel.kernels import check_backend, cuda
+from accel.kernels.split_attention import cublas, hopper, reference
+from accel.kernels.split_linear import HighLow
+
+BACKENDS = ("auto", "hopper", "triton", "cublas", "torch")
+
+
+def choose(device: torch.device, dim: int) -> str:
+    """The backend that "auto" takes."""
+    if device.type != "cuda":
+        return "torch"
+    capability = cuda.capability(device)
+    if capability == (9, 0) and dim == hopper.HEAD_DIM:
+        return "hopper"
+    return "triton" if cuda.HAS_TRITON and capability >= (8, 0) else "cublas"
+
+
+def split_attention(qkv: HighLow, num_heads: int, backend: str = "auto") -> HighLow:
+    """qkv (N, T, 3·D) without scales: q, k and v side by side, each head-major → (N, T, D) without scales.
+
+    Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
+    """
+    check_backend("split_attention", backend, BACKENDS)
+    dim = qkv.pair.shape[-1] // (3 * num_heads)
+    if backend == "auto":
+        backend = choose(qkv.pair.device, dim)
+    if backend == "triton":
+        from accel.kernels.split_attention import triton
+
+        return HighLow(triton.attention(qkv.pair, num_heads), None)
+    run = {"hopper": hopper, "cublas": cublas, "torch": reference}[backend]
+    return HighLow(run.attention(qkv.pair, num_heads), None)

@@ -1,0 +1,99 @@
+"""A float32 linear layer on float16 tensor cores: operands split into high and low, three GEMMs summed in float32.
+
+    x = (high + low) · 2^e,    x·w ≈ low·high + high·low + high·high
+
+What is left out, low·low, lies below float32's last bit (Markidis et al. 2018, arXiv:1803.04014). A tensor core
+truncates when it adds to its accumulator, so sums over a long inner dimension drift. As in Ootomo & Yokota 2022
+(arXiv:2203.03341), parts of the sum are therefore added outside, where float32 rounds to nearest. The small GEMMs come
+first in each part.
+
+    hopper      our kernel: capability 9.0, N and K in eights
+    triton      from sm_80 on
+    cublas      any GPU with float16 tensor cores
+    torch       the reference, in float64, any device
+    auto        the first of these that runs on the device
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from accel.kernels import check_backend, cuda
+from accel.kernels.split_linear import cublas, hopper, reference
+from accel.kernels.split_linear.high_low import HighLow, balance, split
+
+__all__ = ["HighLow", "SplitLinear", "balance", "choose", "split"]
+
+BACKENDS = ("auto", "hopper", "triton", "cublas", "torch")
+
+
+def choose(device: torch.device) -> str:
+    """The backend that "auto" takes."""
+    if device.type != "cuda":
+        return "torch"
+    capability = cuda.capability(device)
+    if capability == (9, 0):
+        return "hopper"
+    return "triton" if cuda.HAS_TRITON and capability >= (8, 0) else "cublas"
+
+
+class SplitLinear:
+    """A layer x (…, K) → (…, N) at float32 accuracy.
+
+    weight (N, K), bias (N,) float32, on the device to run on. gelu: GELU in its tanh form follows, then a
+    multiplication by the powers of two `after` (N,); the next layer has their inverse in its weights (`balance`).
+    result: "float32", or "high_low" for HighLow without scales, which gelu asks for. overflow: an int32 tensor of one
+    element, set to 1 where a high_low result is too large for float16. name: of the layer, for errors. Raises
+    ValueError, naming the layer, for weights that are not finite.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        after: Tensor | None = None,
+        gelu: bool = False,
+        result: str = "float32",
+        overflow: Tensor | None = None,
+        name: str = "",
+        backend: str = "auto",
+    ):
+        check_backend("split_linear", backend, BACKENDS)
+        assert gelu == (after is not None) and (result == "high_low" or not gelu)
+        self.name, self.backend = name, choose(weight.device) if backend == "auto" else backend
+        if not bool(weight.isfinite().all() & bias.isfinite().all()):
+            raise ValueError(f"{name}: has weights that are not finite")
+        self.columns, self.depth = weight.shape
+        self.bias, self.after, self.overflow = bias.contiguous(), after, overflow
+        self.gelu, self.high_low = gelu, result == "high_low"
+        self.pair, self.scale = split(weight)  # (2, N, K), (N,)
+        if self.backend == "hopper":
+            self.pair, _ = split(hopper.arrange(weight))
+
+    def prepare(self, m: int) -> None:
+        """Compile and load what M tokens need, by a launch on zeros. What gives high_low follows a norm in a block, whose
+        split has scales."""
+        self(HighLow(self.pair.new_zeros(2, m, self.depth), self.scale.new_ones(m) if self.high_low else None))
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The layer's tensors."""
+        return iter(one for one in (self.pair, self.scale, self.bias, self.after) if one is not None)
+
+    def __call__(self, x: HighLow) -> Tensor | HighLow:
+        """x (…, K) → (…, N) as the layer's `result` says."""
+        if self.backend == "torch":
+            return reference.linear(self, x)
+        if self.backend == "cublas":
+            return cublas.linear(self, x)
+        # The kernels finish their results themselves.
+        planes, dtype = ((2,), torch.float16) if self.high_low else ((), torch.float32)
+        out = torch.empty(*planes, *x.pair.shape[1:-1], self.columns, dtype=dtype, device=x.pair.device)
+        if self.backend == "hopper":
+            hopper.linear(self, x, out)
+        else:
+            from accel.kernels.split_linear import triton
+
+            triton.linear(self, x, out)
+        return HighLow(out, None) if self.high_low else out

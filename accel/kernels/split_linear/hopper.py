@@ -1,0 +1,79 @@
+"""The split linear layer by our kernel for Hopper (hopper.cu)."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.kernels import cuda
+from accel.kernels.split_linear.high_low import HighLow
+
+FILE = Path(__file__).with_suffix(".cu")
+
+
+class Tile(NamedTuple):
+    """Compile-time shape of the kernel; hopper.cu says what each means."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    promote: int
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.rows + 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + self.stages * 4 * self.depth * (self.rows + self.columns)
+
+
+TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1)  # measured: log/split-kernels-h200.json
+
+
+def source(tile: Tile, result: int) -> str:
+    """The whole CUDA text of a variant; result: 0 float32, 1 high and low, 2 GELU, high and low."""
+    functions = cuda.wgmma("multiply", tile.columns, "f16"), cuda.conversions("f16")
+    return cuda.source((FILE,), tile, functions, RESULT=result, **cuda.registers(tile.rows // 64))
+
+
+@lru_cache(None)
+def _kernel(result, device):
+    return cuda.Kernel(source(TILE, result), "split_linear", TILE.threads, TILE.shared_bytes, device)
+
+
+def arrange(weight: Tensor) -> Tensor:
+    """Rows of W (N, K) as the kernel wants them, N filled up with zeros to a multiple of 32.
+
+    After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j + i of W at 8j + 2c + i, four
+    eights give it eight neighbouring columns to store.
+    """
+    n, k = weight.shape
+    weight = torch.cat([weight, weight.new_zeros(-n % 32, k)])
+    return weight.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)
+
+
+def _pair_map(pair, box_rows, box_depth):
+    """Tensor map of a pair (2, …, K), one load of which takes high and low of a tile."""
+    depth, rows = pair.shape[-1], pair[0].numel() // pair.shape[-1]
+    swizzle = 128 if box_depth == 64 else 64
+    return cuda.tensor_map(pair, (depth, rows, 2), (2 * depth, 2 * rows * depth), (box_depth, box_rows, 2), swizzle)
+
+
+def linear(layer: Any, x: HighLow, out: Tensor) -> None:
+    """x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16. A shape must be run once before it is captured."""
+    a, b = x.pair, layer.pair
+    if layer.depth % 8 or layer.columns % 8:
+        sides = f"{layer.depth} to {layer.columns}"
+        raise ValueError(f"split_linear: backend 'hopper' takes sides in eights, not {sides}; take 'triton'")
+    rows = a[0].numel() // layer.depth
+    tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
+    if not tiles:
+        return
+    maps = _pair_map(a, TILE.rows, TILE.depth), _pair_map(b, TILE.columns, TILE.depth)
+    tensors = out, x.scale, layer.scale, layer.bias, layer.after, layer.overflow
+    kernel = _kernel(layer.high_low + layer.gelu, a.device)
+    kernel.launch(min(tiles, cuda.multiprocessors(a.device)), *maps, *tensors, rows, layer.columns, layer.depth)

@@ -1,0 +1,29 @@
+"""The split linear layer in plain torch, the GEMMs in float64; and how a layer finishes a float32 result."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.kernels.split_linear.high_low import LARGEST, HighLow, split
+
+
+def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
+    """x HighLow (…, K) → (…, N), float32 or HighLow."""
+    (x_high, x_low), (w_high, w_low) = x.pair.double().unbind(0), layer.pair.double().unbind(0)
+    y = x_low @ w_high.t() + x_high @ w_low.t() + x_high @ w_high.t()
+    if x.scale is not None:
+        y = y * x.scale[..., None]
+    return finish(layer, (y * layer.scale + layer.bias).float())
+
+
+def finish(layer: Any, y: Tensor) -> Tensor | HighLow:
+    """y (…, N) float32 → what the layer gives: GELU, the check for overflow and the split, for backends without
+    them."""
+    if layer.gelu:
+        y = F.gelu(y, approximate="tanh") * layer.after
+    if not layer.high_low:
+        return y
+    if layer.overflow is not None:
+        layer.overflow |= (y.abs() > LARGEST).any().int()
+    return split(y, per_row=False)

@@ -1,0 +1,66 @@
+"""What the kernels' tests share."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def draw(*shape, seed=0, device="cpu"):
+    """Normal numbers, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def error(got, want):
+    """Relative to a float64 result."""
+    return float((got.double() - want).norm() / want.norm())
+
+
+def needs_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("our kernel needs a GPU of capability 9.0")
+
+
+def fresh_process(*arguments, **environment):
+    """Output of python in a process of its own, which may import tests."""
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def interpreted(call):
+    """Make `call`, "module.function(…)" of a test file, with Triton's interpreter, which must be chosen before Triton
+    is imported."""
+    code = f"import {call.split('.')[0]}; {call}; print('interpreted')"
+    assert "interpreted" in fresh_process("-c", code, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+def compiled_for(capability, names, tmp_path):
+    """Reports of ahead_of_time.py, by name, after what holds for all kernels: the right target and no spills."""
+    script = str(HERE / "ahead_of_time.py")
+    reports = json.loads(fresh_process(script, str(capability), *names, TRITON_CACHE_DIR=str(tmp_path)))
+    for report in reports.values():
+        assert report["target"].startswith(f"sm_{capability}") and report["spills"] == 0
+    return reports
+
+
+def disassemble(cubin):
+    """SASS of a cubin (bytes)."""
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        triton = pytest.importorskip("triton", reason="needs cuobjdump, which CUDA's toolkit and Triton bring")
+        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,228 @@
+"""The fused adaLN kernel against float64, through Triton's interpreter on a CPU and compiled on a GPU; and compiled
+ahead of time for three GPUs."""
+
+import pytest
+import torch
+from kernel_testing import compiled_for, disassemble, draw, interpreted, needs_hopper
+
+from accel.graphs import capture
+from accel.kernels import adaln as module
+from accel.kernels import cuda
+from accel.kernels.adaln import Modulation, adaln, adaln_split, hopper
+from accel.kernels.adaln import triton as kernels
+
+WIDTHS = (1152, 216, 384, 768, 1024, 100)
+# (N, T): odd shapes, one token, more tokens of a sample than a program computes and a last program that has fewer.
+SHAPES = ((2, 9), (1, 1), (3, 64), (5, 17))
+FORMS = ((0, False), (1, False), (2, False), (2, True))  # branches, update
+
+
+def case(width, n, tokens, branches, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x = draw(n, tokens, width) * 3 + 5  # a mean that a one-pass variance would lose
+    pairs = [(draw(n, tokens, width).to(dtype).to(device), gate) for gate in (2, 5)[:branches]]
+    entry = torch.arange(n) * 2 % 3  # shared between samples, out of order
+    return x.to(device), Modulation(draw(4, 6, width).to(device), entry.to(device)), pairs
+
+
+def wide(modulation):
+    return Modulation(modulation.table.double(), modulation.entry)
+
+
+def check(width, n, tokens, branches, update, dtype, device, tolerance, backend="triton", result=None):
+    x, modulation, pairs = case(width, n, tokens, branches, dtype, device)
+    dtype = result or dtype
+    exact, before = x.double(), x.clone()
+    want = adaln(exact, wide(modulation), 3, 4, pairs, update, backend="torch")
+    got = adaln(x, modulation, 3, 4, pairs, update, dtype, backend)
+    assert got.dtype == dtype and got.isfinite().all()
+    assert (got.double() - want).norm() <= tolerance * want.norm()
+    if update:
+        assert (x - exact).norm() <= 1e-6 * exact.norm() and not torch.equal(x, before)
+    else:
+        assert torch.equal(x, before)
+
+
+def check_split(backend, device="cpu"):
+    """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
+    for width in (1152, 216, 100):
+        x, branch = (draw(3, 20, width, seed=seed, device=device) for seed in (width, 2))
+        table = draw(4, 6, width, seed=1, device=device)
+        table[2] *= 1e-4
+        table[0, 3:5] *= 1e4
+        modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
+        want = adaln(x.double(), wide(modulation), 3, 4, ((branch.double(), 2),), backend="torch")
+        got = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend)
+        assert got.scale.shape == (3, 20) and got.pair[0].abs().amax(-1).ge(2**14).all()
+        assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("branches", (0, 1, 2))
+def test_the_reference_is_the_formula(branches):
+    """With vector 3 as shift and 4 as scale."""
+    x, modulation, pairs = case(216, 3, 10, branches, torch.float64, "cpu")
+    row = modulation.table[modulation.entry].double()[:, :, None]  # (N, V, 1, D)
+    total = x.double() + sum(row[:, gate] * branch.double() for branch, gate in pairs)
+    centred = total - total.mean(-1, keepdim=True)
+    want = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + row[:, 4]) + row[:, 3]
+    got = adaln(x.double(), wide(modulation), 3, 4, pairs, backend="torch")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_split_reference():
+    check_split("torch")
+
+
+def interpret():
+    tile_config = kernels.tile_config
+    kernels.tile_config = lambda width, tokens: tile_config(width, 8192 if tokens > 10 else tokens)  # both forms
+    for width in WIDTHS:
+        for n, tokens in SHAPES[:2]:
+            for branches, update in ((0, False), (1, False), (1, True), (2, True)):
+                # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
+                for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
+                    check(width, n, tokens, branches, update, dtype, "cpu", tolerance)
+    kernels.tile_config = tile_config
+    check_split("triton")
+
+
+def test_interpreted_kernel():
+    interpreted("test_adaln.interpret()")
+
+
+@pytest.mark.parametrize("capability", (70, 80, 90))
+def test_compiles_ahead_of_time(capability, tmp_path):
+    """On any machine, for V100, A100 and H100: neither tensor cores nor bfloat16 where a V100 has none, and 16 bytes a
+    load for x and both branches."""
+    for report in compiled_for(capability, ["adaln", "adaln_split"], tmp_path).values():
+        assert report["tensor_core"] == 0 and not report["bf16"] and report["wide"] >= 9
+
+
+@pytest.mark.parametrize("branches, half, wide", ((1, torch.float16, False), (2, torch.bfloat16, True)))
+def test_machine_code_for_few_tokens(branches, half, wide):
+    """Nothing is read before the kernel that wrote it is done, and columns go four at a time, none by way of local
+    memory."""
+    text = hopper.source(hopper.Variant(1152, branches, branches == 2, wide), half)
+    code = disassemble(cuda.compile_cubin(text, "adaln"))
+    assert code.index("ACQBULK") < code.index("LDG") and code.count("LDG.E.128") == 9 * (3 + branches)
+    assert "STL" not in code and "LDL" not in code
+
+
+def test_tiles_cover_every_width_without_idle_halves():
+    for width in range(1, 5000):
+        config = kernels.tile_config(width)
+        main, tail = config["MAIN"], config["TAIL"]
+        assert width <= main + tail < 2 * width or width == main and tail == 0
+    assert kernels.tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=2, num_warps=1)
+
+
+def test_wrong_inputs_are_refused():
+    x, modulation, pairs = case(256, 2, 9, 1, torch.float16, "cpu")
+    with pytest.raises(TypeError, match="float32 residual"):
+        adaln(x.half(), modulation, 0, 1, backend="triton")
+    with pytest.raises(ValueError, match="contiguous"):
+        adaln(x.transpose(0, 1), modulation, 0, 1, backend="triton")
+    with pytest.raises(ValueError, match="take 'triton'"):
+        adaln(x, modulation, 3, 4, pairs, dtype=torch.float16, backend="hopper")
+    with pytest.raises(ValueError, match="one of auto, triton, torch"):
+        adaln_split(x, modulation, 3, 4, backend="hopper")
+
+
+def test_the_kernel_for_few_tokens_is_taken_where_it_runs(monkeypatch):
+    """By what it takes, asked without the GPU."""
+    monkeypatch.setattr(cuda, "capability", lambda device: (9, 0))
+    x, modulation, pairs = case(256, 2, 9, 1, torch.float16, "cpu")
+    table, single = modulation.table, torch.float32
+    assert hopper.runs(x, table, pairs, torch.float16) and hopper.runs(x, table, pairs, single)
+    for wrong in (
+        (x.half(), table, pairs, torch.float16),
+        (x, table.double(), pairs, torch.float16),
+        (x, table, pairs, torch.bfloat16),  # branches are float16
+        (x, table, [(x, 2)], single),
+        (x[..., :200].contiguous(), table, pairs, torch.float16),
+        (x.transpose(0, 1), table, pairs, torch.float16),
+    ):
+        assert not hopper.runs(*wrong)
+    monkeypatch.setattr(cuda, "capability", lambda device: (8, 0))
+    assert not hopper.runs(x, table, pairs, torch.float16)
+
+
+#################################################################################
+#                                     GPU                                       #
+#################################################################################
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches, update", FORMS)
+@pytest.mark.parametrize("width", (*WIDTHS, 1536, 2304, 4096))
+def test_compiled_kernel(width, branches, update):
+    for n, tokens in (*SHAPES, (16, 1024), (1009, 9)):
+        check(width, n, tokens, branches, update, torch.float16, "cuda", 3e-4)
+        if width in (1152, 216):
+            check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3)
+            check(width, n, tokens, branches, update, torch.float32, "cuda", 1e-6)
+
+
+@pytest.mark.gpu
+def test_compiled_split():
+    check_split("triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches, update", FORMS)
+@pytest.mark.parametrize("width", (1152, 384, 768, 1024, 2048))
+def test_kernel_for_few_tokens(width, branches, update):
+    needs_hopper()
+    for n, tokens in (*SHAPES, (1, 1024), (2, 1024), (4, 1024), (1009, 9)):
+        check(width, n, tokens, branches, update, torch.float16, "cuda", 3e-4, "hopper")
+        check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3, "hopper")
+        if branches:
+            check(width, n, tokens, branches, update, torch.float16, "cuda", 1e-6, "hopper", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branches, update, element_bytes", ((1, False, 4 + 2 + 2), (2, True, 4 + 4 + 2 + 2 + 2)))
+def test_bandwidth(branches, update, element_bytes):
+    """XL's 16 × 1024 tokens at 85 % or more of the bandwidth that a copy of the residual stream reaches."""
+    cases = [
+        case(1152, 16, 1024, branches, torch.float16, "cuda", seed) for seed in range(4)
+    ]  # more than any cache holds
+    copies = [torch.empty_like(x) for x, _, _ in cases]
+
+    def milliseconds(step):
+        outputs = []
+        # Launched one by one they would wait for the host.
+        replay = capture(lambda: outputs.extend(step(index) for index in range(4)))
+        times = []
+        for _ in range(2000):
+            replay()  # an idle GPU runs at a fraction of its clock
+        for _ in range(20):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 4)
+        return sorted(times)[10]
+
+    def kernel(index):
+        x, modulation, pairs = cases[index]
+        return adaln(x, modulation, 3, 4, pairs, update, torch.float16, "triton")
+
+    elements = cases[0][0].numel()
+    copied = 8 * elements / milliseconds(lambda index: copies[index].copy_(cases[index][0]))
+    moved = element_bytes * elements / milliseconds(kernel)
+    assert moved >= 0.85 * copied, f"{moved / 1e9:.2f} TB/s, a copy {copied / 1e9:.2f}"
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_on_a_gpu(monkeypatch):
+    launched = []
+    monkeypatch.setattr(kernels, "adaln", lambda *arguments: launched.append(arguments))
+    x, modulation, pairs = case(216, 2, 9, 1, torch.float16, "cuda")
+    module.adaln(x, modulation, 3, 4, pairs, dtype=torch.float16)
+    assert len(launched) == 1

@@ -1,0 +1,92 @@
+"""Compiling, keeping and loading CUDA text; the version that marks what depends on the kernels' sources."""
+
+import ctypes
+
+import pytest
+import torch
+from kernel_testing import needs_hopper
+
+from accel import kernels
+from accel.kernels import cuda
+
+TEXT = 'extern "C" __global__ void fill(int *to, int value, long long stride, float scale) {{ {body} }}'
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, and the list of what is compiled."""
+    compiled, compile_cubin = [], cuda.compile_cubin
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda, "compile_cubin", lambda *text: compiled.append(text) or compile_cubin(*text))
+    return tmp_path / "dit", compiled
+
+
+def test_the_compilers_log_is_in_the_error():
+    with pytest.raises(RuntimeError, match=r"fill does not compile:\n.*identifier \"nonsense\" is undefined"):
+        cuda.compile_cubin(TEXT.format(body="nonsense();"), "fill")
+
+
+def test_a_cubin_is_kept_and_checked(cache):
+    """Compiled once; anew where a byte of the file is wrong, where the text is another, and where the file cannot be
+    read."""
+    folder, compiled = cache
+    text = TEXT.format(body="to[0] = value;")
+    cubin = cuda.cached_cubin(text, "fill")
+    assert cubin[:4] == b"\x7fELF" and cuda.cached_cubin(text, "fill") == cubin and len(compiled) == 1
+    [file] = folder.iterdir()
+    for damaged in (file.read_bytes()[:-1] + b"?", b"", file.read_bytes()[:40], cubin):
+        file.write_bytes(damaged)
+        assert cuda.cached_cubin(text, "fill") == cubin and file.read_bytes()[32:] == cubin
+    assert len(compiled) == 5
+    assert cuda.cached_cubin(text, "fill", anew=True) == cubin and len(compiled) == 6
+    cuda.cached_cubin(TEXT.format(body="to[0] = 0;"), "fill")
+    assert len(compiled) == 7 and len(list(folder.iterdir())) == 2
+
+
+def test_without_a_cache_folder_every_process_compiles(cache, monkeypatch):
+    folder, compiled = cache
+    folder.parent.joinpath("file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "file"))
+    for _ in range(2):
+        assert cuda.cached_cubin(TEXT.format(body=""), "fill")[:4] == b"\x7fELF"
+    assert len(compiled) == 2
+
+
+def test_the_version_sees_every_source(tmp_path):
+    """In subfolders too: FID jobs and kept plans go by it."""
+    (tmp_path / "op" / "deep").mkdir(parents=True)
+    seen = {kernels.version(tmp_path)}
+    for name in ("a.py", "op/b.cu", "op/deep/c.cuh", "op/known.json"):
+        (tmp_path / name).write_text(name)
+        seen.add(kernels.version(tmp_path))
+    assert len(seen) == 5
+    (tmp_path / "op" / "notes.txt").write_text("no source")
+    assert kernels.version(tmp_path) in seen
+    assert kernels.version(kernels.FOLDER) != kernels.version(*kernels.FOLDER.glob("*.py"))
+
+
+def test_capability():
+    assert cuda.capability(torch.device("cpu")) == (0, 0)
+
+
+@pytest.mark.gpu
+def test_a_kernel_gets_its_arguments(cache):
+    """And one whose kept cubin is whole but does not load is compiled anew."""
+    needs_hopper()
+    folder, compiled = cache
+    text = TEXT.format(body="if (to) to[stride >> 40] = int(value * scale) + blockIdx.x;")
+    out, device = torch.zeros(4, dtype=torch.int32, device="cuda"), torch.device("cuda", 0)
+    for _ in range(2):
+        kernel = cuda.Kernel(text, "fill", 1, 0, device)
+        kernel.launch(1, out, -6, ctypes.c_longlong(3 << 40), 0.5)
+        kernel.launch(1, None, 9, ctypes.c_longlong(0), 1.0)
+        assert out.tolist() == [0, 0, 0, -3]
+        [file] = folder.iterdir()
+        kernels.keep(file, cuda.hashlib.sha256(b"no cubin").digest() + b"no cubin")
+    assert len(compiled) == 2
+
+
+@pytest.mark.gpu
+def test_a_first_use_inside_a_graph_is_refused():
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="run the step once"):
+        cuda.Kernel(TEXT.format(body=""), "fill", 1, 0, torch.device("cuda", 0))

@@ -1,0 +1,64 @@
+"""The patch embedding against a convolution, its kernel against the reference through Triton's interpreter on a CPU and
+compiled on a GPU; and compiled ahead of time for three GPUs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_testing import compiled_for, draw, interpreted
+
+from accel.kernels.patch_embed import patch_embed
+
+# (pictures, channels, side, patch, width): widths and batches that fill no tile, every patch size, more pixels than a
+# program computes.
+CASES = ((1, 4, 16, 2, 216), (3, 4, 12, 2, 100), (2, 4, 16, 4, 384), (1, 4, 32, 8, 128), (5, 4, 6, 2, 72))
+
+
+def case(n, channels, side, patch, width, device="cpu"):
+    shapes = (n, channels, side, side), (width, channels * patch**2), ((side // patch) ** 2, width)
+    return [draw(*shape, seed=seed, device=device) for seed, shape in enumerate(shapes)]
+
+
+def check(device):
+    for shape in CASES:
+        x, weight, position = case(*shape, device)
+        for copies in (1, 2):
+            for first, last in ((0, len(position)), (len(position) // 2, len(position))):
+                part = position[first:last]
+                want = patch_embed(x.double(), weight.double(), part.double(), first, copies, "torch")
+                got = patch_embed(x, weight, part, first, copies, "triton")
+                assert got.shape == want.shape and (got - want).norm() <= 1e-6 * want.norm()
+
+
+def test_tokens_are_a_convolution_and_its_position():
+    for shape in CASES:
+        _, channels, _, patch, width = shape
+        x, weight, position = (one.double() for one in case(*shape))
+        convolved = F.conv2d(x, weight.view(width, channels, patch, patch), stride=patch)
+        want = convolved.flatten(2).transpose(1, 2) + position
+        torch.testing.assert_close(patch_embed(x, weight, position), want, rtol=1e-12, atol=1e-12)
+        twice = patch_embed(x, weight, position[2:4], first=2, copies=2)
+        torch.testing.assert_close(twice, torch.cat([want[:, 2:4]] * 2), rtol=1e-12, atol=1e-12)
+
+
+def test_interpreted_kernel():
+    interpreted("test_patch_embed.check('cpu')")
+
+
+@pytest.mark.gpu
+def test_compiled_kernel():
+    check("cuda")
+
+
+@pytest.mark.parametrize("capability", (70, 80, 90))
+def test_compiles_ahead_of_time(capability, tmp_path):
+    """On any machine, for V100, A100 and H100: no tensor cores, which would be TF32."""
+    [report] = compiled_for(capability, ["patch_embed"], tmp_path).values()
+    assert report["tensor_core"] == 0
+
+
+def test_wrong_inputs_are_refused():
+    x, weight, position = case(*CASES[0])
+    with pytest.raises(TypeError, match="contiguous float32"):
+        patch_embed(x.double(), weight, position, backend="triton")
+    with pytest.raises(ValueError, match="one of auto, triton, torch"):
+        patch_embed(x, weight, position, backend="cudnn")

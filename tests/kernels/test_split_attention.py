@@ -1,0 +1,104 @@
+"""Split attention against float64: the reference, Triton's kernel through its interpreter on a CPU, all backends on a
+GPU, and Hopper's kernel compiled without one."""
+
+import re
+
+import pytest
+import torch
+from kernel_testing import compiled_for, disassemble, draw, error, interpreted
+
+from accel.kernels import cuda
+from accel.kernels import split_attention as module
+from accel.kernels.split_attention import hopper, split_attention
+from accel.kernels.split_linear import split
+
+SHAPES = ((2, 70, 2, 72), (1, 130, 3, 64), (1, 33, 1, 72), (1, 1, 1, 72))  # (N, T, H, d)
+
+
+def formula(qkv, heads):
+    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, H, T, d)
+    return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def check(n, tokens, heads, dim, backend, device="cpu"):
+    """Flat weights, sharp ones, and a few keys far above the rest."""
+    for sharpness in (1, 30):
+        qkv = draw(n, tokens, 3 * heads * dim, seed=tokens, device=device)
+        qkv[..., : 2 * heads * dim] *= sharpness**0.5
+        qkv[:, ::7, heads * dim : 2 * heads * dim] *= 3
+        halves = split(qkv, per_row=False)
+        want, float32 = (formula(qkv.to(dtype), heads) for dtype in (torch.float64, torch.float32))
+        got = split_attention(halves, heads, backend)
+        assert got.scale is None and got.pair.shape == (2, n, tokens, heads * dim)
+        assert error(got.value(torch.float64), want) <= max(5 * error(float32, want), 1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_reference(shape):
+    check(*shape, "torch")
+
+
+def interpret():
+    for shape in SHAPES:
+        check(*shape, "triton")
+
+
+def test_interpreted_kernel():
+    interpreted("test_split_attention.interpret()")
+
+
+@pytest.mark.parametrize(
+    "capability, dim, expected",
+    (
+        ((7, 0), 72, "cublas"),
+        ((7, 5), 72, "cublas"),
+        ((8, 0), 72, "triton"),
+        ((9, 0), 72, "hopper"),
+        ((9, 0), 64, "triton"),
+        ((10, 0), 72, "triton"),
+    ),
+)
+def test_auto_by_capability(capability, dim, expected, monkeypatch):
+    monkeypatch.setattr(cuda, "capability", lambda device: capability)
+    assert module.choose(torch.device("cuda"), dim) == expected and module.choose(torch.device("cpu"), dim) == "torch"
+
+
+@pytest.mark.parametrize("capability", (80, 90))
+def test_compiles_ahead_of_time(capability, tmp_path):
+    """Float16 on tensor cores, none in TF32, for A100 and H100."""
+    [report] = compiled_for(capability, ["split_attention"], tmp_path).values()
+    assert report["tensor_core"] > 0 and report["tf32"] == 0
+
+
+def test_machine_code():
+    """Three warpgroup MMAs each, not awaited one by one, and no register spilled."""
+    config = hopper.CONFIG
+    code = disassemble(cuda.compile_cubin(hopper.source(config), "split_attention"))
+    shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
+    assert shapes.count(f"64x{config.keys}x16") == 2 * 15 and shapes.count("64x72x16") == 2 * 3 * config.keys // 16
+    assert len(shapes) == 2 * 15 + 2 * 3 * config.keys // 16
+    assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= 4, "MMAs are serialised"
+    consumer, producer = cuda.registers(config.warpgroups).values()
+    assert config.shared_bytes <= 227 * 1024 and 128 * (config.warpgroups * consumer + producer) <= 65536
+
+
+def test_wrong_inputs_are_refused():
+    halves = split(draw(1, 4, 3 * 64), per_row=False)
+    with pytest.raises(ValueError, match="backend 'hopper' takes head dim 72; take 'triton'"):
+        split_attention(halves, 1, "hopper")
+    with pytest.raises(ValueError, match="backend 'flash': one of auto"):
+        split_attention(halves, 1, "flash")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("cublas", "triton", "hopper"))
+def test_backends_on_a_gpu(backend):
+    capability = torch.cuda.get_device_capability()
+    if backend == "triton" and capability < (8, 0) or backend == "hopper" and capability != (9, 0):
+        pytest.skip(f"this GPU has no backend {backend}")
+    for shape in (*SHAPES, (3, 17, 2, 72), (2, 256, 16, 72), (1, 1000, 5, 72), (2, 1024, 16, 72), (1, 4096, 3, 72)):
+        if backend != "hopper" or shape[-1] == 72:
+            check(*shape, backend, "cuda")
+    qkv = split(draw(2, 700, 3 * 4 * 72, device="cuda"), per_row=False)
+    first = split_attention(qkv, 4, backend).pair
+    assert all(torch.equal(split_attention(qkv, 4, backend).pair, first) for _ in range(3)), "the same bits every time"

@@ -1,0 +1,183 @@
+"""High and low, and the split linear layer, against float64: the reference, Triton's kernel through its interpreter on
+a CPU, all backends on a GPU, and Hopper's kernel compiled without one."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_testing import compiled_for, disassemble, draw, error, interpreted
+
+from accel.kernels import cuda
+from accel.kernels import split_linear as module
+from accel.kernels.split_linear import SplitLinear, balance, hopper, split
+
+SHAPES = ((1, 8, 8), (9, 216, 72), (70, 72, 216), (33, 200, 64))  # (M, N, K)
+
+
+@pytest.mark.parametrize("magnitude", (1e-30, 1e-6, 1.0, 1e10, 3e38))
+def test_high_and_low_hold_22_bits(magnitude):
+    """Elements down to 2⁻¹⁷ of a row's largest keep a relative error of 2⁻²², smaller ones an absolute error of 2⁻³⁹ of
+    that."""
+    x = draw(50, 300) * torch.logspace(0, -12, 300)
+    x = x / x.abs().amax(-1, keepdim=True) * magnitude
+    halves = split(x)
+    largest = x.abs().amax(-1, keepdim=True).double()
+    assert halves.pair.dtype == torch.float16 and halves.pair.isfinite().all()
+    assert torch.equal(torch.frexp(halves.scale).mantissa, torch.full((50,), 0.5)), "a scale is a power of two"
+    off = (halves.value(torch.float64) - x.double()).abs()
+    assert (off <= torch.maximum(x.double().abs() * 2.0**-22, largest * 2.0**-39)).all()
+    high = halves.pair[0].abs().float()
+    assert (high.amax(-1) >= 2**14).all() and (high.amax(-1) <= 2**15).all()
+
+
+def test_a_row_of_zeros_and_rows_of_any_size_in_one_matrix():
+    x = draw(4, 64) * torch.tensor([0.0, 1e-4, 1e3, 1e30])[:, None]
+    assert torch.equal(split(x).value()[0], x[0])
+    assert ((split(x).value(torch.float64) - x.double()).norm(dim=1)[1:] <= 2.0**-22 * x.double().norm(dim=1)[1:]).all()
+
+
+def test_balance_changes_no_bit():
+    """Powers of two, so float32 scales exactly; they bring rows of any size to the same."""
+    weight, bias = draw(6, 300) * torch.tensor([1e-20, 1e-4, 1, 1e3, 1e15, 0.0])[:, None], draw(6) * 1e-6
+    bias[5] = 0
+    factor = balance(weight, bias)
+    assert torch.equal(torch.frexp(factor).mantissa, torch.full((6,), 0.5)) and factor[5] == 1
+    size = ((weight * factor[:, None]).double().square().sum(1) + (bias * factor).double().square()).sqrt()
+    assert ((size[:5] > 2.8) & (size[:5] < 5.7)).all()
+    assert torch.equal(weight * factor[:, None] / factor[:, None], weight)
+
+
+def check_linear(m, n, k, backend, device="cpu"):
+    """Rows of 1e-4 and of 1e+3 in one matrix, a token and a channel of 1e+4: every output channel and every token by
+    itself within float32's reach; and GELU's high and low, whose scale is the layer's own."""
+    x, weight, bias = (draw(*shape, seed=shape[0], device=device) for shape in ((m, k), (n, k), (n,)))
+    x[0] *= 1e4
+    x[:, 1] *= 1e4
+    weight[: n // 2] *= 1e-4
+    weight[n // 2 :] *= 1e3
+
+    def reach(x):
+        """Σ|x·w|, float32's own yardstick: a sum that cancels has no relative accuracy in any arithmetic."""
+        return x.double().abs() @ weight.double().abs().t() + bias.double().abs()
+
+    def exact(x):
+        return x.double() @ weight.double().t() + bias.double()
+
+    # Of one large GEMM among small ones: rounding to high and low, low·low, and what the tensor core cuts off while it
+    # is in the accumulator.
+    tolerance = {"torch": 8e-7, "cublas": 5e-6}.get(backend, 2e-6)  # float32 itself: 1.2e-6
+    layer = SplitLinear(weight, bias, backend=backend)
+    got = layer(split(x))
+    assert got.dtype == torch.float32 and got.shape == (m, n)
+    assert ((got.double() - exact(x)).abs() <= tolerance * reach(x)).all()
+
+    x, after = draw(m, k, seed=m, device=device), balance(weight, bias)
+    bare = layer(split(x, per_row=False))  # without scales, as GELU and attention give them
+    assert ((bare.double() - exact(x)).abs() <= tolerance * reach(x)).all()
+
+    overflow = torch.zeros(1, dtype=torch.int32, device=device)
+    how = dict(result="high_low", overflow=overflow, backend=backend)
+    got = SplitLinear(weight, bias, after=after, gelu=True, **how)(split(x))
+    assert got.scale is None and got.pair.shape == (2, m, n) and int(overflow) == 0
+    want = F.gelu(exact(x), approximate="tanh") * after.double()
+    assert error(got.value(torch.float64), want) < 2e-6  # float32's tanh loses as much
+    got = SplitLinear(weight * after[:, None], bias * after, **how)(split(x))
+    assert error(got.value(torch.float64), exact(x) * after.double()) < 1e-6 and int(overflow) == 0
+
+
+def check_overflow(backend, device="cpu"):
+    """A result beyond 65504 is reported, be it one in a thousand."""
+    weight, bias, one = (
+        draw(64, 64, seed=1, device=device),
+        torch.zeros(64, device=device),
+        torch.ones(64, device=device),
+    )
+    x = draw(40, 64, seed=2, device=device)
+    for row, expected in ((None, 0), (39, 1)):
+        if row is not None:
+            x[row] *= 1e5
+        for form in ({}, dict(gelu=True, after=one)):
+            overflow = torch.zeros(1, dtype=torch.int32, device=device)
+            layer = SplitLinear(weight, bias, result="high_low", overflow=overflow, backend=backend, **form)
+            finite = bool(layer(split(x)).pair.isfinite().all())
+            assert int(overflow) == expected and finite == (not expected)
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_the_reference(m, n, k):
+    check_linear(m, n, k, "torch")
+
+
+def test_overflow_is_reported():
+    check_overflow("torch")
+
+
+def test_wrong_inputs_are_refused():
+    weight = draw(8, 8)
+    weight[3, 4] = float("inf")
+    with pytest.raises(ValueError, match="blocks.7.mlp.fc1: has weights that are not finite"):
+        SplitLinear(weight, draw(8), name="blocks.7.mlp.fc1")
+    with pytest.raises(ValueError, match="backend 'cutlass': one of auto"):
+        SplitLinear(draw(8, 8), draw(8), backend="cutlass")
+
+
+@pytest.mark.parametrize(
+    "capability, expected",
+    (((7, 0), "cublas"), ((7, 5), "cublas"), ((8, 0), "triton"), ((9, 0), "hopper"), ((10, 0), "triton")),
+)
+def test_auto_by_capability(capability, expected, monkeypatch):
+    monkeypatch.setattr(cuda, "capability", lambda device: capability)
+    assert module.choose(torch.device("cuda")) == expected and module.choose(torch.device("cpu")) == "torch"
+    monkeypatch.setattr(cuda, "HAS_TRITON", False)
+    assert module.choose(torch.device("cuda")) == expected.replace("triton", "cublas")
+
+
+def interpret():
+    for shape in SHAPES:
+        check_linear(*shape, "triton")
+    check_overflow("triton")
+
+
+def test_interpreted_kernel():
+    interpreted("test_split_linear.interpret()")
+
+
+@pytest.mark.parametrize("capability", (80, 90))
+def test_compiles_ahead_of_time(capability, tmp_path):
+    """Float16 on tensor cores, none in TF32, for A100 and H100."""
+    [report] = compiled_for(capability, ["split_linear"], tmp_path).values()
+    assert report["tensor_core"] > 0 and report["tf32"] == 0
+
+
+@pytest.mark.parametrize("result", (0, 2))
+def test_machine_code(result):
+    """Three warpgroup MMAs for every 16 of the inner dimension, awaited once a part, and no register spilled."""
+    tile = hopper.TILE
+    code = disassemble(cuda.compile_cubin(hopper.source(tile, result), "split_linear"))
+    shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
+    assert shapes == [f"64x{tile.columns}x16"] * (3 * tile.depth // 16 * tile.promote)
+    assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= tile.promote
+    assert tile.shared_bytes <= 227 * 1024
+
+
+def test_rows_are_arranged_as_lanes_hold_them():
+    weight = torch.arange(40.0)[:, None].expand(40, 8)
+    got = hopper.arrange(weight)[:, 0]
+    assert got.shape == (64,)
+    for eight in range(4):
+        for lane in range(4):
+            for i in range(2):
+                assert got[8 * eight + 2 * lane + i] == 8 * lane + 2 * eight + i
+    assert got[40:].sum() + got[32:40].sum() == sum(range(32, 40))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ("cublas", "triton", "hopper"))
+def test_backends_on_a_gpu(backend):
+    capability = torch.cuda.get_device_capability()
+    if backend == "triton" and capability < (8, 0) or backend == "hopper" and capability != (9, 0):
+        pytest.skip(f"this GPU has no backend {backend}")
+    for shape in (*SHAPES, (4096, 1152, 1152), (2048, 3456, 1152), (1000, 1152, 4608), (129, 4608, 1152)):
+        check_linear(*shape, backend, "cuda")
+    check_overflow(backend, "cuda")

@@ -1,0 +1,201 @@
+"""What the tuner chooses, and where it keeps it. The library and the GPU are stand-ins where this is about files; the
+rest needs a GPU."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_testing import needs_hopper
+from test_linear import case, formula
+
+from accel.files import cache_folder
+from accel.kernels import keep
+from accel.kernels.linear import Linear, cublaslt, hopper, tuner
+from accel.kernels.linear.cublaslt import Algorithm
+from accel.kernels.linear.hopper import Tile
+from accel.kernels.linear.tuner import Choice, Tuner
+
+GEMM = 8, 8, 8, False, torch.float16, torch.device("cuda", 0)
+ALGORITHM = Algorithm((1, 2**63, 3, 4, 5, 6, 7, 8), 64)
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """A GPU and a library that are not there; the GEMMs that are measured. Each measurement finds another tile."""
+    found = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cublaslt, "version", lambda: 1)
+    monkeypatch.setattr(cublaslt, "Gemm", lambda *gemm: gemm)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU 1/2")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def fastest(gemm, backend):
+        found.append((*gemm, backend))
+        return Choice(hopper.Gemm(*gemm), Tile(64, 72, len(found)))
+
+    monkeypatch.setattr(tuner, "_fastest", fastest)
+    return found
+
+
+def test_the_file_of_measurements(tmp_path):
+    """Written whole, read back equal, and a damaged or foreign one counts as none."""
+    file = tmp_path / "deep" / "products.json"
+    kept = {"8x8x8 float16": [[1, 2**63], 64], "8x8x8 bfloat16 gelu": [128, 72, 4, 2, 2]}
+    keep(file, json.dumps(kept).encode())
+    assert tuner._read(file) == kept and os.listdir(file.parent) == [file.name]
+    for text in ("", "{", "[1]", json.dumps({"8x8x8 float16": 3}), json.dumps({"8x8x8 float16": []})):
+        file.write_text(text)
+        assert tuner._read(file) == {}
+    assert tuner._read(tmp_path / "absent.json") == {}
+    keep(file / "below-a-file.json", b"{}")  # cannot be written: no error, nothing there
+    assert file.is_file()
+
+
+def test_a_choice_is_made_once(measured, tmp_path):
+    """In a process, and by its file in the next one; a backend of its own is a choice of its own."""
+    first = Tuner()
+    assert first.choose(*GEMM) is first.choose(*GEMM[:5], torch.device("cuda", 0)) and len(measured) == 1
+    assert Tuner().choose(*GEMM).algorithm == first.choose(*GEMM).algorithm and len(measured) == 1
+    assert first.choose(*GEMM, "hopper").algorithm != first.choose(*GEMM).algorithm and len(measured) == 2
+    [file] = (tmp_path / "home" / "dit").iterdir()
+    assert file.name == f"products-GPU-1-2-cublaslt-1-own-{hopper.version()}.json"
+    assert json.loads(file.read_text()) == {
+        "8x8x8 float16": [64, 72, 1, 1, 2],
+        "8x8x8 float16 hopper": [64, 72, 2, 1, 2],
+    }
+    assert Tuner([]).choose(*GEMM).algorithm.stages == 3  # no folder: measured by every process
+
+
+def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
+    """Two FID jobs with folders of their own, on one machine: the second does not measure, as another algorithm would
+    round differently. A job that resumes elsewhere, where another was measured, goes by its folder."""
+
+    def choose(folder, home="home"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
+        return Tuner([tmp_path / folder, cache_folder()]).choose(*GEMM).algorithm.stages
+
+    assert [choose("one"), choose("two"), choose("one")] == [1, 1, 1] and len(measured) == 1
+    assert [choose(folder, "elsewhere") for folder in ("three", "one", "two", "four")] == [2, 1, 1, 2]
+    assert len(list(tmp_path.rglob("products-GPU-1-2-*.json"))) == 6
+
+
+def test_choices_travel_as_plain_numbers(measured):
+    """Between ranks, as through files: cuBLASLt's algorithms and tiles of our own."""
+    for algorithm in (ALGORITHM, Tile(128, 72, 4, cluster=2)):
+        one, other = Tuner([]), Tuner([])
+        one.chosen[(*GEMM, "tuned")] = Choice(None, algorithm)
+        other.adopt(*GEMM, json.loads(json.dumps(one.plain(*GEMM))))
+        adopted = other.choose(*GEMM).algorithm
+        assert adopted == algorithm and type(adopted) is type(algorithm)
+    assert not measured
+
+
+def test_winners_that_are_known(measured, monkeypatch):
+    """They are taken and kept without measuring, by the backend that may; prepare loads our kernel, and no other."""
+    loaded = []
+    monkeypatch.setattr(hopper.Gemm, "load", lambda gemm, tile: loaded.append(tile))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    stand_in = SimpleNamespace(find=lambda wanted: ALGORITHM if wanted == [20, 35, 1, 3] else None)
+    monkeypatch.setitem(tuner.GEMMS, "cublaslt", lambda *gemm: stand_in)
+    ours, library, no_more = (
+        (m, n, k, *GEMM[3:]) for m, n, k in ((2048, 3456, 1152), (4096, 3456, 1152), (16384, 1152, 1152))
+    )
+    assert Tuner().choose(*ours).algorithm == Tile(128, 216, 3)
+    assert Tuner().choose(*library).algorithm == ALGORITHM and not measured
+    assert Tuner().choose(*ours, "cublaslt") and Tuner().choose(*no_more) and len(measured) == 2
+    for gemm in (ours, library, no_more, GEMM):
+        Tuner().prepare(*gemm)
+    assert loaded == [Tile(128, 216, 3)]
+
+
+def test_a_changed_kernel_is_measured_anew(tmp_path, monkeypatch):
+    before = hopper.version()
+    (tmp_path / "hopper.cu").write_text(hopper.FILE.read_text() + "\n")
+    monkeypatch.setattr(hopper, "FILE", tmp_path / "hopper.cu")
+    assert hopper.version.__wrapped__() != before
+
+
+#################################################################################
+#                                     GPU                                       #
+#################################################################################
+
+
+@pytest.mark.gpu
+def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeypatch):
+    x, weight, bias = case(3072, 4608, 1152, torch.float16, "cuda")  # not among the known ones
+    gemm = 3072, 4608, 1152, True, torch.float16, x.device
+    want = formula(x, weight, bias, True)
+    choices = [
+        Choice(one, algorithm)
+        for one in (make(*gemm) for make in tuner.GEMMS.values())
+        for algorithm in one.candidates()
+    ]
+    assert len(choices) > 4
+    for choice in choices:
+        out = torch.full((3072, 4608), float("nan"), dtype=torch.float16, device="cuda")  # an unwritten element shows
+        choice.run(x, weight, bias, out)
+        assert (out.double() - want).norm() <= 5e-4 * want.norm(), choice.algorithm
+    state = torch.cuda.get_rng_state()
+    first = Linear(weight, bias, True, Tuner([tmp_path]))(x)
+    assert torch.equal(torch.cuda.get_rng_state(), state)  # a run's noise does not depend on whether it had to measure
+    [file] = tmp_path.iterdir()
+    assert list(json.loads(file.read_text())) == ["3072x4608x1152 float16 gelu"]
+    monkeypatch.setattr(tuner, "_fastest", lambda *_: pytest.fail("measured again"))
+    assert torch.equal(Linear(weight, bias, True, Tuner([tmp_path]))(x), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, n, k", ((512, 216, 864), (256, 648, 216), (2048, 1152, 4608)))
+def test_the_same_bits_every_time(m, n, k):
+    """Algorithms that split a small GEMM's K must not depend on which part comes first."""
+    x, weight, bias = case(m, n, k, torch.float16, "cuda")
+    for make in tuner.GEMMS.values():
+        gemm = make(m, n, k, False, torch.float16, x.device)
+        for algorithm in gemm.candidates():
+            results = [torch.empty(m, n, dtype=torch.float16, device="cuda") for _ in range(20)]
+            for result in results:
+                gemm.run(algorithm, x, weight, bias, result)
+            assert all(torch.equal(result, results[0]) for result in results), algorithm
+
+
+@pytest.mark.gpu
+def test_measuring_leaves_the_random_stream_alone():
+    """A GEMM may first be used in the middle of a sampling run: the run's pictures must not depend on it."""
+    torch.manual_seed(5)
+    want = torch.randn(8, device="cuda")
+    torch.manual_seed(5)
+    Tuner([]).choose(256, 144, 72, False, torch.float16, torch.device("cuda", 0))
+    assert torch.equal(torch.randn(8, device="cuda"), want)
+
+
+@pytest.mark.gpu
+def test_known_algorithms_are_taken_without_measuring(monkeypatch):
+    known = tuner.KNOWN.get(torch.cuda.get_device_name())
+    if known is None:
+        pytest.skip(f"nothing is recorded for {torch.cuda.get_device_name()}")
+    monkeypatch.setattr(tuner, "_fastest", lambda *_: pytest.fail("measured"))
+    for name, winner in known.items():
+        shape, _, gelu = name.partition(" ")
+        m, n, k = map(int, shape.split("x"))
+        x, weight, bias = case(m, n, k, torch.float16, "cuda")
+        layer = Linear(weight, bias, bool(gelu), Tuner([]))
+        assert layer(x).isfinite().all()
+        chosen = layer.tuner.choose(*layer.shape(m), x.dtype, x.device).algorithm
+        assert winner in ({"hopper": list(chosen)}, {"cublaslt": list(chosen) and cublaslt.configuration(chosen)})
+
+
+@pytest.mark.gpu
+def test_backends_by_name(tmp_path):
+    needs_hopper()
+    x, weight, bias = case(300, 864, 288, torch.float16, "cuda", (2,))
+    want, one = formula(x, weight, bias, True), Tuner([tmp_path])
+    got = Linear(weight, bias, True, one, "hopper")(x)
+    [choice] = one.chosen.values()
+    assert isinstance(choice.algorithm, Tile) and (got.double() - want).norm() <= 5e-4 * want.norm()
+    Linear(weight, bias, True, one, "cublaslt")(x)
+    assert [type(choice.algorithm) for choice in one.chosen.values()] == [Tile, Algorithm]
+    x, weight, bias = case(64, 12, 20, torch.float16, "cuda")
+    with pytest.raises(ValueError, match="sides in eights"):
+        Linear(weight, bias, backend="hopper")(x)
