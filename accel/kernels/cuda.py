@@ -39,7 +39,11 @@ def writes_to_peer(index: int, peer: int) -> bool:
     driver, _ = _bindings()
     devices = [call(driver.cuDeviceGet, ordinal) for ordinal in (index, peer)]
     return all(
-        call(driver.cuDeviceGetP2PAttribute, driver.CUdevice_P2PAttribute[f"CU_DEVICE_P2P_ATTRIBUTE_{name}"], *devices)
+        call(
+            driver.cuDeviceGetP2PAttribute,
+            getattr(driver.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}"),
+            *devices,
+        )
         for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED")
     )
 
@@ -188,7 +192,7 @@ class Kernel:
             # All kernels have one carve-out: with another, a kernel could not be set up while its predecessor runs.
             settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes, "PREFERRED_SHARED_MEMORY_CARVEOUT": 100}
             for setting, value in settings.items():
-                attribute = driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{setting}"]
+                attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{setting}")
                 call(driver.cuFuncSetAttribute, self.function, attribute, value)
 
     def concurrent_clusters(self) -> int:
@@ -246,9 +250,10 @@ def tensor_map(
     driver, _ = _bindings()
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
         raise ValueError("backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes")
+    element = f"CU_TENSOR_MAP_DATA_TYPE_{'B' * (tensor.dtype == torch.bfloat16)}FLOAT16"
     return call(
         driver.cuTensorMapEncodeTiled,
-        driver.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{'B' * (tensor.dtype == torch.bfloat16)}FLOAT16"],
+        getattr(driver.CUtensorMapDataType, element),
         len(sizes),
         tensor.data_ptr(),
         [driver.cuuint64_t(size) for size in sizes],
@@ -256,7 +261,7 @@ def tensor_map(
         [driver.cuuint32_t(side) for side in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"],
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
