@@ -1,4 +1,5 @@
-"""What upstream's scripts import: `from download import find_model`. Run as a command, it fetches the published weights."""
+"""What upstream's scripts import: `from download import find_model`. Run as a command, it fetches the published
+weights."""
 
 from accel.checkpoint import download_model, fetch_published, find_model, pretrained_models
 

@@ -197,7 +197,8 @@ class Lpips:
             maps = [network.scaling_layer(2 * x - 1) for x in maps]
             for run, head in zip(network.net.children(), network.lins):
                 maps = [run(x) for x in maps]  # each (1, C, H', W')
-                # Unit vectors along C, with 1e-8 inside the root as torchmetrics has it; made one by one, freed at once.
+                # Unit vectors along C, with 1e-8 inside the root as torchmetrics has it; made one by one, freed at
+                # once.
                 units = (x * (torch.linalg.vector_norm(x, dim=1, keepdim=True).square() + 1e-8).rsqrt() for x in maps)
                 distances.append(head(next(units).sub_(next(units)).square_()).mean().item())
         return distances

@@ -6,15 +6,17 @@ arguments and state-dict keys are those of the published checkpoints, which load
 Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width, h heads.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def modulate(x, shift, scale):
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Adaptive LayerNorm's affine part, x·(1 + scale) + shift; x (N, T, D), shift and scale (N, D)."""
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
@@ -26,8 +28,8 @@ def modulate(x, shift, scale):
 
 @lru_cache(maxsize=None)
 def _frequencies(half, max_period, device):
-    """max_period^(-i/half) for i = 0 … half-1, on `device`. Taken on the CPU and uploaded once: every device then uses the
-    same bits, and the sampling loop has no host→device copy."""
+    """max_period^(-i/half) for i = 0 … half-1, on `device`. Taken on the CPU and uploaded once: every device then uses
+    the same bits, and the sampling loop has no host→device copy."""
     with torch.inference_mode(False):
         exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
         return torch.exp(-np.log(max_period) * exponents).to(device)
@@ -36,7 +38,7 @@ def _frequencies(half, max_period, device):
 class TimestepEmbedder(nn.Module):
     """A timestep as a vector: sinusoid, then a two-layer MLP. (N,) → (N, D)."""
 
-    def __init__(self, hidden_size, frequency_embedding_size=256):
+    def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
         super().__init__()
         self.mlp = nn.Sequential(
             nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
@@ -44,28 +46,28 @@ class TimestepEmbedder(nn.Module):
         self.frequency_embedding_size = frequency_embedding_size
 
     @staticmethod
-    def timestep_embedding(t, dim, max_period=10000):
+    def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
         """Sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32."""
         args = t[:, None].float() * _frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
         embedding = torch.cat([args.cos(), args.sin()], dim=-1)
         return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero
 
-    def forward(self, t):
+    def forward(self, t: Tensor) -> Tensor:
         sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
         return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
 
 
 class LabelEmbedder(nn.Module):
-    """A class label as a vector; the last row of the table stands for "no label" (classifier-free guidance, Ho & Salimans 2022,
-    arXiv:2207.12598). (N,) → (N, D)."""
+    """A class label as a vector; the last row of the table stands for "no label" (classifier-free guidance, Ho &
+    Salimans 2022, arXiv:2207.12598). (N,) → (N, D)."""
 
-    def __init__(self, num_classes, hidden_size, dropout_prob):
+    def __init__(self, num_classes: int, hidden_size: int, dropout_prob: float):
         super().__init__()
         self.embedding_table = nn.Embedding(num_classes + (dropout_prob > 0), hidden_size)
         self.num_classes = num_classes
         self.dropout_prob = dropout_prob
 
-    def token_drop(self, labels, force_drop_ids=None):
+    def token_drop(self, labels: Tensor, force_drop_ids: Tensor | None = None) -> Tensor:
         """Labels with a random share, or those where `force_drop_ids` (N,) is 1, replaced by the null label."""
         if force_drop_ids is None:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
@@ -73,7 +75,7 @@ class LabelEmbedder(nn.Module):
             drop = force_drop_ids == 1
         return torch.where(drop, self.num_classes, labels)
 
-    def forward(self, labels, train, force_drop_ids=None):
+    def forward(self, labels: Tensor, train: bool, force_drop_ids: Tensor | None = None) -> Tensor:
         if (train and self.dropout_prob > 0) or force_drop_ids is not None:
             labels = self.token_drop(labels, force_drop_ids)
         return self.embedding_table(labels)
@@ -82,7 +84,7 @@ class LabelEmbedder(nn.Module):
 class PatchEmbed(nn.Module):
     """Non-overlapping patches as tokens in raster order. (N, C, H, W) → (N, T, D)."""
 
-    def __init__(self, input_size, patch_size, in_channels, hidden_size):
+    def __init__(self, input_size: int, patch_size: int, in_channels: int, hidden_size: int):
         super().__init__()
         self.img_size = (input_size, input_size)
         self.patch_size = (patch_size, patch_size)
@@ -90,13 +92,13 @@ class PatchEmbed(nn.Module):
         self.num_patches = self.grid_size[0] * self.grid_size[1]
         self.proj = nn.Conv2d(in_channels, hidden_size, kernel_size=patch_size, stride=patch_size)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2:] != self.img_size:
             raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {self.img_size}")
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
-def get_1d_sincos_pos_embed_from_grid(embed_dim, pos):
+def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.ndarray:
     """Positions of any shape, M in all → (M, embed_dim) float64: sines, then cosines, of pos·10000^(-2i/embed_dim)."""
     if embed_dim % 2:
         raise ValueError(f"embed_dim {embed_dim}: must be even")
@@ -105,14 +107,16 @@ def get_1d_sincos_pos_embed_from_grid(embed_dim, pos):
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-def get_2d_sincos_pos_embed_from_grid(embed_dim, grid):
+def get_2d_sincos_pos_embed_from_grid(embed_dim: int, grid: np.ndarray) -> np.ndarray:
     """grid (2, …): two coordinates a position → (M, embed_dim), half the width for each coordinate."""
     return np.concatenate([get_1d_sincos_pos_embed_from_grid(embed_dim // 2, axis) for axis in grid], axis=1)
 
 
-def get_2d_sincos_pos_embed(embed_dim, grid_size, cls_token=False, extra_tokens=0):
-    """Sine-cosine table of a square grid in raster order → (grid_size², embed_dim) float64, with `extra_tokens` zero rows in
-    front if `cls_token`. The column's embedding comes first, then the row's."""
+def get_2d_sincos_pos_embed(
+    embed_dim: int, grid_size: int, cls_token: bool = False, extra_tokens: int = 0
+) -> np.ndarray:
+    """Sine-cosine table of a square grid in raster order → (grid_size², embed_dim) float64, with `extra_tokens` zero
+    rows in front if `cls_token`. The column's embedding comes first, then the row's."""
     row, column = np.meshgrid(np.arange(grid_size), np.arange(grid_size), indexing="ij")
     table = get_2d_sincos_pos_embed_from_grid(embed_dim, np.stack([column, row]))
     if cls_token and extra_tokens > 0:
@@ -125,9 +129,9 @@ def get_2d_sincos_pos_embed(embed_dim, grid_size, cls_token=False, extra_tokens=
 #################################################################################
 
 
-def attention(qkv, num_heads):
-    """softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). qkv (N, T, 3·D): q, k, v side by side, each
-    head-major → (N, T, D)."""
+def attention(qkv: Tensor, num_heads: int) -> Tensor:
+    """softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). qkv (N, T, 3·D): q, k, v side by
+    side, each head-major → (N, T, D)."""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -135,7 +139,7 @@ def attention(qkv, num_heads):
 class Attention(nn.Module):
     """Multi-head self-attention with one projection for q, k and v. (N, T, D) → (N, T, D)."""
 
-    def __init__(self, dim, num_heads):
+    def __init__(self, dim: int, num_heads: int):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} does not divide into {num_heads} heads")
@@ -143,27 +147,27 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x, attend=attention):
+    def forward(self, x: Tensor, attend: Callable = attention) -> Tensor:
         return self.proj(attend(self.qkv(x), self.num_heads))
 
 
 class Mlp(nn.Module):
     """Linear, GELU in its tanh form, linear."""
 
-    def __init__(self, dim, hidden_dim):
+    def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.act = nn.GELU(approximate="tanh")
         self.fc2 = nn.Linear(hidden_dim, dim)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.act(self.fc1(x)))
 
 
 class DiTBlock(nn.Module):
     """Transformer block with adaptive LayerNorm and gates that start at zero (adaLN-Zero, section 3.2 of the paper)."""
 
-    def __init__(self, hidden_size, num_heads, mlp_ratio=4.0):
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0):
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.attn = Attention(hidden_size, num_heads)
@@ -171,8 +175,9 @@ class DiTBlock(nn.Module):
         self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-    def forward(self, x, c, attend=attention):
-        """x (N, T, D) tokens, c (N, D) condition → (N, T, D). attend: in place of `attention`, where it takes another form."""
+    def forward(self, x: Tensor, c: Tensor, attend: Callable = attention) -> Tensor:
+        """x (N, T, D) tokens, c (N, D) condition → (N, T, D). attend: in place of `attention`, where it takes another
+        form."""
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa), attend))
@@ -182,13 +187,13 @@ class DiTBlock(nn.Module):
 class FinalLayer(nn.Module):
     """Adaptive LayerNorm and the projection of a token to its patch. (N, T, D) → (N, T, p²·out_channels)."""
 
-    def __init__(self, hidden_size, patch_size, out_channels):
+    def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
         super().__init__()
         self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
 
-    def forward(self, x, c):
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)  # each (N, D)
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
@@ -196,22 +201,22 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """Diffusion transformer over latent patches.
 
-    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output holds, after the noise estimate,
-    the fraction v that interpolates the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
+    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output holds, after the noise
+    estimate, the fraction v that interpolates the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
     def __init__(
         self,
-        input_size=32,
-        patch_size=2,
-        in_channels=4,
-        hidden_size=1152,
-        depth=28,
-        num_heads=16,
-        mlp_ratio=4.0,
-        class_dropout_prob=0.1,
-        num_classes=1000,
-        learn_sigma=True,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        class_dropout_prob: float = 0.1,
+        num_classes: int = 1000,
+        learn_sigma: bool = True,
     ):
         super().__init__()
         self.learn_sigma = learn_sigma
@@ -228,9 +233,9 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
         self.initialize_weights()
 
-    def initialize_weights(self):
-        """Section 3.2: Xavier for the linears, normals of 0.02 for the embeddings, zeros for adaLN and the last layer, so that
-        every block starts as the identity. On the meta device nothing is drawn or computed."""
+    def initialize_weights(self) -> None:
+        """Section 3.2: Xavier for the linears, normals of 0.02 for the embeddings, zeros for adaLN and the last layer,
+        so that every block starts as the identity. On the meta device nothing is drawn or computed."""
         if self.pos_embed.is_meta:
             return
 
@@ -256,29 +261,31 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def position_table(self):
+    def position_table(self) -> Tensor:
         """The position embedding (1, T, D) float32: a function of the grid, never trained."""
         table = get_2d_sincos_pos_embed(self.pos_embed.shape[-1], self.x_embedder.grid_size[0])
         return torch.from_numpy(table).float().unsqueeze(0)
 
-    def unpatchify(self, x):
+    def unpatchify(self, x: Tensor) -> Tensor:
         """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
         side, p = self.x_embedder.grid_size[0], self.patch_size
         x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
-    def forward(self, x, t, y):
-        """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); (N, C, H, W) without learned sigma."""
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); (N, C, H, W) without learned
+        sigma."""
         x = self.x_embedder(x) + self.pos_embed  # (N, T, D)
         c = self.t_embedder(t) + self.y_embedder(y, self.training)  # (N, D)
         for block in self.blocks:
             x = block(x, c)
         return self.unpatchify(self.final_layer(x, c))
 
-    def forward_with_cfg(self, x, t, y, cfg_scale):
-        """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,) holds the N
-        labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in the first three channels
-        (three, as the published pictures were made) and their own half's output in the rest."""
+    def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
+        """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)
+        holds the N labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in
+        the first three channels (three, as the published pictures were made) and their own half's output in the
+        rest."""
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
         eps, rest = out[:, :3], out[:, 3:]
@@ -300,7 +307,7 @@ _SIZES = {
 
 
 def _constructor(name, **config):
-    def build(**kwargs):
+    def build(**kwargs) -> DiT:
         return DiT(**{**config, **kwargs})
 
     build.__name__ = build.__qualname__ = name
@@ -313,7 +320,8 @@ DiT_models = {
     for size, config in _SIZES.items()
     for p in (2, 4, 8)
 }
-# Small, trained on drawn pictures, shipped with its weights; head dim 72 as in XL, so that every kernel for XL runs on it.
+# Small, trained on drawn pictures, shipped with its weights; head dim 72 as in XL, so that every kernel for XL runs on
+# it.
 DiT_models["DiT-Demo/2"] = _constructor(
     "DiT_Demo_2", patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8
 )

@@ -5,15 +5,15 @@ from .respace import SpacedDiffusion, space_timesteps
 
 
 def create_diffusion(
-    timestep_respacing,
-    noise_schedule="linear",
-    use_kl=False,
-    sigma_small=False,
-    predict_xstart=False,
-    learn_sigma=True,
-    rescale_learned_sigmas=False,
-    diffusion_steps=1000,
-):
+    timestep_respacing: str | None,
+    noise_schedule: str = "linear",
+    use_kl: bool = False,
+    sigma_small: bool = False,
+    predict_xstart: bool = False,
+    learn_sigma: bool = True,
+    rescale_learned_sigmas: bool = False,
+    diffusion_steps: int = 1000,
+) -> SpacedDiffusion:
     """
     The process DiT trains (`timestep_respacing=""`: all steps) and samples with (`"250"`, `"ddim50"`, ...).
 

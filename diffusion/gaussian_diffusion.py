@@ -16,9 +16,11 @@ captured in a CUDA graph, once `prepare(device)` has put the tables there.
 
 import enum
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .diffusion_utils import discretized_gaussian_log_likelihood, normal_kl
 
@@ -46,11 +48,11 @@ class LossType(enum.Enum):
     KL = enum.auto()  # the bound's term, in bits per dimension
     RESCALED_KL = enum.auto()  # the same times num_timesteps: an estimate of the whole bound
 
-    def is_vb(self):
+    def is_vb(self) -> bool:
         return self in (LossType.KL, LossType.RESCALED_KL)
 
 
-def mean_flat(tensor):
+def mean_flat(tensor: Tensor) -> Tensor:
     """(N, ...) -> (N,), the mean over all but the batch."""
     return tensor.mean(dim=list(range(1, tensor.ndim)))
 
@@ -58,7 +60,9 @@ def mean_flat(tensor):
 # ---- beta schedules: float64 (T,) ----
 
 
-def get_beta_schedule(beta_schedule, *, beta_start, beta_end, num_diffusion_timesteps):
+def get_beta_schedule(
+    beta_schedule: str, *, beta_start: float, beta_end: float, num_diffusion_timesteps: int
+) -> np.ndarray:
     """
     float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by shape: "linear"; "quad" (linear in
     the square root); "warmup10", "warmup50" (linear over the first 10 or 50 %, then constant); "const"
@@ -81,7 +85,7 @@ def get_beta_schedule(beta_schedule, *, beta_start, beta_end, num_diffusion_time
     raise ValueError(f'beta schedule "{beta_schedule}": expected linear, quad, warmup10, warmup50, const or jsd')
 
 
-def get_named_beta_schedule(schedule_name, num_diffusion_timesteps):
+def get_named_beta_schedule(schedule_name: str, num_diffusion_timesteps: int) -> np.ndarray:
     """
     The published schedules, float64 (num_diffusion_timesteps,):
 
@@ -99,7 +103,9 @@ def get_named_beta_schedule(schedule_name, num_diffusion_timesteps):
     raise ValueError(f'noise schedule "{schedule_name}": expected linear or squaredcos_cap_v2')
 
 
-def betas_for_alpha_bar(num_diffusion_timesteps, alpha_bar, max_beta=0.999):
+def betas_for_alpha_bar(
+    num_diffusion_timesteps: int, alpha_bar: Callable[[float], float], max_beta: float = 0.999
+) -> np.ndarray:
     """beta_t = min(1 - abar((t+1)/T) / abar(t/T), max_beta), abar a function on [0, 1]: Nichol section 3.2."""
     edges = [alpha_bar(step / num_diffusion_timesteps) for step in range(num_diffusion_timesteps + 1)]
     return np.array([min(1 - after / before, max_beta) for before, after in zip(edges, edges[1:])])
@@ -123,7 +129,14 @@ class GaussianDiffusion:
     float32 copies live on each device they are used on.
     """
 
-    def __init__(self, *, betas, model_mean_type, model_var_type, loss_type):
+    def __init__(
+        self,
+        *,
+        betas: np.ndarray,
+        model_mean_type: "ModelMeanType",
+        model_var_type: "ModelVarType",
+        loss_type: "LossType",
+    ):
         self.model_mean_type = model_mean_type
         self.model_var_type = model_var_type
         self.loss_type = loss_type
@@ -163,7 +176,7 @@ class GaussianDiffusion:
 
     # ---- tables on the device ----
 
-    def prepare(self, device):
+    def prepare(self, device: torch.device | str) -> None:
         """
         Uploads the tables to `device`, once; later calls there find them. Whoever captures a step in a CUDA
         graph, or forbids synchronisation, calls this before. RuntimeError if a capture gets here first.
@@ -207,12 +220,13 @@ class GaussianDiffusion:
         return {**tables, "ancestral": torch.stack([tables[name] for name in ANCESTRAL], dim=1)}
 
     @property
-    def learns_range(self):
+    def learns_range(self) -> bool:
         """Whether the model predicts the noise and a variance within its range, as DiT does."""
         return self.model_mean_type is ModelMeanType.EPSILON and self.model_var_type is ModelVarType.LEARNED_RANGE
 
-    def ancestral_coefficients(self, device):
-        """What p_sample reads of the tables for such a model, float32 (T, 6) on `device`, its columns as in ANCESTRAL."""
+    def ancestral_coefficients(self, device: torch.device | str) -> Tensor:
+        """What p_sample reads of the tables for such a model, float32 (T, 6) on `device`, its columns as in
+        ANCESTRAL."""
         return self._tables(device)["ancestral"]
 
     def __getstate__(self):
@@ -224,14 +238,14 @@ class GaussianDiffusion:
 
     # ---- q: the noising process ----
 
-    def q_mean_variance(self, x_start, t):
+    def q_mean_variance(self, x_start: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q(x_t | x_0) = N(sqrt(abar_t) x_0, (1 - abar_t) I), Ho eq. 4: mean, variance, log variance."""
         mean = self._at("sqrt_alphas_cumprod", t, x_start) * x_start
         variance = 1.0 - self._at("alphas_cumprod", t, x_start)
         log_variance = self._at("log_one_minus_alphas_cumprod", t, x_start)
         return mean, variance.expand(x_start.shape), log_variance.expand(x_start.shape)
 
-    def q_sample(self, x_start, t, noise=None):
+    def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor | None = None) -> Tensor:
         """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, Ho eq. 4; noise like x_start, drawn if None."""
         if noise is None:
             noise = torch.randn_like(x_start)
@@ -240,7 +254,7 @@ class GaussianDiffusion:
             + self._at("sqrt_one_minus_alphas_cumprod", t, x_start) * noise
         )
 
-    def q_posterior_mean_variance(self, x_start, x_t, t):
+    def q_posterior_mean_variance(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q(x_{t-1} | x_t, x_0), Ho eq. 6, 7: mean, variance, log variance (clipped at t = 0), like x_t."""
         variance = self._at("posterior_variance", t, x_t)
         log_variance = self._at("posterior_log_variance_clipped", t, x_t)
@@ -254,7 +268,15 @@ class GaussianDiffusion:
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
 
-    def p_mean_variance(self, model, x, t, clip_denoised=True, denoised_fn=None, model_kwargs=None):
+    def p_mean_variance(
+        self,
+        model: Callable,
+        x: Tensor,
+        t: Tensor,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+    ) -> dict[str, Tensor]:
         """
         p(x_{t-1} | x_t), Ho eq. 1.
 
@@ -347,7 +369,9 @@ class GaussianDiffusion:
 
     # ---- classifier guidance ----
 
-    def condition_mean(self, cond_fn, p_mean_var, x, t, model_kwargs=None):
+    def condition_mean(
+        self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
+    ) -> Tensor:
         """
         mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t, **model_kwargs) gives that
         gradient, like x; p_mean_var: p_mean_variance's dict.
@@ -355,7 +379,9 @@ class GaussianDiffusion:
         gradient = self._wrap_model(cond_fn)(x, t, **(model_kwargs or {}))
         return p_mean_var["mean"] + p_mean_var["variance"] * gradient
 
-    def condition_score(self, cond_fn, p_mean_var, x, t, model_kwargs=None):
+    def condition_score(
+        self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
+    ) -> dict[str, Tensor]:
         """
         p_mean_var with pred_xstart and mean of eps - sqrt(1 - abar_t) grad log p(y | x), Dhariwal
         algorithm 2: guidance for steps that need no noise. cond_fn as in condition_mean.
@@ -370,8 +396,17 @@ class GaussianDiffusion:
     # ---- samplers: one step each ----
 
     def p_sample(
-        self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, *, noise=None
-    ):
+        self,
+        model: Callable,
+        x: Tensor,
+        t: Tensor,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        cond_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+        *,
+        noise: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """
         Ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
 
@@ -389,8 +424,18 @@ class GaussianDiffusion:
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
     def ddim_sample(
-        self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, eta=0.0, *, noise=None
-    ):
+        self,
+        model: Callable,
+        x: Tensor,
+        t: Tensor,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        cond_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+        eta: float = 0.0,
+        *,
+        noise: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """
         DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
 
@@ -415,8 +460,16 @@ class GaussianDiffusion:
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
     def ddim_reverse_sample(
-        self, model, x, t, clip_denoised=True, denoised_fn=None, cond_fn=None, model_kwargs=None, eta=0.0
-    ):
+        self,
+        model: Callable,
+        x: Tensor,
+        t: Tensor,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        cond_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+        eta: float = 0.0,
+    ) -> dict[str, Tensor]:
         """
         DDIM's ODE one step towards noise, Song section 4.3, with abar_T = 0:
 
@@ -438,16 +491,16 @@ class GaussianDiffusion:
 
     def p_sample_loop(
         self,
-        model,
-        shape,
-        noise=None,
-        clip_denoised=True,
-        denoised_fn=None,
-        cond_fn=None,
-        model_kwargs=None,
-        device=None,
-        progress=False,
-    ):
+        model: Callable,
+        shape: tuple[int, ...],
+        noise: Tensor | None = None,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        cond_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+    ) -> Tensor:
         """
         A sample (shape) by all p_sample steps, from x_T = noise, drawn if None. Draws one x_T, then one
         normal batch per step, the last included. device: default that of noise, else of model's parameters.
@@ -461,36 +514,36 @@ class GaussianDiffusion:
 
     def p_sample_loop_progressive(
         self,
-        model,
-        shape,
-        noise=None,
-        clip_denoised=True,
-        denoised_fn=None,
-        cond_fn=None,
-        model_kwargs=None,
-        device=None,
-        progress=False,
-    ):
+        model: Callable,
+        shape: tuple[int, ...],
+        noise: Tensor | None = None,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        cond_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+    ) -> Iterator[dict[str, Tensor]]:
         """p_sample_loop as a generator of p_sample's dicts, one per step."""
 
-        def step(x, t):
+        def step(x: Tensor, t: Tensor):
             return self.p_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs)
 
         yield from self._loop(step, model, shape, noise, device, progress)
 
     def ddim_sample_loop(
         self,
-        model,
-        shape,
-        noise=None,
-        clip_denoised=True,
-        denoised_fn=None,
-        cond_fn=None,
-        model_kwargs=None,
-        device=None,
-        progress=False,
-        eta=0.0,
-    ):
+        model: Callable,
+        shape: tuple[int, ...],
+        noise: Tensor | None = None,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        cond_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+        eta: float = 0.0,
+    ) -> Tensor:
         """A sample (shape) by all ddim_sample steps; see p_sample_loop, and ddim_sample for eta."""
         return _last_sample(
             self.ddim_sample_loop_progressive(
@@ -500,20 +553,20 @@ class GaussianDiffusion:
 
     def ddim_sample_loop_progressive(
         self,
-        model,
-        shape,
-        noise=None,
-        clip_denoised=True,
-        denoised_fn=None,
-        cond_fn=None,
-        model_kwargs=None,
-        device=None,
-        progress=False,
-        eta=0.0,
-    ):
+        model: Callable,
+        shape: tuple[int, ...],
+        noise: Tensor | None = None,
+        clip_denoised: bool = True,
+        denoised_fn: Callable | None = None,
+        cond_fn: Callable | None = None,
+        model_kwargs: dict | None = None,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+        eta: float = 0.0,
+    ) -> Iterator[dict[str, Tensor]]:
         """ddim_sample_loop as a generator of ddim_sample's dicts, one per step."""
 
-        def step(x, t):
+        def step(x: Tensor, t: Tensor):
             return self.ddim_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta)
 
         yield from self._loop(step, model, shape, noise, device, progress)
@@ -544,7 +597,9 @@ class GaussianDiffusion:
 
     # ---- losses ----
 
-    def training_losses(self, model, x_start, t, model_kwargs=None, noise=None):
+    def training_losses(
+        self, model: Callable, x_start: Tensor, t: Tensor, model_kwargs: dict | None = None, noise: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """
         The loss of each row for x_t = q_sample(x_start, t, noise).
 
@@ -601,7 +656,9 @@ class GaussianDiffusion:
         mean, _, log_variance = self.q_mean_variance(x_start, t)
         return mean_flat(normal_kl(mean, log_variance, 0.0, 0.0)) / math.log(2.0)
 
-    def calc_bpd_loop(self, model, x_start, clip_denoised=True, model_kwargs=None):
+    def calc_bpd_loop(
+        self, model: Callable, x_start: Tensor, clip_denoised: bool = True, model_kwargs: dict | None = None
+    ) -> dict[str, Tensor]:
         """
         The whole variational bound, Ho eq. 5, one draw of noise per step.
 

@@ -1,12 +1,15 @@
 """Sampling with fewer steps than the process was trained with: Nichol & Dhariwal 2021 (2102.09672), section 4."""
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from .gaussian_diffusion import GaussianDiffusion
 
 
-def space_timesteps(num_timesteps, section_counts):
+def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[int]:
     """
     The set of timesteps to keep of `num_timesteps`.
 
@@ -75,7 +78,7 @@ class SpacedDiffusion(GaussianDiffusion):
     Raises ValueError if use_timesteps is empty or reaches outside the process.
     """
 
-    def __init__(self, use_timesteps, **kwargs):
+    def __init__(self, use_timesteps: Iterable[int], **kwargs):
         self.use_timesteps = set(use_timesteps)
         self.timestep_map = sorted(self.use_timesteps)
         base = GaussianDiffusion(**kwargs)
@@ -94,7 +97,7 @@ class SpacedDiffusion(GaussianDiffusion):
         timestep_map = torch.tensor(self.timestep_map, dtype=torch.int64, device=device)
         return {**super()._upload(device), "timestep_map": timestep_map}
 
-    def original_timesteps(self, t):
+    def original_timesteps(self, t: Tensor) -> Tensor:
         """t (N,), this process's timesteps, as the original ones (N,) int64, looked up on t's device."""
         return self._tables(t.device)["timestep_map"][t.long()]
 
@@ -105,7 +108,7 @@ class SpacedDiffusion(GaussianDiffusion):
 class _WrappedModel:
     """A model, or a cond_fn, that is shown the original timesteps."""
 
-    def __init__(self, model, diffusion):
+    def __init__(self, model: Callable, diffusion):
         self.model = model
         self.diffusion = diffusion
 

@@ -25,8 +25,8 @@ its covariance is known before its noise is, and
 For k = 3 this leaves a ninth of the curvature that a pair of steps leaves.
 
 Averaging removes noise: p_i holds noise of variance theta_i = sum_sr a_is a_ir min(tau_s, tau_r) < tau_i, less than its
-timestep says. D at a point with too little noise has a bias, of the same sign at every stride. So p_i is moved away from
-the forecast m of x_0 until its noise is that of the timestep, the trained timestep nearest to tau_i:
+timestep says. D at a point with too little noise has a bias, of the same sign at every stride. So p_i is moved away
+from the forecast m of x_0 until its noise is that of the timestep, the trained timestep nearest to tau_i:
 
     p_i <- m + sqrt(tau_i / theta_i) (p_i - m).                                                               (5)
 
@@ -41,8 +41,11 @@ The first of two evaluations gives a better path. The second point is then 2 u* 
 is right although p_1 was not. With k = 1, u* = u_t: the ancestral step itself, to the bit.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from .respace import SpacedDiffusion
 
@@ -124,12 +127,14 @@ class Strides:
                 }
         return self._device_tables[kind, device]
 
-    def start(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The forecast of x_0 and the values of the learned variance, each like x, before the first stride of a run. That
-        stride must be one step: there is nothing yet to forecast from."""
+    def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The forecast of x_0 and the values of the learned variance, each like x, before the first stride of a run.
+        That stride must be one step: there is nothing yet to forecast from."""
         return torch.zeros_like(x), torch.zeros_like(x)
 
-    def stride(self, model, x, t, m, values, noise, evaluations=1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def stride(
+        self, model: Callable, x: Tensor, t: Tensor, m, values, noise: Tensor | None, evaluations=1
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """
         k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
 

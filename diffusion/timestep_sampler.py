@@ -5,9 +5,10 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
-def create_named_schedule_sampler(name, diffusion):
+def create_named_schedule_sampler(name: str, diffusion) -> "ScheduleSampler":
     """name: "uniform" or "loss-second-moment", else ValueError; diffusion: whose num_timesteps to draw from."""
     if name == "uniform":
         return UniformSampler(diffusion)
@@ -20,10 +21,10 @@ class ScheduleSampler(ABC):
     """A distribution over timesteps, with the weights that keep the mean of the weighted loss what it was."""
 
     @abstractmethod
-    def weights(self):
+    def weights(self) -> np.ndarray:
         """(num_timesteps,) numpy array, positive, not necessarily normalised."""
 
-    def sample(self, batch_size, device):
+    def sample(self, batch_size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """
         Importance-sampled timesteps: t (batch_size,) int64 with P(t) = p_t, and weights (batch_size,)
         float32, 1 / (num_timesteps p_t). Drawn from numpy's global generator.
@@ -40,14 +41,14 @@ class UniformSampler(ScheduleSampler):
         self.diffusion = diffusion
         self._weights = np.ones([diffusion.num_timesteps])
 
-    def weights(self):
+    def weights(self) -> np.ndarray:
         return self._weights
 
 
 class LossAwareSampler(ScheduleSampler):
     """A sampler that follows the losses; every rank of a process group sees all of them, in the same order."""
 
-    def update_with_local_losses(self, local_ts, local_losses):
+    def update_with_local_losses(self, local_ts: Tensor, local_losses: Tensor) -> None:
         """
         local_ts (N,) integers and local_losses (N,) of this rank's batch; N may differ between ranks.
         Collective when a process group is initialised.
@@ -72,7 +73,7 @@ class LossAwareSampler(ScheduleSampler):
         )
 
     @abstractmethod
-    def update_with_all_losses(self, ts, losses):
+    def update_with_all_losses(self, ts: list[int], losses: list[float]) -> None:
         """ts: list of int timesteps; losses: list of float, one each. Deterministic: ranks must stay in step."""
 
 
@@ -83,21 +84,21 @@ class LossSecondMomentResampler(LossAwareSampler):
     until every t has its history.
     """
 
-    def __init__(self, diffusion, history_per_term=10, uniform_prob=0.001):
+    def __init__(self, diffusion, history_per_term: int = 10, uniform_prob: float = 0.001):
         self.diffusion = diffusion
         self.history_per_term = history_per_term
         self.uniform_prob = uniform_prob
         self._loss_history = np.zeros([diffusion.num_timesteps, history_per_term], dtype=np.float64)
         self._loss_counts = np.zeros([diffusion.num_timesteps], dtype=np.int64)
 
-    def weights(self):
+    def weights(self) -> np.ndarray:
         if not self._warmed_up():
             return np.ones([self.diffusion.num_timesteps], dtype=np.float64)
         p = np.sqrt(np.mean(self._loss_history**2, axis=-1))
         p = p / np.sum(p)
         return p * (1.0 - self.uniform_prob) + self.uniform_prob / len(p)
 
-    def update_with_all_losses(self, ts, losses):
+    def update_with_all_losses(self, ts: list[int], losses: list[float]) -> None:
         for t, loss in zip(ts, losses):
             # Oldest first; the row is read as a whole only once every row is full.
             if self._loss_counts[t] == self.history_per_term:

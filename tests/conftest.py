@@ -51,7 +51,8 @@ def run():
 
 @pytest.fixture(scope="session")
 def tiny_vae(tmp_path_factory):
-    """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent channels), saved in diffusers' layout."""
+    """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent channels), saved in diffusers'
+    layout."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)

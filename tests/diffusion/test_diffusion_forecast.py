@@ -1,4 +1,5 @@
-"""Strides against their equations written out in float64, one step at a time, and against a process whose network is known."""
+"""Strides against their equations written out in float64, one step at a time, and against a process whose network is
+known."""
 
 import numpy as np
 import pytest
@@ -60,7 +61,8 @@ def by_hand(diffusion, model, x, t, m, values, noise, calls):
         x0, fresh = call(weights, at(weights, path), m)
         last, place = x0, weights
     else:
-        # The covariance of the path from independent increments, its largest axis as a combination of the path's points.
+        # The covariance of the path from independent increments, its largest axis as a combination of the path's
+        # points.
         covariance = np.array(
             [
                 [max(taus[0] - taus[max(i, j)], 0) if i == j else taus[0] - taus[min(i, j)] for j in range(k)]
@@ -124,7 +126,8 @@ def test_one_step_strides_are_the_ancestral_sampler_bit_for_bit():
 
 
 class Gaussian:
-    """The network of pixels that are independent and normal, of mean 0.5 and variance s²: everything about it is known in closed form."""
+    """The network of pixels that are independent and normal, of mean 0.5 and variance s²: everything about it is known
+    in closed form."""
 
     def __init__(self, diffusion, spread=0.8):
         self.diffusion, self.spread = diffusion, spread
@@ -145,7 +148,8 @@ class Gaussian:
 
 
 def test_known_noise_beats_extrapolation_on_a_known_process():
-    """A quarter of the calls: with the noise taken in, the end is over three times nearer to that of all calls than with the last x_0 held."""
+    """A quarter of the calls: with the noise taken in, the end is over three times nearer to that of all calls than
+    with the last x_0 held."""
     diffusion = create_diffusion("100")
     model, generator = Gaussian(diffusion), torch.Generator().manual_seed(0)
     z, noises = torch.randn(8, 4, 8, 8, generator=generator), torch.randn(100, 8, 4, 8, 8, generator=generator)
