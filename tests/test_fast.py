@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accel.conditioning import HoistedConditioning
 from conftest import ROOT, fill
 from reference_dit import dit
 
 from accel import engine
 from accel import fast as fast_module
-from accel.conditioning import HoistedConditioning
 from accel.fast import FastDiT, Optimisations, accelerate, hoist_conditioning
 from accel.options import SamplingOptions, UsageError
 from diffusion import create_diffusion

@@ -4,9 +4,9 @@ known."""
 import numpy as np
 import pytest
 import torch
+from diffusion.forecast import Strides
 
 from diffusion import create_diffusion
-from diffusion.forecast import Strides
 
 STEPS = 20
 
