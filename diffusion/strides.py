@@ -133,7 +133,7 @@ class Strides:
         return torch.zeros_like(x), torch.zeros_like(x)
 
     def stride(
-        self, model: Callable, x: Tensor, t: Tensor, m, values, noise: Tensor | None, evaluations=1
+        self, model: Callable, x: Tensor, t: Tensor, m: Tensor, values: Tensor, noise: Tensor, evaluations: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
         k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
