@@ -1,11 +1,12 @@
-"""Strides against their equations written out in float64, one step at a time, and against a process whose network is known."""
+"""Strides against their equations written out in float64, one step at a time, and against a process whose network is
+known."""
 
 import numpy as np
 import pytest
 import torch
 
 from diffusion import create_diffusion
-from diffusion.forecast import Strides
+from diffusion.strides import Strides
 
 STEPS = 20
 
@@ -16,7 +17,7 @@ def wavy(x, t):
     return torch.cat([eps, 0.8 * torch.cos(2 * x.roll(1, -2))], 1)
 
 
-def by_hand(diffusion, model, x, t, m, values, noise, calls):
+def by_hand(diffusion, model, x, t, m, values, noise, evaluations):
     """Equations 1 to 6 in float64 for one row's timestep t (int)."""
     k, abar = len(noise), diffusion.alphas_cumprod
     trained = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
@@ -56,11 +57,11 @@ def by_hand(diffusion, model, x, t, m, values, noise, calls):
     weights = np.array([c[s] * np.prod([d[r] for r in steps if r < s]) for s in steps])
     weights /= weights.sum()
     path = walk(x, None, values, m, [1] * k)[0]
-    if calls == 1:
+    if evaluations == 1:
         x0, fresh = call(weights, at(weights, path), m)
         last, place = x0, weights
     else:
-        # The covariance of the path from independent increments, its largest axis as a combination of the path's points.
+        # The covariance of the path from independent increments, its largest axis as a combination of the path.
         covariance = np.array(
             [
                 [max(taus[0] - taus[max(i, j)], 0) if i == j else taus[0] - taus[min(i, j)] for j in range(k)]
@@ -79,13 +80,12 @@ def by_hand(diffusion, model, x, t, m, values, noise, calls):
         better = walk(x, None, v1, x1, unseen(first))[0]
         last, v2 = call(weights + e, 2 * at(weights, better) - at(first, path), x1)
         x0, fresh, place = (x1 + last) / 2, (v1 + v2) / 2, weights + e
-    error = ((x0 - m) ** 2).mean((1, 2, 3))
     _, x, m = walk(x, x0, fresh, last, unseen(place))
-    return x, m, fresh, error
+    return x, m, fresh
 
 
 @pytest.mark.parametrize(
-    "t, k, calls",
+    "t, k, evaluations",
     (
         (19, 1, 1),
         (19, 4, 1),
@@ -99,16 +99,16 @@ def by_hand(diffusion, model, x, t, m, values, noise, calls):
         (6, 3, 2),
     ),
 )
-def test_equations(t, k, calls):
+def test_equations(t, k, evaluations):
     diffusion = create_diffusion(str(STEPS))
     generator = torch.Generator().manual_seed(10 * t + k)
     x, m, values, *noise = (torch.randn(3, 4, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3 + k))
     values = values.tanh()
-    strides = Strides(diffusion, [(k, calls)])
+    strides = Strides(diffusion, [(k, evaluations)])
     got = strides.stride(
-        wavy, x.float(), torch.full((3,), t), m.float(), values.float(), torch.stack(noise).float(), calls
+        wavy, x.float(), torch.full((3,), t), m.float(), values.float(), torch.stack(noise).float(), evaluations
     )
-    for have, want in zip(got, by_hand(diffusion, wavy, x, t, m, values, noise, calls)):
+    for have, want in zip(got, by_hand(diffusion, wavy, x, t, m, values, noise, evaluations), strict=True):
         assert float((have.double() - want).norm() / want.norm()) < 3e-6
 
 
@@ -118,13 +118,14 @@ def test_one_step_strides_are_the_ancestral_sampler_bit_for_bit():
     m, values = strides.start(x)
     for t in range(STEPS - 1, -1, -1):
         noise, t = torch.randn(x.shape), torch.full((2,), t)
-        x, m, values, _ = strides.stride(wavy, x, t, m, values, noise[None])
+        x, m, values = strides.stride(wavy, x, t, m, values, noise[None])
         y = diffusion.p_sample(wavy, y, t, clip_denoised=False, noise=noise)["sample"]
         assert torch.equal(x, y)
 
 
 class Gaussian:
-    """The network of pixels that are independent and normal, of mean 0.5 and variance s²: everything about it is known in closed form."""
+    """The network of pixels that are independent and normal, of mean 0.5 and variance s²: all about it is known in closed
+    form."""
 
     def __init__(self, diffusion, spread=0.8):
         self.diffusion, self.spread = diffusion, spread
@@ -145,7 +146,8 @@ class Gaussian:
 
 
 def test_known_noise_beats_extrapolation_on_a_known_process():
-    """A quarter of the calls: with the noise taken in, the end is over three times nearer to that of all calls than with the last x_0 held."""
+    """A quarter of the evaluations: with the noise known, the end is over three times nearer to that of all evaluations
+    than with the last x_0 held."""
     diffusion = create_diffusion("100")
     model, generator = Gaussian(diffusion), torch.Generator().manual_seed(0)
     z, noises = torch.randn(8, 4, 8, 8, generator=generator), torch.randn(100, 8, 4, 8, 8, generator=generator)
@@ -153,7 +155,7 @@ def test_known_noise_beats_extrapolation_on_a_known_process():
     def ends(plan, hold=False):
         strides, x, index = Strides(diffusion, plan), z, 0
         m, values = strides.start(x)
-        for k, calls in plan:
+        for k, evaluations in plan:
             t, noise = torch.full((8,), 99 - index), noises[index : index + k]
             if hold:
                 out = diffusion.p_mean_variance(model, x, t, clip_denoised=False)
@@ -161,7 +163,7 @@ def test_known_noise_beats_extrapolation_on_a_known_process():
                 for j in range(k):
                     x, _ = strides._advance(x, t - j, out["pred_xstart"], values, noise[j])
             else:
-                x, m, values, _ = strides.stride(model, x, t, m, values, noise, calls)
+                x, m, values = strides.stride(model, x, t, m, values, noise, evaluations)
             index += k
         return x
 
@@ -182,8 +184,8 @@ class Bent(Gaussian):
 
 
 @pytest.mark.parametrize("t", (60, 45, 30))
-def test_two_calls_for_three_steps_lie_nearer_than_a_pair_and_a_single(t):
-    """From points of the process itself, at equal calls: well under the error's power."""
+def test_two_evaluations_for_three_steps_lie_nearer_than_a_pair_and_a_single(t):
+    """From points of the process itself, at equal evaluations: well under the error's power."""
     diffusion = create_diffusion("100")
     model, generator = Bent(diffusion), torch.Generator().manual_seed(t)
     strides, shape = Strides(diffusion, [(2, 1), (3, 2)]), (64, 4, 8, 8)
@@ -195,8 +197,8 @@ def test_two_calls_for_three_steps_lie_nearer_than_a_pair_and_a_single(t):
     def end(*plan):
         y, index = x, 0
         m, values = strides.start(x)
-        for k, calls in [(1, 1), (1, 1), *plan]:
-            y, m, values, _ = strides.stride(model, y, start - index, m, values, noise[index : index + k], calls)
+        for k, evaluations in [(1, 1), (1, 1), *plan]:
+            y, m, values = strides.stride(model, y, start - index, m, values, noise[index : index + k], evaluations)
             index += k
         return y
 
@@ -211,5 +213,5 @@ def test_what_is_no_stride_is_refused():
     with pytest.raises(ValueError, match="predicts the noise"):
         Strides(create_diffusion("10", predict_xstart=True), [(2, 1)])
     for kind in ((2, 2), (0, 1), (4, 3), (1, 0)):
-        with pytest.raises(ValueError, match="no kind of stride"):
+        with pytest.raises(ValueError, match="is not a kind of stride"):
             Strides(create_diffusion("10"), [kind])
