@@ -66,7 +66,8 @@ class Network(ABC):
         """As models.DiT.forward: x (N, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
         return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
 
-    __call__ = forward
+    def __call__(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.forward(x, t, y)  # which accelerate replaces by its replay
 
     @torch.no_grad()
     def forward_with_cfg(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float) -> torch.Tensor:
