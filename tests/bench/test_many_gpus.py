@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from accel.parallel.plan import Plan
 from conftest import ROOT
 
+from accel.parallel.plan import Plan
 from bench import many_gpus
 
 
