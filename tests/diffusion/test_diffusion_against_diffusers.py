@@ -5,10 +5,10 @@ no clipped prediction in DDIM's direction.
 
 import pytest
 import torch
+from closed_forms import wavy
 from diffusers import DDIMScheduler, DDPMScheduler
 
 from diffusion import create_diffusion
-from tests.diffusion.closed_forms import wavy
 
 SHAPE = (2, 4, 6, 6)
 

@@ -2,11 +2,11 @@ import inspect
 
 import pytest
 import torch
+from closed_forms import columns, slope, wavy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion import create_diffusion
-from tests.diffusion.closed_forms import columns, slope, wavy
 
 SHAPE = (4, 4, 8, 8)
 LOOPS = {"p_sample_loop": {}, "ddim_sample_loop": {}, "ddim_sample_loop eta": dict(eta=0.6)}

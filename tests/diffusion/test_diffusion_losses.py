@@ -4,13 +4,13 @@ import socket
 import numpy as np
 import pytest
 import torch
+from closed_forms import wavy
+from reference import Reference, linear_betas
 
 from diffusion import create_diffusion
 from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
 from diffusion.timestep_sampler import LossSecondMomentResampler, UniformSampler, create_named_schedule_sampler
-from tests.diffusion.closed_forms import wavy
-from tests.diffusion.reference import Reference, linear_betas
 
 CLOSE = dict(rtol=2e-4, atol=1e-6)  # KLs near 0 are differences of float32 table entries
 VARIANCES = {

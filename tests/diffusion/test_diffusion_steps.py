@@ -1,11 +1,11 @@
 import pytest
 import torch
+from closed_forms import Gaussian, slope, wavy, wavy_mean
+from reference import Reference, level_log_probability, linear_betas
 
 from diffusion import create_diffusion, diffusion_utils
 from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
-from tests.diffusion.closed_forms import Gaussian, slope, wavy, wavy_mean
-from tests.diffusion.reference import Reference, level_log_probability, linear_betas
 
 # Tables are float32: at the noisy end x_0 = 157 x_t - 157 eps magnifies their last bit.
 CLOSE = dict(rtol=3e-6, atol=3e-5)

@@ -5,12 +5,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from reference import Reference, cosine_betas, even_positions, linear_betas
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusion import create_diffusion, space_timesteps
 from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
-from tests.diffusion.reference import Reference, cosine_betas, even_positions, linear_betas
 
 SCHEDULES = {"linear": linear_betas, "squaredcos_cap_v2": cosine_betas}
 
