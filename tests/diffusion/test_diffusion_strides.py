@@ -124,7 +124,7 @@ def test_one_step_strides_are_the_ancestral_sampler_bit_for_bit():
 
 
 class Gaussian:
-    """The network of pixels that are independent and normal, of mean 0.5 and variance s²: all is known in closed form."""
+    """The network of independent normal pixels of mean 0.5 and variance s²: all is known in closed form."""
 
     def __init__(self, diffusion, spread=0.8):
         self.diffusion, self.spread = diffusion, spread
