@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA GPU: pytest -m gpu")
+        skip = pytest.mark.skip(reason="needs a CUDA GPU (pytest -m gpu on one); its twin runs on the CPU")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
@@ -51,7 +51,8 @@ def run():
 
 @pytest.fixture(scope="session")
 def tiny_vae(tmp_path_factory):
-    """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent channels), in diffusers' layout."""
+    """A random AutoencoderKL with sd-vae-ft-*'s structure (factor 8, four latent channels), saved in diffusers'
+    layout."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ def by_hand(diffusion, model, x, t, m, values, noise, evaluations):
     def unseen(a):
         return [1 - min(max(sum(j * one for j, one in enumerate(a)) - j, 0), 1) for j in range(k)]
 
-    def call(a, point, m):
+    def evaluate(a, point, m):
         theta = sum(a[i] * a[j] * min(taus[i], taus[j]) for i in range(k) for j in range(k))
         level = min(max(a @ taus, taus[-1]), taus[0])
         original = int(np.argmin(abs(np.log((1 - trained) / trained / level)))) if k > 1 else diffusion.timestep_map[t]
@@ -58,10 +58,11 @@ def by_hand(diffusion, model, x, t, m, values, noise, evaluations):
     weights /= weights.sum()
     path = walk(x, None, values, m, [1] * k)[0]
     if evaluations == 1:
-        x0, fresh = call(weights, at(weights, path), m)
+        x0, fresh = evaluate(weights, at(weights, path), m)
         last, place = x0, weights
     else:
-        # The covariance of the path from independent increments, its largest axis as a combination of the path.
+        # The covariance of the path from independent increments, its largest axis as a combination of the path's
+        # points.
         covariance = np.array(
             [
                 [max(taus[0] - taus[max(i, j)], 0) if i == j else taus[0] - taus[min(i, j)] for j in range(k)]
@@ -76,9 +77,9 @@ def by_hand(diffusion, model, x, t, m, values, noise, evaluations):
         coordinates *= np.sign(coordinates[-1])
         e = weights * coordinates  # the axis times its standard deviation: the mean of coordinate times point
         first = weights - e
-        x1, v1 = call(first, at(first, path), m)
+        x1, v1 = evaluate(first, at(first, path), m)
         better = walk(x, None, v1, x1, unseen(first))[0]
-        last, v2 = call(weights + e, 2 * at(weights, better) - at(first, path), x1)
+        last, v2 = evaluate(weights + e, 2 * at(weights, better) - at(first, path), x1)
         x0, fresh, place = (x1 + last) / 2, (v1 + v2) / 2, weights + e
     _, x, m = walk(x, x0, fresh, last, unseen(place))
     return x, m, fresh
@@ -108,7 +109,7 @@ def test_equations(t, k, evaluations):
     got = strides.stride(
         wavy, x.float(), torch.full((3,), t), m.float(), values.float(), torch.stack(noise).float(), evaluations
     )
-    for have, want in zip(got, by_hand(diffusion, wavy, x, t, m, values, noise, evaluations), strict=True):
+    for have, want in zip(got, by_hand(diffusion, wavy, x, t, m, values, noise, evaluations)):
         assert float((have.double() - want).norm() / want.norm()) < 3e-6
 
 
@@ -124,7 +125,8 @@ def test_one_step_strides_are_the_ancestral_sampler_bit_for_bit():
 
 
 class Gaussian:
-    """The network of independent normal pixels of mean 0.5 and variance s²: all is known in closed form."""
+    """The network of pixels that are independent and normal, of mean 0.5 and variance s²: everything about it is known
+    in closed form."""
 
     def __init__(self, diffusion, spread=0.8):
         self.diffusion, self.spread = diffusion, spread
@@ -145,13 +147,13 @@ class Gaussian:
 
 
 def test_known_noise_beats_extrapolation_on_a_known_process():
-    """A quarter of the evaluations: with the noise known, the end is over three times nearer to that of all evaluations
-    than with the last x_0 held."""
+    """A quarter of the evaluations: with the noise used, the result is over three times nearer to that of all
+    evaluations than with the last x_0 held."""
     diffusion = create_diffusion("100")
     model, generator = Gaussian(diffusion), torch.Generator().manual_seed(0)
     z, noises = torch.randn(8, 4, 8, 8, generator=generator), torch.randn(100, 8, 4, 8, 8, generator=generator)
 
-    def ends(plan, hold=False):
+    def result(plan, hold=False):
         strides, x, index = Strides(diffusion, plan), z, 0
         m, values = strides.start(x)
         for k, evaluations in plan:
@@ -167,9 +169,9 @@ def test_known_noise_beats_extrapolation_on_a_known_process():
         return x
 
     one = [(1, 1)]
-    want = ends(one * 100)
+    want = result(one * 100)
     plan = 2 * one + [(4, 1)] * 24 + 2 * one
-    ours, held = ((ends(plan, hold) - want).square().mean().sqrt() for hold in (False, True))
+    ours, held = ((result(plan, hold) - want).square().mean().sqrt() for hold in (False, True))
     assert 0 < ours < 0.3 * held
 
 
@@ -206,7 +208,7 @@ def test_two_evaluations_for_three_steps_lie_nearer_than_a_pair_and_a_single(t):
     assert 0 < ours < 0.7 * pair
 
 
-def test_what_is_no_stride_is_refused():
+def test_what_is_not_a_stride_is_refused():
     with pytest.raises(ValueError, match="learned range"):
         Strides(create_diffusion("10", learn_sigma=False), [(2, 1)])
     with pytest.raises(ValueError, match="predicts the noise"):
