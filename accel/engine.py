@@ -17,7 +17,7 @@ from accel.checkpoint import Checkpoint, published_name, shapes_only
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
-from accel.network import MODELS, Network, PlainDiT
+from accel.network import MODELS, Network, PlainDiT, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampler import denoise, initial_noise
@@ -114,12 +114,12 @@ def load_network(
 def overflows(network: Network, options: SamplingOptions, device: torch.device, batch_rows: int) -> bool:
     """Whether `network` gives infinities or NaN on noise, at the first, the middle and the last timestep."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    n, side = -(-batch_rows // 2), options.latent_size
-    labels = torch.tensor((list(options.labels) * n)[:n] + [options.num_classes] * n, device=device)
-    x = torch.randn(2 * n, network.in_channels, side, side, generator=generator, device=device)
-    outputs = (
-        network.forward_with_cfg(x, torch.full_like(labels, t), labels, options.cfg_scale) for t in (999, 500, 0)
-    )
+    n, side = batch_rows // rows_of_a_latent(batch_rows, options.guided), options.latent_size
+    labels = (list(options.labels) * n)[:n] + [options.num_classes] * (batch_rows - n)
+    y = torch.tensor(labels, device=device)
+    x = torch.randn(n, network.in_channels, side, side, generator=generator, device=device)
+    # On the rows of the run: other shapes would be compiled and tuned for nothing.
+    outputs = (network.tokens(x, torch.full_like(y, t), y) for t in (999, 500, 0))
     return not all(out.isfinite().all() for out in outputs)
 
 

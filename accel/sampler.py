@@ -73,10 +73,9 @@ def _each_step(network, diffusion, _, x, y, cfg_scale, noise_of_step, steps, on_
     """Ancestral sampling, one network evaluation a step."""
 
     def step(x, t, y, noise):
-        if network.fuses_update and x.is_cuda and diffusion.learns_range:
-            from accel.kernels.ancestral_update import (
-                ancestral_update,  # brings Triton; other tiers need not wait for it
-            )
+        if network.fuses_update and diffusion.learns_range:
+            # Brings Triton; other tiers need not wait for it.
+            from accel.kernels.ancestral_update import ancestral_update
 
             tokens = network.tokens(x, diffusion.original_timesteps(t).repeat(len(y) // len(x)), y)
             return ancestral_update(tokens, x, noise, t, diffusion.ancestral_coefficients(x.device), cfg_scale)

@@ -6,6 +6,7 @@ import torch
 
 from accel.fast.dit import FastDiT, build
 from accel.kernels.linear import Tuner
+from accel.network import rows_of_a_latent
 from models import DiT
 
 
@@ -20,8 +21,8 @@ def load(
 ) -> FastDiT:
     """The accelerated network of `tier` with the weights `state`. Kernels are compiled while the weights are copied.
 
-    model: of the same shape, without values (on the meta device). batch_rows: of one evaluation; guided: whether two of
-    them share a latent. Raises ValueError, naming the layer, for weights that the tier cannot hold.
+    model: of the same shape, without values (on the meta device). batch_rows: of one evaluation on this rank; guided:
+    whether the steps have guidance. Raises ValueError, naming the layer, for weights that the tier cannot hold.
     """
     tuner = tuner or Tuner()
     zeros = {
@@ -29,12 +30,12 @@ def load(
         for name, value in model.state_dict().items()
         if name.startswith("blocks.0.") or not name.startswith("blocks.")
     }
-    copies, side = 2 if guided else 1, model.x_embedder.img_size[0]
-    latents = torch.zeros(-(-batch_rows // copies), model.in_channels, side, side, device=device)
-    calls = build(zeros, model.num_heads, tier, device, tuner=tuner).kernel_calls(latents, copies)
+    n, side = batch_rows // rows_of_a_latent(batch_rows, guided), model.x_embedder.img_size[0]
+    latents = torch.zeros(n, model.in_channels, side, side, device=device)
+    calls = build(zeros, model.num_heads, tier, device, tuner=tuner).kernel_calls(latents, batch_rows, guided)
 
     def warm_up(call):
-        with torch.inference_mode(), torch.cuda.device(device):
+        with torch.inference_mode(), torch.cuda.device_of(latents):
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:

@@ -95,8 +95,6 @@ class FastDiT(BlockNetwork):
     are float32, or float64 with float64. tuner: chooses the GEMMs' algorithms.
     """
 
-    fuses_update = True
-
     def __init__(
         self,
         state: dict[str, torch.Tensor],
@@ -110,6 +108,7 @@ class FastDiT(BlockNetwork):
         self.num_heads, self.dtype, self.device, self.optimisations = num_heads, dtype, device, optimisations
         self.stream_dtype = torch.promote_types(dtype, torch.float32)
         self.captures = optimisations.graph
+        self.fuses_update = device.type == "cuda" and optimisations.embed_update != "torch"
         self.tuner = tuner or Tuner()
         self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
 
@@ -218,23 +217,22 @@ class FastDiT(BlockNetwork):
         network.blocks, network.depth, network._replayed = self.blocks[:depth], depth, {}
         return network
 
-    def kernel_calls(self, latents: torch.Tensor, copies: int) -> list[Callable[[], object]]:
-        """Every kernel of a sampling step on latents (n, C, L, L), `copies` batch rows each, once: for warming up."""
-        n, m = len(latents), copies * len(latents) * len(self.position)
-        t = torch.zeros(copies * n, dtype=torch.int64, device=self.device)
-        h = self.position.repeat(copies * n, 1, 1)  # (N, T, D)
+    def kernel_calls(self, latents: torch.Tensor, batch_rows: int, guided: bool) -> list[Callable[[], object]]:
+        """Every kernel of a sampling step, once, for warming up: an evaluation of `batch_rows` rows on latents
+        (n, C, L, L), and an update of a latent."""
+        m, one = batch_rows * len(self.position), latents[:1]
+        t = torch.zeros(batch_rows, dtype=torch.int64, device=self.device)
+        h = self.position.repeat(batch_rows, 1, 1)  # (N, T, D)
         branch, condition = (h.to(self.dtype), 0), self.condition(t, t)
-        tokens = h.new_zeros(*h.shape[:2], 2 * self.patches.shape[1])
-        scale, coefficients = 1.0 if copies == 2 else None, h.new_zeros(1, 6)
+        tokens = h.new_zeros(1 + guided, len(self.position), 2 * self.patches.shape[1])
+        scale, coefficients = 1.0 if guided else None, h.new_zeros(1, 6)
         return [
-            lambda: self.embed(latents, copies=copies),
+            lambda: self.embed(latents, copies=batch_rows // len(latents)),
             *(partial(self._adaln, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
             lambda: self._last_adaln(h.clone(), condition, 0, (branch, branch)),
             lambda: self.attention(self._qkv_like(h), self.num_heads),
             *(partial(layer.prepare, m) for layer in self.blocks[0]),
-            lambda: ancestral_update(
-                tokens, latents, latents, t[:n], coefficients, scale, self.optimisations.embed_update
-            ),
+            lambda: ancestral_update(tokens, one, one, t[:1], coefficients, scale, self.optimisations.embed_update),
         ]
 
     def _qkv_like(self, h):

@@ -1,0 +1,179 @@
+"""The accelerated network against the one written from the paper in float64: on a CPU by its reference implementations,
+on a GPU by its kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from networks import build, error, guided, inputs, small
+from reference_dit import dit
+
+from accel import accelerate
+from accel.fast.dit import FastDiT, Optimisations
+from diffusion import create_diffusion
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    (
+        ("DiT-Demo/2", {}),
+        ("DiT-S/4", dict(input_size=8)),
+        ("DiT-S/8", dict(input_size=32)),
+        ("DiT-S/2", dict(input_size=6, learn_sigma=False, num_classes=5)),
+    ),
+)
+def test_float64_is_the_network_of_the_paper(name, arguments):
+    model = build(name, **arguments)
+    fast = FastDiT(model.state_dict(), model.num_heads, torch.float64, CPU)
+    x, t, y = inputs(model, 5)
+    want = dit(model.state_dict(), x, t, y, model.num_heads, model.patch_size)
+    # The sinusoid is float32 by contract, the reference's is float64.
+    assert error(fast.forward(x.double(), t, y), want) < 1e-5
+    x, t, y = inputs(model, 6)
+    want = dit(model.state_dict(), torch.cat([x[:3], x[:3]]), t, y, model.num_heads, model.patch_size)
+    assert error(fast.forward_with_cfg(x.double(), t, y, 3.5), guided(want, 3.5)) < 1e-5
+
+
+@pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-6), ("fp16", 1.5e-3), ("bf16", 1e-2)))
+def test_precisions_on_the_cpu(precision, tolerance):
+    model = build("DiT-Demo/2")
+    fast = accelerate(model, precision)
+    x, t, y = inputs(model, 4)
+    with torch.no_grad():
+        want = model.double()(x.double(), t, y)
+    got = fast(x, t, y)
+    assert got.dtype == torch.float32 and error(got, want) < tolerance
+
+
+def test_parts_of_rows_tokens_and_blocks():
+    """What ranks share: some tokens of each row, some blocks of the network, both copies of a guided batch."""
+    model = small()
+    fast = FastDiT(model.state_dict(), 2, torch.float64, CPU)
+    x, t, y = inputs(model, 4)
+    with torch.no_grad():
+        condition, whole = fast.condition(t, y), fast.tokens(x[:2], t, y)
+        h = fast.embed(x[:2], copies=2)
+        assert torch.equal(h[2:], h[:2]) and torch.equal(fast.embed(x[:2], slice(4, 12)), h[:2, 4:12])
+        h = fast.forward_blocks(h, condition, blocks=range(0, 1))
+        assert h.shape == (4, 16, 144)
+        assert error(fast.forward_blocks(h, condition, blocks=range(1, 2)), whole) < 1e-12
+
+
+def test_the_model_is_read_not_changed():
+    model = build("DiT-S/4", input_size=8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fast = accelerate(model, "fp16")
+    x, t, y = inputs(model, 2)
+    first = fast(x, t, y)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for value in model.parameters():
+        value.data.add_(1)  # and what is read is a copy, in half and in float32
+    assert torch.equal(fast(x, t, y), first)
+
+
+def test_the_original_class_is_accelerated():
+    """Upstream's class has timm's layers under the same keys; here: any module with the contract's state dict and
+    num_heads."""
+    model = build("DiT-S/4", input_size=8)
+
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.inner = model.num_heads, model
+
+        def state_dict(self):
+            return self.inner.state_dict()
+
+    x, t, y = inputs(model, 2)
+    with torch.no_grad():
+        assert torch.allclose(accelerate(Other(), "fp32")(x, t, y), model(x, t, y), atol=1e-5)
+
+
+def test_what_is_not_a_dit_is_refused():
+    with pytest.raises(ValueError, match="Linear is not a DiT: no blocks.0.attn"):
+        accelerate(torch.nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="precision 'int8': choose from .*fp16"):
+        accelerate(build("DiT-S/8"), "int8")
+
+
+@pytest.mark.parametrize("sampler", ("p_sample_loop", "ddim_sample_loop"))
+@pytest.mark.parametrize("guidance", (True, False))
+def test_in_upstreams_loops(sampler, guidance):
+    """accelerate's network where users put a model, against the model itself: eight steps with the same noise."""
+    model = small()
+    fast, diffusion = accelerate(model, "fp32"), create_diffusion("8")
+    y = torch.tensor([1, 3, 8, 8]) if guidance else torch.tensor([1, 3, 5, 7])
+    arguments = dict(y=y, cfg_scale=2.0) if guidance else dict(y=y)
+    pictures = []
+    for network in (model, fast):
+        torch.manual_seed(0)
+        z = torch.randn(4, 4, 8, 8)
+        call = network.forward_with_cfg if guidance else network.forward
+        loop = getattr(diffusion, sampler)
+        pictures.append(loop(call, z.shape, z, clip_denoised=False, model_kwargs=arguments, device="cpu"))
+    assert error(pictures[1], pictures[0].double()) < 1e-5
+
+
+#################################################################################
+#                                   On a GPU                                    #
+#################################################################################
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize("precision, tolerance", (("fp16", 1.5e-3), ("bf16", 1e-2)))
+@pytest.mark.parametrize(
+    "name, arguments, n",
+    (
+        ("DiT-Demo/2", {}, 16),
+        ("DiT-S/8", dict(input_size=32), 7),
+        ("DiT-B/4", dict(input_size=32), 1),
+        ("DiT-L/2", dict(input_size=16), 2),
+        ("DiT-XL/2", dict(input_size=32), 4),
+    ),
+)
+def test_half_precision(name, arguments, n, precision, tolerance):
+    model = build(name, **arguments).cuda()
+    x, t, y = inputs(model, n, "cuda")
+    fast = accelerate(model, precision)
+    got = [fast(x, t, y) for _ in range(2)]
+    with torch.no_grad():
+        want = model.double()(x.double(), t, y).cpu()
+    assert error(got[0], want) < tolerance
+    assert torch.equal(got[0], got[1]) and len(fast.forward.graphs) == 1  # the first call captures, the second replays
+
+
+@gpu
+@pytest.mark.parametrize("n", (1, 2, 3, 8, 64))
+def test_every_switch_computes_the_same(n):
+    model = build("DiT-Demo/2").cuda()
+    x, t, y = inputs(model, 2 * n, "cuda")
+    with torch.no_grad():
+        want = model.double().forward_with_cfg(x.double(), t, y, 4.0).cpu()
+    model.float()
+    plain = Optimisations(adaln="torch", attention="efficient", gemm="torch", embed_update="torch", graph=False)
+    for change in (
+        {},
+        dict(adaln="triton"),
+        dict(attention="auto"),
+        dict(embed_update="triton"),
+        dict(gemm="epilogue"),
+        dict(gemm="tuned"),
+        dict(graph=True),
+    ):
+        fast = accelerate(model, "fp16", optimisations=replace(plain, **change))
+        # Guidance of 4 multiplies a forward's error.
+        assert error(fast.forward_with_cfg(x, t, y, 4.0), want) < 3e-3, change
+
+
+@gpu
+def test_the_graph_changes_no_bit():
+    """Launched or replayed, on fresh inputs every time."""
+    model = build("DiT-Demo/2").cuda()
+    direct, captured = (accelerate(model, "fp16", optimisations=Optimisations(graph=graph)) for graph in (False, True))
+    for seed in range(5):
+        x, t, y = inputs(model, 128, "cuda", seed)
+        assert torch.equal(direct.forward_with_cfg(x, t, y, 4.0), captured.forward_with_cfg(x, t, y, 4.0))

@@ -1,0 +1,71 @@
+"""From flags to options, and from errors to one line and an exit status."""
+
+import pytest
+
+from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.errors import INTERRUPTED, USAGE, UsageError
+from accel.options import DistributedOptions, SamplingOptions
+
+
+def parsed(*arguments, options=SamplingOptions, **how):
+    parser = OneLineParser(prog="command")
+    add_arguments(parser, options, **how)
+    return parser, parser.parse_args(map(str, arguments))
+
+
+def test_flags_become_options():
+    parser, args = parsed("--labels", 1, 5, "--model", "DiT-Demo/2", "--seed", 3, "--cfg-scale", 2)
+    options = options_from(args)
+    assert (options.labels, options.seed, options.cfg_scale, options.image_size) == ([1, 5], 3, 2.0, 128)
+    assert "(default: 250)" in parser.format_help() and "(default: None)" not in parser.format_help()
+    _, args = parsed("--global-seed", 4, "--tf32", options=DistributedOptions)
+    options = options_from(args, DistributedOptions)
+    assert (options.seed, options.precision, options.guided) == (4, "tf32", True)
+
+
+def test_a_command_leaves_out_what_it_has_no_use_for(capsys):
+    parser, args = parsed("--seed", 3, leave_out=("output", "labels"))
+    assert "--output " not in parser.format_help() and options_from(args).output == "sample.png"
+    with pytest.raises(SystemExit):
+        parsed("--labels", 3, leave_out=("labels",))
+    assert "--labels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--ckpt", "a.pt", "--ckpt", "b.pt"], "--ckpt b.pt: conflicts with --ckpt a.pt; give one"),
+        (["--repeats", 0], "argument --repeats: 0: must be at least 1"),
+        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["--lables", 3], "unrecognized arguments: --lables"),
+        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parsed(*arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == USAGE and error.startswith("command: ") and error.count("\n") == 1 and words in error
+
+
+def test_the_same_flag_twice_is_no_mistake():
+    assert parsed("--ckpt", "a.pt", "--ckpt", "a.pt")[1].ckpt == "a.pt"
+
+
+@pytest.mark.parametrize(
+    "raised, status, text",
+    [
+        (UsageError("--labels 9: too large"), USAGE, "command: --labels 9: too large\n"),
+        (KeyboardInterrupt(), INTERRUPTED, "\ncommand: interrupted; nothing was written\n"),
+    ],
+)
+def test_errors_become_a_line_and_a_status(raised, status, text, capsys):
+    with pytest.raises(SystemExit) as stop, user_errors(OneLineParser(prog="command")):
+        raise raised
+    assert stop.value.code == status and capsys.readouterr().err == text
+
+
+def test_other_errors_pass():
+    """A fault of ours is not dressed up as the user's."""
+    with pytest.raises(ValueError, match="fault"), user_errors(OneLineParser(prog="command")):
+        raise ValueError("a fault")

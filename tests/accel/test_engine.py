@@ -1,0 +1,201 @@
+"""The engine: what it refuses and when, what it checks of weights and latents, what loading costs."""
+
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+from networks import build, large_inside, small
+from safetensors.torch import save_file
+
+from accel import engine, vae
+from accel.errors import UsageError
+from accel.fast.dit import FastDiT
+from accel.options import DistributedOptions, SamplingOptions
+from models import DiT, DiT_models
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
+    save_file(build("DiT-Demo/2").state_dict(), path)
+    return path
+
+
+def options_of(weights, kind=SamplingOptions, **more):
+    common = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", num_sampling_steps=5)
+    return kind(**{**common, **more}).resolve()
+
+
+def load(options):
+    return engine.load_network(options, engine.open_checkpoint(options), "fp32", CPU, 2)
+
+
+#################################################################################
+#                                    Loading                                    #
+#################################################################################
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(model="DiT-XL/3"), "--model DiT-XL/3: unknown"),
+        (dict(ckpt="no/such.pt"), "--ckpt no/such.pt"),
+        (dict(precision="exact"), "--precision exact: cpu has no float16 tensor cores .*; choose fp32"),
+        (dict(vae_precision="fp16"), "--vae-precision fp16"),
+        (dict(model="DiT-S/8", image_size=144), "--image-size 144: must be a multiple of 64 for DiT-S/8"),
+        (dict(device="tpu"), "--device tpu: .*try cuda"),
+    ],
+)
+def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
+    for fetch in ("accel.vae.fetch_from_hub", "accel.checkpoint.fetch_from_hub", "accel.checkpoint._download"):
+        monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr(vae, "FOLDER", weights.parent)  # where no decoder lies
+    with pytest.raises(UsageError, match=words):
+        engine.Engine(options_of(weights, **{"vae": "ema", **wrong}))
+
+
+def test_bad_weights_are_found_before_a_model_is_built(weights, monkeypatch):
+    monkeypatch.setattr(DiT, "load_state_dict", lambda *a, **k: pytest.fail("loaded"))
+    with pytest.raises(UsageError, match="holds the weights of DiT-Demo/2, not of DiT-S/4"):
+        load(options_of(weights, model="DiT-S/4", num_classes=8, labels=(1,), image_size=128))
+
+
+def test_weights_that_fit_nothing(tmp_path):
+    torch.save({"blocks.0.x": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="fits none of DiT-XL/2"):
+        load(SamplingOptions(ckpt=str(tmp_path / "x.pt")).resolve())
+
+
+def test_loading_imports_no_compiler():
+    """Making the network on the meta device, to check the weights against, must not cost seconds."""
+    code = (
+        "import sys, torch\nfrom accel import engine\nfrom accel.options import SamplingOptions\n"
+        "run = engine.Engine(SamplingOptions(model='DiT-Demo/2', device='cpu').resolve())\n"
+        "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "6 set()", done.stdout + done.stderr
+
+
+def test_loading_xl_costs_its_file(tmp_path):
+    """Peak memory of loading 675M parameters from a .pt is at most 1.2 times the file, the interpreter and torch
+    aside."""
+    path = tmp_path / "xl.pt"
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in DiT_models["DiT-XL/2"](input_size=64).state_dict().items()}
+    torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
+    code = (
+        "import resource, sys, torch; from accel import engine; from accel.options import SamplingOptions\n"
+        f"options = SamplingOptions(ckpt={str(path)!r}).resolve()\n"
+        "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "network = engine.load_network(options, engine.open_checkpoint(options), 'fp32', torch.device('cpu'), 2)\n"
+        "total = sum(p.sum().item() for p in network.model.parameters())\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert path.stat().st_size > 2.6e9
+    assert int(done.stdout) < 1.2 * path.stat().st_size
+    path.unlink()
+
+
+#################################################################################
+#                                  A sampling run                               #
+#################################################################################
+
+
+def test_runs_repeat_and_ranks_have_their_rows(weights):
+    run = engine.Engine(options_of(weights, labels=(1, 5, 2), output_type="latent"))
+    latents = run.run()
+    assert latents.shape == (3, 4, 16, 16) and torch.equal(run.run(), latents)
+    assert torch.allclose(run.run(slice(1, 3)), latents[1:], atol=1e-4) and not len(run.run(slice(3, 3)))
+    assert "3 labels" in run.describe() and "5 steps" in run.describe() and "fp32" in run.describe()
+
+
+def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
+    run = engine.Engine(options_of(weights, labels=(1,), output_type="latent"))
+    evaluate = run.network.forward_with_cfg
+    run.network.forward_with_cfg = lambda x, t, y, scale: evaluate(x, t, y, scale) * (float("nan") if t[0] < 600 else 1)
+    with pytest.raises(UsageError, match="--precision fp32: .* not finite from step 3 of 5 on; check the weights"):
+        run.run()
+    run.precision = "fp16"  # on a GPU, with bfloat16 and, like a V100, without
+    for supported, remedy in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(engine.precision, "supports", lambda tier, device, supported=supported: supported)
+        with pytest.raises(UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use --precision {remedy}"):
+            run.run()
+
+
+def test_the_check_for_overflow_leaves_the_random_stream_alone():
+    """By the reference implementations: float16 overflows where bfloat16 and float32 do not. The run's noise is the
+    same whether or not there was a check."""
+    options = SamplingOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
+    states = small().state_dict(), large_inside(small()).state_dict()
+    before, found = torch.get_rng_state(), []
+    for state in states:
+        networks = (FastDiT(state, 2, dtype, CPU) for dtype in (torch.float16, torch.bfloat16, torch.float32))
+        found.append([engine.overflows(network, options, CPU, 2) for network in networks])
+    assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
+
+
+GRID = dict(labels=(0, 1, 2), output_type="latent")
+TOO_LARGE = {
+    "grid": (SamplingOptions, GRID, "^--labels: 3 pictures at a time do not fit .*; give fewer$"),
+    "grid of many ranks": (DistributedOptions, GRID, "^--labels: 3 pictures at a time do not fit .*; give fewer$"),
+    "FID job": (
+        DistributedOptions,
+        dict(num_fid_samples=100, per_proc_batch_size=48),
+        "^--per-proc-batch-size 48: does not fit .*; use a smaller one$",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ("sampling", "loading"))
+@pytest.mark.parametrize("kind", TOO_LARGE)
+def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monkeypatch):
+    cls, more, message = TOO_LARGE[kind]
+    options = options_of(weights, cls, **more)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")
+
+    with pytest.raises(UsageError, match=message):
+        if where == "loading":
+            monkeypatch.setattr(engine, "load_network", full)
+        run = engine.Engine(options)
+        run.network.forward_with_cfg = full
+        run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3))
+
+
+@pytest.mark.parametrize("kind", ["image", "latent"])
+def test_a_disk_that_is_full_is_a_line(kind, weights, tmp_path):
+    """Here a limit on the size of files."""
+    output = tmp_path / ("x.png" if kind == "image" else "x.npy")
+    run = engine.Engine(options_of(weights, output_type=kind, output=str(output)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(UsageError, match=f"--output {output}: .*; free some space, or choose another path"):
+            run.save(torch.randn(8, 4, 16, 16), torch.randn(8, 3, 128, 128))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+#################################################################################
+#                                   On a GPU                                    #
+#################################################################################
+
+
+@pytest.mark.gpu
+def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
+    torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
+    options = options_of(tmp_path / "large.pt", device="cuda", output_type="latent", output=str(tmp_path / "x.npy"))
+    chosen = engine.Engine(replace(options))
+    assert chosen.precision == "bf16" and "overflow" in capsys.readouterr().out and chosen.run().isfinite().all()
+    with pytest.raises(UsageError, match="--precision fp16: overflows.*bf16"):
+        engine.Engine(replace(options, precision="fp16"))

@@ -1,0 +1,244 @@
+"""--forecast: off is as before to the bit; plans are followed, refused, resumed and shared by ranks. The mathematics of
+strides is in tests/diffusion, how plans are found in tests/scripts."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from networks import build, small
+from safetensors.torch import save_file
+
+from accel import sampler
+from accel.checkpoint import Checkpoint
+from accel.errors import UsageError
+from accel.fast.conditioning import ConditioningTable
+from accel.fast.dit import FastDiT, Optimisations
+from accel.forecast import KIND, StridePlan, plan_path, read_plan, settings_of, write_plan
+from accel.network import PlainDiT
+from accel.options import DistributedOptions, SamplingOptions
+from diffusion import create_diffusion
+
+CPU = torch.device("cpu")
+STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six evaluations
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
+    save_file(build("DiT-Demo/2").state_dict(), path)
+    return path
+
+
+def options_of(weights, **more):
+    common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan")
+    return SamplingOptions(**{**common, **more}).resolve()
+
+
+@pytest.fixture
+def plan(weights):
+    """A plan beside the weights."""
+    options, checkpoint = options_of(weights), Checkpoint(str(weights))
+    path = plan_path(options, checkpoint)
+    write_plan(path, settings_of(options, checkpoint), STRIDES, {})
+    yield path
+    path.unlink()
+
+
+def sample(network, diffusion, plan, device=CPU, guided=True, **how):
+    z = sampler.initial_noise(3, 4, 8, 4, device)
+    labels = torch.tensor([1, 5, 2], device=device)
+    return sampler.denoise(network, diffusion, z, labels, 3.0, 8, guided=guided, plan=plan, **how)
+
+
+@pytest.mark.parametrize("guided", (True, False))
+def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(guided):
+    """With models.DiT and with the accelerated network and its hoisted conditioning; the random stream is the same for
+    every plan."""
+    diffusion = create_diffusion("10")
+    every, fewer = StridePlan(diffusion, [(1, 1)] * 10), StridePlan(diffusion, STRIDES)
+    for network in (PlainDiT(small()), FastDiT(small().state_dict(), 2, torch.float16, CPU)):
+        want, state = sample(network, diffusion, None, guided=guided), torch.get_rng_state()
+        got = sample(network, diffusion, every, guided=guided)
+        assert torch.equal(want, got) and torch.equal(torch.get_rng_state(), state)
+        got = sample(network, diffusion, fewer, guided=guided)
+        assert torch.equal(torch.get_rng_state(), state) and not torch.equal(got, want) and got.isfinite().all()
+
+
+def test_evaluations_are_counted_and_tiers_agree():
+    """The network is evaluated as often as the plan says. The accelerated one, whose table knows the plan's timesteps
+    alone, makes the same latents; so does a rank for its rows."""
+    network, diffusion, seen, steps = PlainDiT(small()), create_diffusion("10"), [], []
+    fast = FastDiT(small().state_dict(), 2, torch.float32, CPU)
+    tokens, network.tokens = network.tokens, lambda x, t, y: (seen.append(int(t[0])), tokens(x, t, y))[1]
+    plan = StridePlan(diffusion, STRIDES)
+    want = sample(network, diffusion, plan, on_step=lambda index, _: steps.append(index))
+    assert seen == plan.timesteps and len(seen) == plan.evaluations == 6 and steps == [0, 2, 6, 8, 9]
+    assert seen[0] == diffusion.timestep_map[-1] and all(a > b for a, b in zip(seen, seen[1:]))
+    near = 1e-4 * float(want.abs().max())
+    assert torch.allclose(want, sample(fast, diffusion, plan), atol=near)
+    assert torch.allclose(want[1:], sample(network, diffusion, plan, rows=slice(1, 3)), atol=near)
+
+
+def test_a_warm_up_has_every_kind_of_stride_once():
+    plan = StridePlan(create_diffusion("10"), STRIDES)
+    short = plan.each_kind_once()
+    assert short.kinds == [(1, 1), (2, 1), (4, 2)] and short.strides is plan.strides and len(plan.kinds) == 5
+    assert sample(PlainDiT(small()), plan.strides.diffusion, short).isfinite().all()
+
+
+def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
+    """The conditioning of two evaluations is there at once, in a table of hardly more; latents are those of a table
+    that holds all. Where it is too small there is another."""
+    diffusion, labels = create_diffusion("60"), 4  # three labels and the null label
+    plan = StridePlan(diffusion, [(1, 1), (8, 2), (1, 1)] * 6)
+    results = []
+    for entries in (1000, 2 * labels, labels):
+        network = FastDiT(small().state_dict(), 2, torch.float32, CPU)
+        network.table = ConditioningTable(network.conditioning, entries * network.conditioning.bias.numel() * 4)
+        results.append(sample(network, diffusion, plan))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+#################################################################################
+#                                   Plan files                                  #
+#################################################################################
+
+
+def test_plan_beside_the_weights_is_read(weights, plan):
+    assert plan.name == "demo.forecast.json" and read_plan(options_of(weights), Checkpoint(str(weights))) == STRIDES
+
+
+REFUSED = {
+    "no file": (None, "no such file; make one with scripts/calibrate.py, or use --forecast off"),
+    "not json": ("{", "cannot be read"),
+    "another file": ("[]", f"is not a {KIND}"),
+    "weights": ({"weights": "0" * 16}, "made for other weights"),
+    "steps": ({"num_sampling_steps": 250}, "--num-sampling-steps 250, not 10"),
+    "guidance": ({"cfg_scale": 1.5}, "--cfg-scale 1.5, not 4.0"),
+    "model": ({"model": "DiT-XL/2"}, "--model DiT-XL/2, not DiT-Demo/2"),
+    "size": ({"image_size": 256}, "--image-size 256, not 128"),
+    "first": ({"strides": [[2, 1], [8, 2]]}, "must begin with [1, 1] and make 10 steps"),
+    "sum": ({"strides": [[1, 1], [8, 2]]}, "make 10 steps"),
+    "kind": ({"strides": [[1, 1], [9, 3]]}, "[1, 1] or up to two evaluations"),
+    "no strides": ({"strides": [0, 1, 4]}, "strides must be pairs"),
+    "an older plan": ({"kind": "forecast plan, version 1"}, f"is not a {KIND}"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
+    change, words = REFUSED[case]
+    file = tmp_path / "p.json"
+    if change is not None:
+        file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))
+    with pytest.raises(UsageError, match="^--forecast-plan .*" + re.escape(words)) as error:
+        read_plan(options_of(weights, forecast_plan=str(file)), Checkpoint(str(weights)))
+    assert "\n" not in str(error.value)
+
+
+def test_flags_that_contradict_each_other(weights):
+    with pytest.raises(UsageError, match="--forecast-plan x: is read with --forecast plan only"):
+        options_of(weights, forecast="off", forecast_plan="x")
+    with pytest.raises(UsageError, match="--forecast plan: its evaluations lie further apart"):
+        DistributedOptions(model="DiT-Demo/2", forecast="plan", parallel="stages=2,patches=4,warmup=1").resolve()
+
+
+def test_the_demos_plan_is_for_the_demo():
+    """The plan that ships fits the weights that ship. Its evidence says that it passes, and with how many
+    evaluations."""
+    options = SamplingOptions(model="DiT-Demo/2", forecast="plan").resolve()
+    checkpoint = Checkpoint(options.ckpt)
+    strides = read_plan(options, checkpoint)
+    plan = json.loads(plan_path(options, checkpoint).read_text())
+    evidence = plan["evidence"]
+    assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]
+    assert evidence["passes"] and evidence["grids_over_40"] >= 0.99 and evidence["tiles_over_40"] >= 0.93
+    assert len(evidence["tile_psnr"]) == evidence["pictures"] == 512 and len(evidence["seeds"]) == 16
+    assert np.mean(np.array(evidence["tile_psnr"]) > 40) == evidence["tiles_over_40"]
+    assert evidence["calibration"]["seed"] not in evidence["seeds"]
+
+
+#################################################################################
+#                                    Commands                                   #
+#################################################################################
+
+
+def test_ranks_follow_one_plan(weights, plan, tmp_path, run):
+    """Two ranks make sample.py's latents."""
+    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--labels", 1, 5, 2]
+    common += ["--num-sampling-steps", 10, "--forecast", "plan", "--output-type", "latent"]
+    output = tmp_path / "one.npy"  # with a warm-up
+    one = run("sample.py", *common, "--repeats", 2, "--output", output, OMP_NUM_THREADS="1")
+    assert one.returncode == 0, one.stderr
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "sample_ddp.py"]
+    command = [sys.executable, *launcher, *common, "--output", tmp_path / "two.npy"]
+    two = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert two.returncode == 0, two.stderr
+    assert "(6 network evaluations)" in one.stdout and "2 ranks" in two.stdout
+    want, got = np.load(output), np.load(tmp_path / "two.npy")
+    assert np.abs(want).max() > 0.5 and np.abs(want - got).max() < 1e-4 * np.abs(want).max()
+
+
+def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_vae, tmp_path, run):
+    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--vae", tiny_vae]
+    common += ["--num-sampling-steps", 10, "--num-fid-samples", 4, "--per-proc-batch-size", 2]
+
+    def job(*more):
+        return run("sample_ddp.py", *common, *more, OMP_NUM_THREADS="1")
+
+    done = job("--forecast", "plan", "--sample-dir", tmp_path / "a")
+    assert done.returncode == 0, done.stderr
+    [npz] = (tmp_path / "a").glob("*.npz")
+    whole = npz.read_bytes()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    [again] = (tmp_path / "b").glob("*.npz")
+    again.unlink()
+    (tmp_path / "b" / npz.stem / "000002.png").unlink()  # the second batch is not whole
+    refused = job("--sample-dir", tmp_path / "b")
+    assert refused.returncode == 2 and "--forecast off" in refused.stderr and "plan" in refused.stderr, refused.stderr
+    assert job("--forecast", "plan", "--sample-dir", tmp_path / "b").returncode == 0
+    assert again.read_bytes() == whole
+
+
+#################################################################################
+#                                   On a GPU                                    #
+#################################################################################
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("guided", (True, False))
+def test_captured_strides_are_the_direct_ones_bit_for_bit(guided):
+    device, state, diffusion = torch.device("cuda"), small().state_dict(), create_diffusion("10")
+    direct, captured = (FastDiT(state, 2, torch.float16, device, Optimisations(graph=graph)) for graph in (False, True))
+    # Strides end in tensor operations, as p_sample does.
+    plain = FastDiT(state, 2, torch.float16, device, Optimisations(embed_update="torch"))
+    off = sample(plain, diffusion, None, device, guided)
+    assert torch.equal(off, sample(plain, diffusion, StridePlan(diffusion, [(1, 1)] * 10), device, guided))
+    plan = StridePlan(diffusion, STRIDES)
+    want, got, again = (sample(network, diffusion, plan, device, guided) for network in (direct, captured, captured))
+    assert torch.equal(want, got) and torch.equal(want, again) and not torch.equal(got, off)
+
+
+@pytest.mark.gpu
+def test_no_wait_in_a_planned_run():
+    """In a second run nothing waits for the device after the first stride."""
+    device, diffusion = torch.device("cuda"), create_diffusion("10")
+    network, plan = FastDiT(small().state_dict(), 2, torch.float16, device), StridePlan(diffusion, STRIDES)
+    sample(network, diffusion, plan, device)
+
+    def on_step(index, x):
+        if index == 0:  # by now the labels were read and the timesteps uploaded
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+
+    try:
+        latents = sample(network, diffusion, plan, device, on_step=on_step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert latents.isfinite().all()

@@ -1,0 +1,45 @@
+"""The demo model's golden latents and picture, committed beside its weights: what `make sample` makes must stay what it
+is.
+
+They were made in float32 on a CPU and on a GPU. Another machine's GEMMs round otherwise, and 250 steps carry that on.
+The bounds are those of the strict criterion (accuracy that no display shows), far below what any change of the
+mathematics would do.
+"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+
+from accel import vae
+
+DEMO = ROOT / "pretrained_models" / "demo"
+
+
+def make(kind, run, tmp_path, *flags):
+    """All 250 steps through the command; latents, held against the golden ones."""
+    golden = np.load(DEMO / f"golden-{kind}.npy")
+    output = ["--output-type", "latent", "--output", tmp_path / "z.npy"]
+    done = run("sample.py", "--model", "DiT-Demo/2", "--device", kind, *flags, *output, timeout=900)
+    assert done.returncode == 0, done.stderr
+    made = np.load(tmp_path / "z.npy")
+    assert made.shape == golden.shape == (8, 4, 16, 16) and golden.std() > 0.3
+    assert np.linalg.norm(made - golden) / np.linalg.norm(golden) < 1e-3
+    return made
+
+
+@pytest.mark.timeout(1000)
+def test_golden_on_the_cpu(run, tmp_path):
+    made = make("cpu", run, tmp_path)
+    decoder = vae.load_vae(vae.find_vae(str(DEMO / "vae")), torch.device("cpu"))
+    grid = vae.to_grid(vae.decode(decoder, torch.from_numpy(made))).numpy().astype(int)
+    golden = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
+    assert grid.shape == golden.shape == (262, 522, 3)
+    assert np.abs(grid - golden).mean() <= 0.01 and golden.std() > 20
+
+
+@pytest.mark.gpu
+def test_golden_on_a_gpu(run, tmp_path):
+    """CUDA's stream is another than the CPU's, and the same on every GPU for so small a draw."""
+    make("cuda", run, tmp_path, "--precision", "fp32")

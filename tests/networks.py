@@ -1,0 +1,50 @@
+"""Small networks with random weights, and what to evaluate them on."""
+
+import torch
+from conftest import fill
+
+from models import DiT, DiT_models
+
+
+def build(name, seed=0, **arguments):
+    """A model of the registry."""
+    return fill(DiT_models[name](**arguments), seed)
+
+
+def small(**changes):
+    """Two heads of 72 as in XL, two blocks, eight classes, 64 px."""
+    return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
+
+
+def inputs(model, n, device="cpu", seed=1):
+    """Latents, timesteps and labels of n batch rows; the second half has the null label."""
+    generator = torch.Generator().manual_seed(seed)
+    side, classes = model.x_embedder.img_size[0], model.y_embedder.num_classes
+    x = torch.randn(n, 4, side, side, generator=generator)
+    t = torch.randint(0, 1000, (n,), generator=generator)
+    y = torch.randint(0, classes, (n,), generator=generator)
+    y[n // 2 :] = classes
+    return x.to(device), t.to(device), y.to(device)
+
+
+def guided(out, scale):
+    """Guidance written out: three channels of both halves get the same estimate."""
+    n = len(out) // 2
+    out = out.clone()
+    for channel in range(3):
+        both = out[n:, channel] + scale * (out[:n, channel] - out[n:, channel])
+        out[:n, channel], out[n:, channel] = both, both
+    return out
+
+
+def large_inside(model):
+    """The same function but for rounding, with values between fc1 and fc2 that float16 does not hold."""
+    for block in model.blocks:
+        block.mlp.fc1.weight.data.mul_(3e5)
+        block.mlp.fc2.weight.data.div_(3e5)
+    return model
+
+
+def error(got, want):
+    """Relative to a float64 result on the CPU."""
+    return float((got.double().cpu() - want).norm() / want.norm())
