@@ -33,8 +33,10 @@ def load(
     latents = torch.zeros(-(-batch_rows // copies), model.in_channels, side, side, device=device)
     calls = build(zeros, model.num_heads, tier, device, tuner=tuner).kernel_calls(latents, copies)
 
+    stream = torch.cuda.current_stream(device)  # the threads' tensors are freed below: in the order of this stream
+
     def warm_up(call):
-        with torch.inference_mode(), torch.cuda.device(device):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:

@@ -142,8 +142,8 @@ def _milliseconds(choices, m, n, k, gelu, dtype, device):
     out, graphs, times = torch.empty(m, n, dtype=dtype, device=device), [], []
     for choice in choices:
         choice.run(x, weight, bias, out)  # loads the kernel
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads load weights
             for _ in range(5):
                 choice.run(x, weight, bias, out)
         graphs.append(graph)
