@@ -1,11 +1,13 @@
-"""Triton's kernels compiled for older GPUs, run: the driver makes this GPU's machine code of their PTX, and they give
-the reference's numbers. Each in a process of its own, since Triton keeps a target's state."""
+"""Triton's kernels on other generations of GPUs: compiled for each, and those for older ones run. The driver makes this
+GPU's machine code of their PTX, and they give the reference's numbers. Each in a process of its own, since Triton keeps
+a target's state."""
 
 import json
 
+import ahead_of_time
 import pytest
 import torch
-from kernel_testing import fresh_process
+from kernel_testing import compiled_for, fresh_process
 
 COMPILED = """
 import json
@@ -53,12 +55,24 @@ TENSOR_CORES = [
     ("test_split_attention", "split_attention.triton", "check(2, 1024, 16, 72, 'triton', 'cuda')"),
     ("test_split_attention", "split_attention.triton", "check(3, 17, 2, 72, 'triton', 'cuda')"),
 ]
+# What a GPU chooses another backend for is not compiled for it; shared memory of a block, in KiB.
+LEFT_OUT = {75: {"split_linear", "split_attention"}, 100: {"split_linear"}}
+SHARED = {75: 64, 86: 99, 100: 227, 120: 99}
 CASES = [((7, 0), *case) for case in ANY_GPU] + [((8, 0), *case) for case in ANY_GPU + TENSOR_CORES]
 
 
 def test_triton_leaves_its_ptx_to_the_driver(tmp_path):
     for ptx in json.loads(fresh_process("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path))):
         assert ".target sm_75" in ptx and ptx.endswith("\0") and ".visible .entry" in ptx
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_kernel_compiles(capability, tmp_path):
+    """For T4, the smaller Amperes (and Ada's L40S, which is alike), B200 and the smaller Blackwells."""
+    names = set(ahead_of_time.VARIANTS) - LEFT_OUT.get(capability, set())
+    for name, report in compiled_for(capability, sorted(names), tmp_path).items():
+        assert report["shared"] <= SHARED[capability] << 10 and report["tf32"] == 0
+        assert (report["tensor_core"] > 0) == name.startswith("split_")
 
 
 @pytest.mark.gpu
