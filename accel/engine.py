@@ -17,6 +17,7 @@ from accel.checkpoint import Checkpoint, published_name, shapes_only
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
+from accel.gpu import missing_code
 from accel.network import MODELS, Network, PlainDiT, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
@@ -39,6 +40,9 @@ def choose_device(options: SamplingOptions) -> torch.device:
             raise UsageError(f"--device {device}: torch {torch.__version__} finds no CUDA GPU; use --device cpu")
         if (device.index or 0) >= torch.cuda.device_count():
             raise UsageError(f"--device {device}: this machine has {torch.cuda.device_count()} GPU(s), counted from 0")
+        if remedy := missing_code(device):
+            kind, version = torch.cuda.get_device_name(device), torch.__version__
+            raise UsageError(f"--device {device}: torch {version} has no code for {kind}; install {remedy}")
     elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
         raise UsageError(f"--device {device}: torch {torch.__version__} cannot sample there; use cuda or cpu")
     return device

@@ -6,20 +6,25 @@ import torch
 
 
 def capture(step: Callable[[], object]) -> Callable[[], None]:
-    """Record `step` and return its replay.
+    """Record `step` on the current GPU and return its replay.
 
     step: takes no arguments, works on tensors at fixed addresses, never waits for the device and draws no random
     numbers. It runs once before it is recorded (the first run compiles kernels and chooses algorithms), so undo what it
-    changes. A replay launches the same kernels in the same order: the same bits.
+    changes. A replay launches the same kernels in the same order: the same bits. All memory that a replay works in
+    belongs to the caller or to the graph.
     """
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # torch's own capture stream would stay on the GPU of the first capture
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on loading and saving
+    # torch keeps a workspace of cuBLAS for each stream, and a graph has its address. What is left of an earlier graph's
+    # memory would serve here, and is freed with that graph or by torch.compile: each graph makes its own.
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads load and save
         step()
+    torch._C._cuda_clearCublasWorkspaces()  # nobody else works in this graph's memory
     return graph.replay
 
 
@@ -27,7 +32,7 @@ class Replayed:
     """A function of tensors that returns a tensor or a tuple of them, captured at its first call and replayed after.
 
     There is one graph for each combination of shapes, dtypes and other arguments. Each holds the memory of its tensors
-    as long as this object lives.
+    as long as this object lives. They are one set for all callers: call from one thread and on one stream at a time.
     """
 
     def __init__(self, function: Callable):

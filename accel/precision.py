@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from accel.gpu import capability
+
 
 class Tier(NamedTuple):
     """What a tier computes in, and what it needs."""
@@ -35,11 +37,6 @@ TIERS = {
         accelerated=True,
     ),
 }
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU; (0, 0) for other devices."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def supports(tier: str, device: torch.device) -> bool:

@@ -34,8 +34,11 @@ def load(
     latents = torch.zeros(n, model.in_channels, side, side, device=device)
     calls = build(zeros, model.num_heads, tier, device, tuner=tuner).kernel_calls(latents, batch_rows, guided)
 
+    # The threads' tensors are freed below: in the order of this stream.
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
     def warm_up(call):
-        with torch.inference_mode(), torch.cuda.device_of(latents):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:

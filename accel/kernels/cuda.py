@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from accel.files import cache_folder
+from accel.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
 from accel.kernels import keep
 
 HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
 HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
 SHARED_BYTES = 232448  # the most that a block can have (capability 9.0)
 OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a device, (0, 0) without CUDA. Every choice of a backend asks here."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from accel import kernels, precision
 from accel.errors import UsageError
 from accel.files import atomic_write, cache_folder
 from accel.graphs import capture
-from accel.kernels import push
+from accel.kernels import cuda
 from accel.network import BlockNetwork, Network
 from accel.options import DistributedOptions
 from accel.parallel.exchanges import EXCHANGES
@@ -167,7 +167,7 @@ class Planner:
         if self.device.type != "cuda":
             return False
         here, others = self.device.index or 0, range(torch.cuda.device_count())
-        peers = len(others) >= self.job.world and all(push.reaches(here, gpu) for gpu in others if gpu != here)
+        peers = len(others) >= self.job.world and all(cuda.writes_to_peer(here, gpu) for gpu in others if gpu != here)
         ranks = self.job.all_gather_object((self.job.host, peers))
         return len({host for host, _ in ranks}) == 1 and all(peers for _, peers in ranks)
 

@@ -80,20 +80,22 @@ def compile_variant(capability, kernel, types, constants):
     aligned = [name for name, kind in given.items() if kind.startswith("*") or kind.endswith("*16")]
     divisible = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, divisible)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 if __name__ == "__main__":
     capability, reports = int(sys.argv[1]), {}
     for name in sys.argv[2:]:
-        ptx = compile_variant(capability, *VARIANTS[name](capability))
+        compiled = compile_variant(capability, *VARIANTS[name](capability))
+        ptx = compiled.asm["ptx"]
         reports[name] = dict(
             target=ptx.split(".target ")[1].split()[0],
-            tensor_core=ptx.count("mma.sync") + ptx.count("wgmma.mma_async"),
+            tensor_core=sum(map(ptx.count, ("mma.sync", "wgmma.mma_async", "tcgen05.mma"))),
             tf32=ptx.count("tf32"),
             bf16="bf16" in ptx,
             wide=ptx.count("global.v4") + ptx.count("global.v2"),
             spills=ptx.count(".local"),
+            shared=compiled.metadata.shared,
             ptx=ptx if name == "push" else None,
         )
     print(json.dumps(reports))

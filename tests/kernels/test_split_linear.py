@@ -124,7 +124,14 @@ def test_wrong_inputs_are_refused():
 
 @pytest.mark.parametrize(
     "capability, expected",
-    (((7, 0), "cublas"), ((7, 5), "cublas"), ((8, 0), "triton"), ((9, 0), "hopper"), ((10, 0), "triton")),
+    (
+        ((7, 0), "cublas"),
+        ((7, 5), "cublas"),
+        ((8, 0), "triton"),
+        ((9, 0), "hopper"),
+        ((10, 0), "cublas"),
+        ((12, 0), "triton"),
+    ),
 )
 def test_auto_by_capability(capability, expected, monkeypatch):
     monkeypatch.setattr(cuda, "capability", lambda device: capability)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel import gpu
 from accel.files import cache_folder
 from accel.kernels import keep
 from accel.kernels.linear import cublaslt, hopper
@@ -88,8 +89,8 @@ class Tuner:
 
     def _files(self, device):
         """Files of measurements for this kind of GPU, version of the library and version of our kernel."""
-        gpu = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-        name = f"products-{gpu}-cublaslt-{cublaslt.version()}-own-{hopper.version()}.json"
+        kind = gpu.name(device).replace(" ", "-").replace("/", "-")
+        name = f"products-{kind}-cublaslt-{cublaslt.version()}-own-{hopper.version()}.json"
         return [folder / name for folder in self.folders]
 
 
@@ -104,7 +105,7 @@ def _name(m, n, k):
 
 def _winner(m, n, k, gelu, device):
     """What is known of a GEMM on this kind of GPU: {backend: its `find`'s argument}, or nothing."""
-    return KNOWN.get(torch.cuda.get_device_name(device), {}).get(f"{_name(m, n, k)}{' gelu' * gelu}", {})
+    return KNOWN.get(gpu.name(device), {}).get(f"{_name(m, n, k)}{' gelu' * gelu}", {})
 
 
 def _known(gemm, backend):
@@ -142,8 +143,8 @@ def _milliseconds(choices, m, n, k, gelu, dtype, device):
     out, graphs, times = torch.empty(m, n, dtype=dtype, device=device), [], []
     for choice in choices:
         choice.run(x, weight, bias, out)  # loads the kernel
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads load weights
             for _ in range(5):
                 choice.run(x, weight, bias, out)
         graphs.append(graph)

@@ -8,7 +8,7 @@ truncates when it adds to its accumulator, so sums over a long inner dimension d
 first in each part.
 
     hopper      our kernel: capability 9.0, N and K in eights
-    triton      from sm_80 on
+    triton      from sm_80 on, but not 10.x, for which Triton 3.6 does not compile it
     cublas      any GPU with float16 tensor cores
     torch       the reference, in float64, any device
     auto        the first of these that runs on the device
@@ -35,7 +35,7 @@ def choose(device: torch.device) -> str:
     capability = cuda.capability(device)
     if capability == (9, 0):
         return "hopper"
-    return "triton" if cuda.HAS_TRITON and capability >= (8, 0) else "cublas"
+    return "triton" if cuda.HAS_TRITON and capability >= (8, 0) and capability[0] != 10 else "cublas"
 
 
 class SplitLinear:

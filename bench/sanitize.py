@@ -1,0 +1,172 @@
+"""Every kernel of one GPU under NVIDIA's compute-sanitizer, which CUDA's toolkit brings.
+
+    python bench/sanitize.py --output output/sanitize.json
+    python bench/sanitize.py --tool racecheck --mode captured --batch-rows 2 --side 32
+
+One block of XL/2's width: fp16 by each of our tiles and by cuBLASLt, exact, a sampling step, a decoded picture. First
+without a tool, which compiles everything; then each tool in a process of its own, eager and captured. Eager, every
+tensor is an allocation of its own, so that memcheck sees where it ends. Exit status 1: a tool found something."""
+
+if not __package__:
+    __import__("_as_module")
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+
+from accel.command_line import OneLineParser, user_errors
+from accel.errors import UsageError
+from accel.fast.dit import FastDiT, Optimisations, build
+from accel.graphs import Replayed
+from accel.kernels.attention import attention_lse, attention_to
+from accel.kernels.linear import cublaslt, hopper
+from accel.options import check_writable, positive
+from accel.sampler import denoise
+from accel.vae.half import HalfDecoder
+from bench import measure
+from diffusion import create_diffusion
+from models import DiT
+
+TOOLS = "memcheck", "racecheck", "synccheck", "initcheck"
+MODES = "eager", "captured"
+ERRORS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+#################################################################################
+#                            What runs under the tools                          #
+#################################################################################
+
+
+def algorithms(network: FastDiT, m: int) -> Iterator[list]:
+    """For the layers of a block on m tokens: each of our tiles in turn, then cuBLASLt's own choice, as `adopt` takes
+    them."""
+    gemms = [(*layer.shape(m), network.dtype, network.device) for layer in network.blocks[0]]
+    ours = [(hopper.Gemm(*gemm), hopper.Gemm(*gemm).candidates()) for gemm in gemms]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one[0].load(one[1]), ((gemm, tile) for gemm, tiles in ours for tile in tiles)))
+    for tiles in zip(*(tiles for _, tiles in ours)):
+        yield [(gemm, list(tile)) for gemm, tile in zip(gemms, tiles)]
+    theirs = [cublaslt.Gemm(*gemm).suggestions()[0] for gemm in gemms]
+    yield [(gemm, [list(one.words), one.workspace]) for gemm, one in zip(gemms, theirs)]
+
+
+@torch.inference_mode()
+def work(args: Namespace, device: torch.device) -> None:
+    """Launch every kernel once, or capture and replay it. Raises RuntimeError for a result that is not finite."""
+    captured, generator = args.mode == "captured", torch.Generator(device).manual_seed(0)
+    tokens, switches = (args.side // 2) ** 2, Optimisations(graph=captured)
+    with torch.device(device):
+        model = DiT(input_size=args.side, depth=1, hidden_size=1152, num_heads=16)
+    state, diffusion = measure.random_state(model), create_diffusion("2")
+
+    def run(what, function, *inputs):
+        outputs = (Replayed(function) if captured else function)(*inputs)
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if not output.isfinite().all():
+                raise RuntimeError(f"{what}: not finite")
+
+    for rows in args.batch_rows:
+        x = torch.randn(rows, 4, args.side, args.side, generator=generator, device=device)
+        t, y = torch.full((rows,), 500, device=device), torch.arange(rows, device=device)
+        for tier in ("fp16", "exact"):
+            network = build(state, model.num_heads, tier, device, switches)
+            for number, choices in enumerate(algorithms(network, rows * tokens) if tier == "fp16" else [[]]):
+                for gemm, choice in choices:
+                    network.tuner.adopt(*gemm, choice)
+                run(f"{tier}, {rows} rows, algorithm {number}", network.forward, x, t, y)
+            if rows % 2 == 0:
+                denoise(network, diffusion, x[: rows // 2], y[: rows // 2], 4.0, 1000)
+        qkv = torch.randn(rows, tokens // 2, 3 * 1152, generator=generator, device=device).half()
+        kv = torch.randn(rows, tokens, 2 * 1152, generator=generator, device=device).half()
+        run("attention_to", lambda qkv, kv: attention_to(qkv, kv, 16), qkv, kv)
+        run("attention_lse", lambda qkv, kv: attention_lse(qkv, kv, 16), qkv, kv)
+    HalfDecoder(measure.random_decoder(device))(torch.randn(1, 4, 8, 8, generator=generator, device=device))
+    torch.cuda.synchronize()
+
+
+#################################################################################
+#                                   The tools                                   #
+#################################################################################
+
+
+def under(tool: str | None, mode: str, args: Namespace) -> dict:
+    """Run `work` in a process of its own, under a tool: its record, with the number of errors that it reports (None
+    where it ran out of time or did not end well)."""
+    command = [sys.executable, os.path.abspath(__file__), "--mode", mode, "--side", str(args.side), "--work"]
+    command += ["--batch-rows", *map(str, args.batch_rows)]
+    environment = dict(os.environ)
+    if tool:
+        options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no", *args.options.split()]
+        command = ["compute-sanitizer", *options, *command]
+        if mode == "eager":
+            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    start, status, text = time.monotonic(), None, b""
+    with suppress(subprocess.TimeoutExpired):
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, env=environment, timeout=args.limit, **pipes)
+        status, text = done.returncode, done.stdout
+    text = text.decode(errors="replace")
+    found = [int(number) for number in ERRORS.findall(text)]
+    errors = (0 if status == 0 and not tool else None) if not found else sum(found)
+    report = [line for line in text.splitlines() if line.startswith("=====")] if tool else text.splitlines()
+    clean = errors == 0 and status == 0
+    return dict(
+        tool=tool,
+        mode=mode,
+        status=status,
+        errors=errors,
+        seconds=time.monotonic() - start,
+        clean=clean,
+        report=[] if clean else report[:200] + report[-5:],
+    )
+
+
+def line(row: dict) -> str:
+    """A record as it is printed."""
+    problem = "ran out of time" if row["status"] is None else f"status {row['status']}, {row['errors']} errors"
+    return (
+        f"{row['tool'] or 'no tool':10} {row['mode']:9} {row['seconds']:6.1f} s  {'clean' if row['clean'] else problem}"
+    )
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", nargs="+", default=TOOLS, choices=TOOLS, help="tools to run")
+    parser.add_argument("--mode", nargs="+", default=MODES, choices=MODES, help="launched, or captured and replayed")
+    parser.add_argument("--batch-rows", nargs="+", type=positive, default=[1, 2, 4, 16], metavar="N")
+    parser.add_argument("--side", type=positive, default=32, help="of a latent, even; 64 is a picture of 512 px")
+    parser.add_argument("--limit", type=positive, default=120, help="seconds of a run")
+    parser.add_argument("--options", default="", help="more options of compute-sanitizer, in one string")
+    parser.add_argument("--work", action="store_true", help="no tool: launch the kernels in this process")
+    measure.add_arguments(parser, network=False)
+    args = parser.parse_args()
+    with user_errors(parser):
+        if not torch.cuda.is_available():
+            raise UsageError("a GPU's kernels are checked, and there is none here")
+        device = torch.device("cuda", 0)
+        if args.work:
+            for mode in args.mode:
+                work(Namespace(**vars(args) | {"mode": mode}), device)
+            return
+        if not shutil.which("compute-sanitizer"):
+            raise UsageError("no compute-sanitizer on the PATH: CUDA's toolkit brings it")
+        if args.output:
+            check_writable(args.output)
+    record, rows = dict(kind="sanitize", **measure.provenance(device, args.commit)), []
+    for tool, mode in [(None, mode) for mode in args.mode] + [(tool, mode) for tool in args.tool for mode in args.mode]:
+        rows.append(under(tool, mode, args))
+        measure.write(args.output, record | dict(side=args.side, batch_rows=args.batch_rows, runs=rows))
+        print("\n".join([line(rows[-1]), *rows[-1]["report"][:20]]), flush=True)
+    sys.exit(not all(row["clean"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

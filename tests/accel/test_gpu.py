@@ -1,0 +1,128 @@
+"""What is chosen and what is refused on each generation of GPUs. The GPUs are stand-ins: nothing is launched."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from accel import engine, gpu, precision
+from accel.errors import UsageError
+from accel.kernels import adaln, attention, cuda, split_attention, split_linear
+from accel.kernels.adaln import hopper as adaln_hopper
+from accel.kernels.linear import Linear, hopper, tuner
+from accel.options import SamplingOptions
+
+GPU = torch.device("cuda", 0)
+OLD, AMPERE, HOPPER, BLACKWELL = ((7, 0), (7, 5)), ((8, 0), (8, 6), (8, 9)), ((9, 0),), ((10, 0), (12, 0))
+CAPABILITIES = (*OLD, *AMPERE, *HOPPER, *BLACKWELL)
+WHEEL_2_10 = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
+WHEEL_2_11 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "compute_120"]
+WHEEL_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+
+
+@pytest.fixture(params=CAPABILITIES, ids=str)
+def seen(request):
+    with gpu.seen_as(request.param):
+        yield request.param
+
+
+def test_seen_as_ends():
+    with gpu.seen_as((8, 0)):
+        with gpu.seen_as((7, 0)):
+            assert gpu.capability(GPU) == (7, 0) and gpu.capability(torch.device("cpu")) == (0, 0)
+        assert gpu.capability(GPU) == (8, 0)
+    assert gpu._seen_as is None
+
+
+def test_backends(seen, monkeypatch):
+    """Hopper's kernels on Hopper alone, Triton's with tensor cores from Ampere on, before that cuBLAS."""
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
+    half = {OLD: "efficient", AMPERE: "flash", HOPPER: "hopper", BLACKWELL: "flash"}
+    split = {OLD: "cublas", AMPERE: "triton", HOPPER: "hopper", BLACKWELL: "triton"}
+    [generation] = (group for group in half if seen in group)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert attention.choose(GPU, dtype, 72) == half[generation]
+    assert attention.choose(GPU, torch.float16, 64) == ("cudnn" if seen == (9, 0) else half[generation])
+    assert attention.choose(GPU, torch.float32, 72) == "efficient"
+    assert split_attention.choose(GPU, 72) == split[generation]
+    assert split_linear.choose(GPU) == ("cublas" if seen == (10, 0) else split[generation])
+    assert split_attention.choose(GPU, 64) == ("triton" if seen == (9, 0) else split[generation])
+    assert bool(hopper.tiles(2048, 1152, 1152, GPU)) == (seen == (9, 0))
+
+
+def test_backends_of_tensors(seen):
+    with FakeTensorMode():
+        x, branch = torch.empty(2, 64, 1152, device=GPU), torch.empty(2, 64, 1152, device=GPU, dtype=torch.float16)
+        weight, bias = torch.empty(8, 8, device=GPU, dtype=torch.float16), torch.empty(8, device=GPU)
+        assert adaln._portable(x) == "triton"
+        assert adaln_hopper.runs(x, x, ((branch, 0),), torch.float16) == (seen == (9, 0))
+        assert Linear(weight, bias).backend == "tuned" and Linear(weight.float(), bias).backend == "torch"
+
+
+def test_winners_of_another_gpu_are_not_taken(seen, monkeypatch):
+    """Nor is its file of measurements."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert not tuner._winner(2048, 3456, 1152, False, GPU) and gpu.name(GPU) == f"NVIDIA H200 as {seen[0]}.{seen[1]}"
+
+
+def test_tiers(seen):
+    """What a GPU has, it runs; what it lacks is refused in a line, by the flag that asked for it."""
+    lacking = {"bf16", "tf32"} if seen in OLD else set()
+    assert {tier for tier in precision.TIERS if not precision.supports(tier, GPU)} == lacking
+    assert precision.default_tier(GPU) == "fp16"
+    for tier in precision.TIERS:
+        options = SamplingOptions(precision=tier)
+        if tier in lacking:
+            with pytest.raises(UsageError, match=f"^--precision {tier}: .* choose fp32$") as refusal:
+                engine.choose_precision(options, GPU)
+            assert "\n" not in str(refusal.value)
+        else:
+            float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
+            half = precision.TIERS[tier].dtype != torch.float32
+            assert engine.choose_precision(options, GPU) == (tier, "fp16" if half else float32)
+    precision.apply_precision("fp32", GPU)
+
+
+#################################################################################
+#                       A torch without code for the GPU                        #
+#################################################################################
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with one GPU: machine(capability, targets of the installed torch)."""
+
+    def install(capability, targets):
+        for name, value in dict(
+            is_available=True, device_count=1, get_device_name="Tesla", get_arch_list=targets
+        ).items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "capability, targets",
+    [((7, 0), WHEEL_2_10), ((7, 0), WHEEL_12_6), ((7, 5), WHEEL_2_11), ((8, 9), WHEEL_12_6), ((8, 6), WHEEL_2_11)]
+    + [((12, 1), WHEEL_2_10), ((13, 0), WHEEL_2_11), ((9, 0), ["sm_90a"]), ((9, 0), ["gfx90a"])],
+)
+def test_a_torch_with_code_for_the_gpu(machine, capability, targets):
+    machine(capability, targets)
+    assert engine.choose_device(SamplingOptions()) == torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    "capability, targets, remedy",
+    [
+        ((6, 1), WHEEL_2_10, "a build for CUDA 12.6"),
+        ((7, 0), WHEEL_2_11, "torch 2.10.0 from PyPI, or a build for CUDA 12.6"),
+        ((10, 0), WHEEL_12_6, "a build for CUDA 12.8 or later"),
+        ((13, 0), WHEEL_2_10, "a build for CUDA 12.8 or later"),
+    ],
+)
+def test_a_torch_without_code_for_the_gpu(machine, capability, targets, remedy):
+    machine(capability, targets)
+    want = f"--device cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
+    with pytest.raises(UsageError) as refusal:
+        engine.choose_device(SamplingOptions())
+    assert str(refusal.value) == want

@@ -1,0 +1,49 @@
+"""The memory that a captured graph works in lives as long as the graph, and on the graph's GPU."""
+
+import pytest
+import torch
+from conftest import ROOT
+
+from accel.graphs import Replayed
+
+pytestmark = pytest.mark.gpu
+
+# Few rows and columns and a long sum: cuBLAS divides the sum and keeps the parts in its workspace.
+PROGRAM = """
+import gc
+import torch
+from accel.graphs import Replayed
+
+sides = ((64, 32, 32768), (2048, 32, 1152), (2, 4608, 1152))
+operands = [(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")) for m, n, k in sides]
+evaluate = lambda *tensors: tuple(x @ w.t() for x, w in zip(tensors[::2], tensors[1::2]))
+flat = [tensor for pair in operands for tensor in pair]
+earlier, later = Replayed(evaluate), Replayed(evaluate)
+earlier(*flat)
+want = later(*flat)
+earlier.graphs.clear()
+gc.collect()
+torch._C._cuda_clearCublasWorkspaces()  # as torch.compile does where it captures graphs
+torch.cuda.empty_cache()
+mine = torch.full((1 << 28,), 7, dtype=torch.uint8, device="cuda")  # where the earlier graph's memory was
+for _ in range(10):
+    assert all(torch.equal(*pair) for pair in zip(later(*flat), want))
+    assert (mine == 7).all()
+print("replayed")
+"""
+
+
+def test_an_earlier_graphs_memory_is_not_used(run, tmp_path):
+    """In a process of its own: what may fail here is the GPU's context."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run(tmp_path / "program.py", cwd=ROOT)
+    assert done.stdout == "replayed\n", done.stderr
+
+
+def test_capture_on_the_tensors_gpu():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for device in ("cuda:0", "cuda:1", "cuda:0"):
+        double = Replayed(lambda x: 2 * x)
+        for value in (1.0, 2.0):
+            assert double(torch.full((3,), value, device=device)).tolist() == [2 * value] * 3

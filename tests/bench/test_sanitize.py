@@ -1,0 +1,48 @@
+"""What bench/sanitize.py makes of a tool's report. The tool is a stand-in; the kernels need a GPU."""
+
+from argparse import Namespace
+
+import pytest
+
+from bench import sanitize
+
+SCRIPT = """#!/bin/sh
+echo "========= COMPUTE-SANITIZER"
+case "$2" in
+memcheck) echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING, $*"; echo "========= ERROR SUMMARY: 0 errors";;
+racecheck) echo "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"; exit 9;;
+synccheck) exec sleep 60;;
+initcheck) echo "========= Error: process didn't terminate successfully"; exit 1;;
+esac
+"""
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    (tmp_path / "compute-sanitizer").write_text(SCRIPT)
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    args = Namespace(side=8, batch_rows=[1, 2], options="--print-limit 5", limit=1)
+    return lambda name, mode="eager": sanitize.under(name, mode, args)
+
+
+def test_a_run_is_clean_only_if_the_tool_says_so(tool):
+    rows = [tool(name) for name in sanitize.TOOLS]
+    assert [row["clean"] for row in rows] == [True, False, False, False]
+    assert [row["errors"] for row in rows] == [0, 2, None, None]
+    assert [row["status"] for row in rows] == [0, 9, None, 1]
+    assert "clean" in sanitize.line(rows[0]) and "status 9, 2 errors" in sanitize.line(rows[1])
+    assert "ran out of time" in sanitize.line(rows[2])
+    assert rows[0]["report"] == [] and "RACECHECK SUMMARY" in rows[1]["report"][-1]
+
+
+def test_without_a_gpu(run):
+    done = run("bench/sanitize.py", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "there is none here" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", sanitize.MODES)
+def test_every_kernel_runs(run, mode):
+    done = run("bench/sanitize.py", "--work", "--mode", mode, "--batch-rows", 1, 2, "--side", 16)
+    assert done.returncode == 0, done.stderr

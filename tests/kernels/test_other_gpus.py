@@ -1,0 +1,84 @@
+"""Triton's kernels on other generations of GPUs: compiled for each, and those for older ones run. The driver makes this
+GPU's machine code of their PTX, and they give the reference's numbers. Each in a process of its own, since Triton keeps
+a target's state."""
+
+import json
+
+import ahead_of_time
+import pytest
+import torch
+from kernel_testing import compiled_for, fresh_process
+
+COMPILED = """
+import json
+import triton
+import ahead_of_time
+from bench.rehearse import compile_for
+
+compile_for((7, 5))
+kept, compile = [], triton.compile
+triton.compile = lambda *given, **how: kept.append(compile(*given, **how)) or kept[-1]
+for name in ("adaln", "normalise"):
+    ahead_of_time.compile_variant(75, *ahead_of_time.VARIANTS[name](75))
+print(json.dumps([kernel.asm["cubin"].decode() for kernel in kept]))
+"""
+RUN = """
+import torch
+from accel import gpu
+from bench.rehearse import compile_for
+
+capability = {capability}
+compile_for(capability)
+import {tests} as tests
+import accel.kernels.{kernels} as kernels
+
+with gpu.seen_as(capability):
+    {call}
+jitted = [one for one in vars(kernels).values() if hasattr(one, "device_caches")]
+ran = [kernel for one in jitted for cache in one.device_caches.values() for kernel in cache[0].values()]
+assert ran and all(".target sm_%d%d" % capability in kernel.asm["cubin"].decode() for kernel in ran)
+print(len(ran), "ran")
+"""
+# Test file, module of the kernels, call; the first group needs no tensor cores.
+ANY_GPU = [
+    ("test_adaln", "adaln.triton", "check(1152, 16, 1024, 2, True, torch.float16, 'cuda', 3e-4)"),
+    ("test_adaln", "adaln.triton", "check(216, 5, 17, 1, False, torch.float32, 'cuda', 1e-6)"),
+    ("test_adaln", "adaln.triton", "check_split('triton', 'cuda')"),
+    ("test_patch_embed", "patch_embed", "check('cuda')"),
+    ("test_ancestral_update", "ancestral_update", "check('cuda')"),
+    ("test_group_norm", "group_norm.triton", "check(256, 32, 255, 130, *tests.FORMS[0], 'cuda', 'triton')"),
+    ("test_group_norm", "group_norm.triton", "check(80, 16, 9, 8, *tests.FORMS[3], 'cuda', 'triton')"),
+]
+TENSOR_CORES = [
+    ("test_split_linear", "split_linear.triton", "check_linear(2048, 3456, 1152, 'triton', 'cuda')"),
+    ("test_split_linear", "split_linear.triton", "check_linear(33, 200, 72, 'triton', 'cuda')"),
+    ("test_split_attention", "split_attention.triton", "check(2, 1024, 16, 72, 'triton', 'cuda')"),
+    ("test_split_attention", "split_attention.triton", "check(3, 17, 2, 72, 'triton', 'cuda')"),
+]
+# What a GPU chooses another backend for is not compiled for it; shared memory of a block, in KiB.
+LEFT_OUT = {75: {"split_linear", "split_attention"}, 100: {"split_linear"}}
+SHARED = {75: 64, 86: 99, 100: 227, 120: 99}
+CASES = [((7, 0), *case) for case in ANY_GPU] + [((8, 0), *case) for case in ANY_GPU + TENSOR_CORES]
+
+
+def test_triton_leaves_its_ptx_to_the_driver(tmp_path):
+    for ptx in json.loads(fresh_process("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path))):
+        assert ".target sm_75" in ptx and ptx.endswith("\0") and ".visible .entry" in ptx
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_kernel_compiles(capability, tmp_path):
+    """For T4, the smaller Amperes (and Ada's L40S, which is alike), B200 and the smaller Blackwells."""
+    names = set(ahead_of_time.VARIANTS) - LEFT_OUT.get(capability, set())
+    for name, report in compiled_for(capability, sorted(names), tmp_path).items():
+        assert report["shared"] <= SHARED[capability] << 10 and report["tf32"] == 0
+        assert (report["tensor_core"] > 0) == name.startswith("split_")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capability, tests, kernels, call", CASES, ids=str)
+def test_older_ptx_runs(capability, tests, kernels, call, tmp_path):
+    if torch.cuda.get_device_capability() <= capability:
+        pytest.skip("the PTX is for an older GPU than this one")
+    program = RUN.format(capability=capability, tests=tests, kernels=kernels, call=f"tests.{call}")
+    assert "ran" in fresh_process("-c", program, TRITON_CACHE_DIR=str(tmp_path))
