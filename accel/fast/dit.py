@@ -95,8 +95,6 @@ class FastDiT(BlockNetwork):
     are float32, or float64 with float64. tuner: chooses the GEMMs' algorithms.
     """
 
-    fuses_update = True
-
     def __init__(
         self,
         state: dict[str, torch.Tensor],
@@ -109,7 +107,7 @@ class FastDiT(BlockNetwork):
         super().__init__()
         self.num_heads, self.dtype, self.device, self.optimisations = num_heads, dtype, device, optimisations
         self.stream_dtype = torch.promote_types(dtype, torch.float32)
-        self.captures = optimisations.graph
+        self.captures, self.fuses_update = optimisations.graph, optimisations.embed_update != "torch"
         self.tuner = tuner or Tuner()
         self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
 
