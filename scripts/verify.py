@@ -32,17 +32,11 @@ from tqdm import tqdm
 
 import evaluate
 from accel import engine, precision, vae
+from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.errors import UsageError
 from accel.forecast import read_plan
-from accel.options import (
-    OneLineParser,
-    SamplingOptions,
-    UsageError,
-    add_arguments,
-    check_writable,
-    options_from,
-    positive,
-    user_errors,
-)
+from accel.options import SamplingOptions, check_writable, positive
+from accel.progress import step_bar
 from bench import measure
 
 AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
@@ -50,16 +44,15 @@ AGAIN = "fp32 again"  # what a device without other tiers is compared with: itse
 
 def sample(options: SamplingOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
     """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
-    run, grids, times = engine.Engine(options), {}, []
-    run.run(steps=3)
-    total = options.num_sampling_steps * len(seeds)
-    with engine.progress_bar(total, device, desc=name, leave=False) as progress:
-        for seed in seeds:
+    run, grids, times, steps = engine.Engine(options), {}, [], options.num_sampling_steps
+    run.run(**dict(plan=run.plan.each_kind_once()) if run.plan else dict(steps=3))
+    with step_bar(steps * len(seeds), device, desc=name, leave=False) as queued:
+        for done, seed in zip(range(0, steps * len(seeds), steps), seeds):
             run.options.seed = seed
-            engine.synchronize(device)
+            measure.synchronize(device)
             start = time.perf_counter()
-            latents = run.run(progress=progress)
-            engine.synchronize(device)
+            latents = run.run(on_step=lambda index, _, done=done: queued(done + index))
+            measure.synchronize(device)
             times.append(time.perf_counter() - start)
             grids[seed] = vae.to_grid(run.decode(latents)).numpy()
     return grids, times
@@ -67,7 +60,7 @@ def sample(options: SamplingOptions, seeds: range, device: torch.device, name: s
 
 def parts(a: np.ndarray, b: np.ndarray) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """What has to meet the criterion: the grid, then each picture in it ("row,column"), as (name, a, b)."""
-    tiles = evaluate.find_tiles(a, b, None)
+    tiles = evaluate.find_tiles(a, b)
     cut = np.ascontiguousarray
     return [("grid", a, b)] + [(name, cut(a[rows, columns]), cut(b[rows, columns])) for name, rows, columns in tiles]
 
@@ -252,7 +245,7 @@ def conclude(record: dict, best: dict | None) -> int:
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "compile", "seed"))
+    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "seed"))
     tiers = tuple(precision.TIERS)
     parser.add_argument(
         "--precision", nargs="+", choices=tiers, help="tiers to verify (default: all that the device has)"
@@ -273,9 +266,8 @@ def main() -> None:
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
-        engine.fetch_weights(options)
         if options.forecast == "plan":
-            read_plan(options, options.ckpt or engine.published(options))
+            read_plan(options, engine.open_checkpoint(options))
         status = verify(args, options, tiers, device, out)
     sys.exit(status)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import evaluate
+from accel.checkpoint import Checkpoint
+from accel.errors import UsageError
 from accel.forecast import settings_of, write_plan
-from accel.options import SamplingOptions, UsageError
+from accel.options import SamplingOptions
 from accel.vae import to_grid
 from scripts import verify
 
@@ -159,7 +161,9 @@ def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_p
 def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
     """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
     options = SamplingOptions(model="DiT-Demo/2", num_sampling_steps=12).resolve()
-    write_plan(tmp_path / "plan.json", settings_of(options, options.ckpt), [(1, 1), (3, 1), (4, 1), (4, 1)], {})
+    write_plan(
+        tmp_path / "plan.json", settings_of(options, Checkpoint(options.ckpt)), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
+    )
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
     flags = ["--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "plan", "--forecast-plan"]
     here(monkeypatch, *flags, tmp_path / "plan.json", "--output", tmp_path)
