@@ -5,17 +5,18 @@ from collections.abc import Callable
 import torch
 
 
-def capture(step: Callable[[], object]) -> Callable[[], None]:
+def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
     """Record `step` and return its replay.
 
-    step: takes no arguments, works on tensors at fixed addresses, never waits for the device and draws no random
-    numbers. It runs once before it is recorded (the first run compiles kernels and chooses algorithms), so undo what it
-    changes. A replay launches the same kernels in the same order: the same bits.
+    step: takes no arguments, works on tensors at fixed addresses and never waits for the device. It makes so many `runs`
+    before it is recorded (the first compiles kernels and chooses algorithms), so undo what they change. A replay launches
+    the same kernels in the same order: the same bits, unless random numbers are drawn.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        for _ in range(runs):
+            step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on loading and saving
