@@ -19,11 +19,12 @@ if not __package__:
     __import__("_as_module")
 
 import math
+import shlex
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from accel.command_line import OneLineParser, add_arguments, options_from, user_
 from accel.engine import Engine, empty_model, open_checkpoint
 from accel.errors import UsageError
 from accel.forecast import StridePlan, plan_path, settings_of, write_plan
-from accel.options import DEMO, SamplingOptions, check_writable, positive
+from accel.options import DEMO, SamplingOptions, check_writable, flag_names, positive
 from accel.sampler import evaluate as evaluate_network
 from diffusion.strides import Strides
 
@@ -324,6 +325,27 @@ def check(args: Namespace, options: SamplingOptions) -> Path:
     return path
 
 
+def by_plan(options: SamplingOptions, path: Path) -> SamplingOptions:
+    """`options` with the plan at `path`, which need not be named where it is looked for anyway."""
+    beside = path == plan_path(options, open_checkpoint(options))
+    return replace(options, forecast="plan", forecast_plan=None if beside else str(path))
+
+
+def flags_of(options: SamplingOptions) -> str:
+    """The flags of sample.py and sample_ddp.py that give these resolved options; a GPU is left to them."""
+
+    def words(name, source):
+        value = getattr(source, name)
+        return [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+
+    implied = SamplingOptions(options.model).resolve()
+    flags = ["--model", options.model] * (options.model != SamplingOptions.model)
+    for name in (item.name for item in fields(options)):
+        if words(name, options) != words(name, implied) and (name != "device" or options.device == "cpu"):
+            flags += [flag_names(type(options), name)[0], *words(name, options)]
+    return shlex.join(flags)
+
+
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     add_arguments(parser, leave_out=("forecast", "forecast_plan", "output", "output_type", "repeats", "seed"))
@@ -333,7 +355,7 @@ def main() -> None:
         options = options_from(args)
         path = check(args, options)
         calibrate(args, options, path)
-        print(f"python sample.py --forecast plan --forecast-plan {path}")
+        print(f"python sample.py {flags_of(by_plan(options, path))}")
 
 
 if __name__ == "__main__":
