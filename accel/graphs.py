@@ -5,18 +5,19 @@ from collections.abc import Callable
 import torch
 
 
-def capture(step: Callable[[], object]) -> Callable[[], None]:
+def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
     """Record `step` on the current GPU and return its replay.
 
-    step: takes no arguments, works on tensors at fixed addresses, never waits for the device and draws no random
-    numbers. It runs once before it is recorded (the first run compiles kernels and chooses algorithms), so undo what it
-    changes. A replay launches the same kernels in the same order: the same bits. All memory that a replay works in
-    belongs to the caller or to the graph.
+    step: takes no arguments, works on tensors at fixed addresses and never waits for the device. It makes so many
+    `runs` before it is recorded (the first compiles kernels and chooses algorithms), so undo what they change. A replay
+    launches the same kernels in the same order: the same bits, unless random numbers are drawn. All memory that it
+    works in belongs to the caller or to the graph.
     """
     stream = torch.cuda.Stream()  # torch's own capture stream would stay on the GPU of the first capture
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        for _ in range(runs):
+            step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # torch keeps a workspace of cuBLAS for each stream, and a graph has its address. What is left of an earlier graph's

@@ -59,7 +59,8 @@ def denoise(
 
     scale = cfg_scale if guided else None
     loop = _each_step if plan is None else _strides
-    return loop(network, diffusion, plan, x, y, scale, noise_of_step, steps or diffusion.num_timesteps, on_step)
+    steps = min(steps or diffusion.num_timesteps, diffusion.num_timesteps)
+    return loop(network, diffusion, plan, x, y, scale, noise_of_step, steps, on_step)
 
 
 def evaluate(network: Network, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float | None):

@@ -33,15 +33,9 @@ import torch
 from tqdm import tqdm
 
 from accel import precision
-from accel.options import (
-    DEFAULTS_OF,
-    DistributedOptions,
-    OneLineParser,
-    SamplingOptions,
-    UsageError,
-    positive,
-    user_errors,
-)
+from accel.command_line import OneLineParser, user_errors
+from accel.errors import UsageError
+from accel.options import DEFAULTS_OF, ROOT, DistributedOptions, SamplingOptions, positive
 from bench import measure
 
 
@@ -49,7 +43,7 @@ def run(command: list, **environment) -> tuple[list[str], float]:
     """A command of the repository → the lines it printed, seconds. Raises UsageError with its complaint if it fails."""
     started = time.perf_counter()
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, cwd=measure.ROOT, capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
     taken = time.perf_counter() - started
     if done.returncode:
         complaint = re.search(r"^sample(_ddp)?\.py: .*", done.stderr, re.M)
@@ -148,8 +142,7 @@ def against_one(args: Namespace, device: torch.device, flags: list, folder: Path
     flags = [*flags, "--precision", args.precision or precision.default_tier(device)]
     flags += ["--device", "cpu"] if device.type == "cpu" else []
     kinds = ((1, "local"), (args.gpus, "local"), (args.gpus, "gather"))
-    total = (device.type == "cuda") + 3 * args.repeats * ("grid" in args.parts) + 2 * ("fid" in args.parts)
-    with tqdm(total=total, desc="jobs", unit="job", leave=False) as bar:
+    with tqdm(total=(device.type == "cuda") + 3 * args.repeats + 2, desc="jobs", unit="job", leave=False) as bar:
 
         def launch(ranks, steps, *more):
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
@@ -160,24 +153,22 @@ def against_one(args: Namespace, device: torch.device, flags: list, folder: Path
 
         if device.type == "cuda":
             launch(args.gpus, 3, "--output", folder / "warm.png")  # file and kernel caches
-        if "grid" in args.parts:
-            grids = {kind: [] for kind in kinds}
-            for (ranks, how), some in [*grids.items()] * args.repeats:
-                some.append(launch(ranks, args.steps, "--decode", how, "--output", folder / "grid.png"))
-            sampling = {n: [grid["phases"]["sample"] for grid in grids[n, "local"]] for n in (1, args.gpus)}
-            results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
-            for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
-                results[name] = {f"{n} {how}": [grid[key] for grid in some] for (n, how), some in grids.items()}
-            record(results)
-        if "fid" in args.parts:
-            rates = {}
-            for ranks in (1, args.gpus):
-                size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
-                launch(ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
-                rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
-            efficiency = rates[args.gpus] / (args.gpus * rates[1])
-            results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)
-            record(results)
+        grids = {kind: [] for kind in kinds}
+        for (ranks, how), some in [*grids.items()] * args.repeats:
+            some.append(launch(ranks, args.steps, "--decode", how, "--output", folder / "grid.png"))
+        sampling = {n: [grid["phases"]["sample"] for grid in grids[n, "local"]] for n in (1, args.gpus)}
+        results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
+        for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
+            results[name] = {f"{n} {how}": [grid[key] for grid in some] for (n, how), some in grids.items()}
+        record(results)
+        rates = {}
+        for ranks in (1, args.gpus):
+            size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
+            launch(ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
+            rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
+        efficiency = rates[args.gpus] / (args.gpus * rates[1])
+        results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)
+        record(results)
     print(json.dumps(results, indent=1))
 
 
@@ -199,8 +190,6 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of --gpus (default: sample_ddp.py's)")
     parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus on a CPU: 25)")
     parser.add_argument("--repeats", type=positive, help="runs of each (default: 3 of --contest, else 2; CPU: 1)")
-    parts = dict(nargs="+", choices=("grid", "fid"), default=("grid", "fid"))
-    parser.add_argument("--parts", **parts, help="of --gpus: what to measure (default: both)")
     parser.add_argument("--fid-steps", type=positive, help="steps of an FID picture (default: 25; CPU: 5)")
     parser.add_argument(
         "--batch", type=positive, help="pictures a rank and FID batch (default: sample_ddp.py's; CPU: 2)"

@@ -15,10 +15,12 @@ from functools import partial
 
 import torch
 
+from accel.command_line import OneLineParser, user_errors
+from accel.errors import UsageError
 from accel.graphs import capture
-from accel.kernels import linear
 from accel.kernels.attention import attention
-from accel.options import OneLineParser, UsageError, check_writable, positive, user_errors
+from accel.kernels.linear import TUNED, Linear, Tuner
+from accel.options import check_writable, positive
 from bench import measure
 
 HEADS, HEAD_DIM, DEPTH = 16, 72, 28
@@ -45,7 +47,7 @@ def attentions(args: Namespace, dtype: torch.dtype) -> Iterator[dict]:
 
 def gemms(args: Namespace, dtype: torch.dtype) -> Iterator[dict]:
     """A row for each number of tokens, layer and backend: µs of a launch, its error against float64."""
-    backends = ("cublaslt", "hopper", "tuned")
+    tuner = Tuner()
     for m, (name, (n, k)) in ((m, item) for m in args.gemm for item in GEMMS.items()):
         generator, gelu = torch.Generator("cuda").manual_seed(m), name == "fc1"
         x = torch.randn(m, k, generator=generator, device="cuda").to(dtype)
@@ -54,23 +56,12 @@ def gemms(args: Namespace, dtype: torch.dtype) -> Iterator[dict]:
         want = x.double() @ weights[0].double().t() + bias.double()
         if gelu:
             want = torch.nn.functional.gelu(want, approximate="tanh")
-        replays = [
-            capture(lambda backend=backend: [linear.linear(x, weight, bias, gelu, backend) for weight in weights])
-            for backend in backends
-        ]
-        for backend, ms in zip(backends, measure.in_turns(replays)):
-            got = linear.linear(x, weights[0], bias, gelu, backend).double()
+        layers = [[Linear(weight, bias, gelu, tuner, backend) for weight in weights] for backend in TUNED]
+        replays = [capture(lambda some=some: [layer(x) for layer in some]) for some in layers]
+        for backend, some, ms in zip(TUNED, layers, measure.in_turns(replays)):
             us = {name: value / DEPTH * 1e3 for name, value in ms.items()}
-            yield dict(
-                layer=name,
-                m=m,
-                n=n,
-                k=k,
-                backend=backend,
-                us=us,
-                tflops=2e-9 * m * n * k * DEPTH / ms["median"],
-                error=float((got - want).norm() / want.norm()),
-            )
+            tflops, error = 2e-9 * m * n * k * DEPTH / ms["median"], (some[0](x).double() - want).norm() / want.norm()
+            yield dict(layer=name, m=m, n=n, k=k, backend=backend, us=us, tflops=tflops, error=float(error))
 
 
 def line(row: dict) -> str:
@@ -78,9 +69,7 @@ def line(row: dict) -> str:
     what = " ".join(str(row[name]) for name in ("m", "layer", "batch_rows", "tokens", "backend") if name in row)
     time, unit = (row["us"], "µs") if "us" in row else (row["ms"], "ms")
     text = f"{what:32} {time['median']:9.3f} {unit} ({time['least']:.3f} to {time['most']:.3f})"
-    if "tflops" in row:
-        text += f"  {row['tflops']:4.0f} TFLOP/s  error {row['error']:.1e}"
-    return text
+    return f"{text}  {row['tflops']:4.0f} TFLOP/s  error {row['error']:.1e}"
 
 
 @torch.no_grad()

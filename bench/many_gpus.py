@@ -18,40 +18,36 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from accel import engine, precision
+from accel.command_line import OneLineParser, user_errors
+from accel.errors import UsageError
 from accel.graphs import capture
-from accel.options import (
-    DEFAULTS_OF,
-    DistributedOptions,
-    OneLineParser,
-    SamplingOptions,
-    UsageError,
-    check_writable,
-    positive,
-    user_errors,
-)
-from accel.parallel.group import job, launched
-from accel.parallel.plan import OFF, Plan, Planner, check
+from accel.network import MODELS, BlockNetwork
+from accel.options import DEFAULTS_OF, EXCHANGES, DistributedOptions, SamplingOptions, check_writable, positive
+from accel.parallel.exchanges import traffic
+from accel.parallel.planner import OFF, Layout, Planner
+from accel.parallel.processes import Job, launched, launched_job
 from accel.parallel.rows import share
-from accel.parallel.tokens import traffic
+from accel.sampler import denoise
 from bench import measure
 from bench.steps import Judge
 from diffusion import create_diffusion
-from models import DiT_models
 
-EXCHANGES = ("push", "kv", "ulysses", "ring")
 PLANS = (
     "rows=2",
     *(f"tokens=2,exchange={name}" for name in EXCHANGES),
     "rows=4",
     *(f"rows=2,tokens=2,exchange={name}" for name in EXCHANGES),
-    *(f"tokens=4,exchange={name}" for name in EXCHANGES[:3]),
+    *(f"tokens=4,exchange={name}" for name in EXCHANGES if name != "ring"),
 )
+NULL_LABEL = 1000
 CALLS = 10  # of a collective, timed as one
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
@@ -60,18 +56,16 @@ SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 #################################################################################
 
 
-def step_time(work: Callable, args: Namespace, device: torch.device, active: bool) -> dict:
-    """Milliseconds of a step of `work(steps, progress)`, of the slowest of the active ranks; the others only listen."""
+def step_time(work: Callable, args: Namespace, job: Job, device: torch.device, active: bool) -> dict:
+    """Milliseconds of a step of `work(steps, on_step)`, of the slowest of the active ranks; the others only listen."""
 
     def times(steps):
         marks = measure.Marks(device)
         if active:
             work(steps, marks)
-            engine.synchronize(device)
+            measure.synchronize(device)
         row = measure.spread(marks.milliseconds() or [0.0])
-        values = torch.tensor([*row.values()], dtype=torch.float64, device=device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        return dict(zip(row, values.tolist()))
+        return dict(zip(row, job.max_over_ranks(row.values())))
 
     times(3)  # what only first steps do
     one = times(6)["ms"]
@@ -80,140 +74,140 @@ def step_time(work: Callable, args: Namespace, device: torch.device, active: boo
     return times(window)
 
 
-def fits(plan: Plan, planner: Planner, world: int, tier: str) -> bool:
-    """Whether `plan` can run here in `tier`."""
-    if tier == "exact" and (plan.stages > 1 or plan.tokens > 1 and plan.exchange != "ulysses"):
-        return False
-    try:
-        check(plan, world, planner.peers(), planner.tokens, planner.heads, planner.depth)
-    except UsageError:
-        return False
-    return True
+def runnable(planner: Planner, layouts: list[Layout]) -> list[Layout]:
+    """Those that can run here, in the planner's tier."""
+    found = []
+    for layout in layouts:
+        with suppress(UsageError):
+            planner.check(layout)
+            found.append(layout)
+    return found
 
 
 class Table:
-    """All plans for one network, size and number of labels."""
+    """All layouts for one network, size and number of labels."""
 
-    def __init__(self, args: Namespace, group, device: torch.device, case: dict, network, model):
-        self.args, self.group, self.device, self.case = args, group, device, case
-        self.pictures, latent, tokens = case["labels"], case["size"] // 8, model.pos_embed.shape[1]
-        self.planner = Planner(group, device, self.pictures, latent, tokens, model.num_heads, len(model.blocks))
-        self.planner.begin(network)
+    def __init__(self, args: Namespace, job: Job, device: torch.device, case: dict, network: BlockNetwork, model):
+        self.args, self.job, self.device, self.case, self.network = args, job, device, case, network
+        self.pictures, latent = case["labels"], case["size"] // 8
+        sizes = dict(labels=(0,) * self.pictures, image_size=case["size"])
+        options = DistributedOptions(args.model, device=str(device), precision=case["tier"], **sizes)
+        self.planner = Planner(job, options, model)
         generator = torch.Generator(device).manual_seed(1)
         self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=device)
         self.labels = torch.arange(self.pictures, device=device)
-        self.guidance = DistributedOptions.cfg_scale, 1000  # the null label
-        self.diffusion = create_diffusion(str(DistributedOptions.num_sampling_steps))
+        self.diffusion = create_diffusion(str(options.num_sampling_steps))
         self.alone = None  # one GPU's output
 
-    def settings(self, plans: list[Plan]) -> Iterator[tuple[Plan, int]]:
-        """What is timed: (plan, ranks). One GPU, pictures for each number of ranks, then the plans that make sense."""
-        world = self.group.world
+    def settings(self, layouts: list[Layout]) -> Iterator[tuple[Layout, int]]:
+        """What is timed: (layout, ranks). One GPU, pictures for each number of ranks, then the layouts that make
+        sense."""
+        world = self.job.world
         for ranks in (1, 2, 4, 8):
             if ranks <= world and (self.pictures >= ranks or ranks == world and self.pictures > 1):
                 yield OFF, ranks
-        for plan in dict.fromkeys(plan._replace(warmup=1) if plan.stages > 1 else plan for plan in plans):
-            # One that leaves ranks with padding alone, or that a GPU a picture makes pointless, tells nothing.
-            shares = self.pictures < plan.ranks or plan.tokens * plan.stages == 1
-            if plan.rows <= 2 * self.pictures and shares and fits(plan, self.planner, world, self.case["tier"]):
-                yield plan, plan.ranks
+        # A pipeline is timed where it runs, after its warm-up.
+        wanted = dict.fromkeys(one._replace(warmup=1) if one.stages > 1 else one for one in layouts)
+        for layout in runnable(self.planner, list(wanted)):
+            # One that leaves ranks with padding alone, or that a GPU a picture makes pointless, shows nothing.
+            shares = self.pictures < layout.ranks or layout.tokens * layout.stages == 1
+            if layout.rows <= 2 * self.pictures and shares:
+                yield layout, layout.ranks
 
-    def measure(self, plan: Plan, ranks: int) -> dict:
-        """A row: `plan`, or pictures for `ranks` where it is OFF."""
-        active, planner = self.group.rank < ranks, self.planner
-        if plan != OFF:
-            planner.agree([plan])
-        network = planner.apply(plan)
-        rows = share(self.pictures, ranks, self.group.rank) if plan == OFF and active else slice(None)
-        if plan == OFF:
-            planner.pieces.attend = planner.pieces.alone
+    def measure(self, layout: Layout, ranks: int) -> dict:
+        """A row: `layout`, or pictures for `ranks` where it is OFF."""
+        active, pictures = self.job.rank < ranks, self.pictures
+        self.planner.tune(self.network, [layout])
+        # A copy, which shares the weights: the graphs of this layout go when it goes.
+        network = self.planner.apply(self.network.shallow(self.network.depth), layout)
+        rows = share(pictures, ranks, self.job.rank) if layout == OFF and active else slice(None)
 
-        def work(steps, progress):
+        def work(steps, on_step):
             if len(self.labels[rows]):
-                batch = self.z, self.labels, *self.guidance
-                engine.denoise(network, self.diffusion, *batch, rows=rows, steps=steps, progress=progress)
+                guidance = DistributedOptions.cfg_scale, NULL_LABEL
+                how = dict(rows=rows, steps=steps, on_step=on_step)
+                denoise(network, self.diffusion, self.z, self.labels, *guidance, **how)
 
-        name = str(plan) if plan != OFF else "one GPU" if ranks == 1 else "pictures"
-        row = self.case | dict(gpus=ranks, plan=name, **step_time(work, self.args, self.device, active))
-        if network is not None and (ranks == 1 or plan != OFF and plan.stages == 1):  # PipeFusion depends on past steps
+        row = self.case | dict(gpus=ranks, plan=self.name(layout, ranks))
+        row |= step_time(work, self.args, self.job, self.device, active)
+        if ranks == 1 or active and layout != OFF and layout.stages == 1:  # PipeFusion's depends on past steps
             row["error"] = self.error(network, first=ranks == 1)
-        if plan.tokens > 1:
-            element = 2 if self.case["tier"] in precision.HALF else 4
-            batch_rows, tokens = -(-2 * self.pictures // plan.rows), planner.tokens // plan.tokens
-            sent = traffic(plan.exchange, batch_rows, tokens, plan.tokens, planner.pieces.width, element)
+        if layout.tokens > 1:
+            element = precision.TIERS[self.case["tier"]].dtype.itemsize  # exact: two float16
+            batch_rows, tokens = layout.batch_rows(pictures, ranks), self.planner.tokens // layout.tokens
+            sent = traffic(layout.exchange, batch_rows, tokens, layout.tokens, self.network.width, element)
             row["collectives"], row["bytes"] = sent
         return row
+
+    def name(self, layout: Layout, ranks: int) -> str:
+        return str(layout) if layout != OFF else "one GPU" if ranks == 1 or self.pictures == 1 else "pictures"
 
     def error(self, network, first: bool) -> float:
         """Relative, of a guided forward pass, against one GPU, which comes first."""
         x, t = self.z.repeat(2, 1, 1, 1), torch.full((2 * self.pictures,), 500, device=self.device)
-        y = torch.cat([self.labels, torch.full_like(self.labels, self.guidance[1])])
-        out = network.forward_with_cfg(x, t, y, self.guidance[0]).double()
+        y = torch.cat([self.labels, torch.full_like(self.labels, NULL_LABEL)])
+        out = network.forward_with_cfg(x, t, y, DistributedOptions.cfg_scale).double()
         self.alone = out if first else self.alone
         return float((out - self.alone).norm() / self.alone.norm())
 
     def auto(self, rows: list[dict]) -> dict:
         """What --parallel auto chooses, and its speed among the timed `rows`."""
-        chosen, reason = self.planner.choose()
-        self.planner.pieces.attend = self.planner.pieces.alone
-        text = str(chosen) if chosen != OFF else "pictures" if self.pictures > 1 else "one GPU"
-        ms = next((row["ms"] for row in rows if row["plan"] == text), None)
+        chosen, reason = self.planner.choose(self.network)
+        name = self.name(chosen, self.job.world)
+        ms = next((row["ms"] for row in rows if row["plan"] == name), None)
         best = min(row["ms"] for row in rows if not row["plan"].startswith("stages"))  # which are approximate
         figures = dict(ms=ms, speedup=ms and rows[0]["ms"] / ms, of_best=ms and best / ms)
-        return self.case | dict(plan="auto", chosen=text, reason=reason, **figures)
+        return self.case | dict(plan="auto", chosen=name, reason=reason, **figures)
 
 
-def share_pictures(args: Namespace, group, device: torch.device, plans: list[Plan], record: dict) -> None:
-    """Fill `record` with the plans of every tier, size and number of labels."""
+def share_pictures(args: Namespace, job: Job, device: torch.device, layouts: list[Layout], record: dict) -> None:
+    """Fill `record` with the layouts of every tier, size and number of labels."""
     if args.gate:
-        judge_plans(args, group, device, plans, record)
+        judge_layouts(args, job, device, layouts, record)
     for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
-        model = measure.random_network(args.model, size, 1000, device)
-        network = measure.build(model, tier, measure.switches_of(tier), device)
+        model = measure.random_network(args.model, size, NULL_LABEL, device)
+        network = measure.build(model, tier, device)
         for labels in args.labels:
-            table, rows = Table(args, group, device, dict(tier=tier, size=size, labels=labels), network, model), []
-            for plan, ranks in tqdm([*table.settings(plans)], desc="plans", leave=False, disable=group.rank > 0):
-                rows.append(table.measure(plan, ranks))
-                rows[-1]["speedup"] = rows[0]["ms"] / rows[-1]["ms"]
-                row = rows[-1]
+            table, rows = Table(args, job, device, dict(tier=tier, size=size, labels=labels), network, model), []
+            for layout, ranks in tqdm([*table.settings(layouts)], desc="layouts", leave=False, disable=job.rank > 0):
+                row = table.measure(layout, ranks)
+                rows.append(row)
+                row["speedup"] = rows[0]["ms"] / row["ms"]
                 text = f"{tier} {size} px {labels} labels  {ranks} GPUs {row['plan']:34} {row['ms']:8.3f} ms"
                 error = f"  error {row['error']:.1e}" if "error" in row else ""
                 tqdm.write(f"{text} [{row['p10']:.3f}, {row['p90']:.3f}]  {row['speedup']:.2f}×{error}")
-            if labels < group.world:
+            if labels < job.world:
                 rows.append(table.auto(rows))
                 print(f"auto: {rows[-1]['chosen']}; {rows[-1]['reason']}", flush=True)
             record["plans"] += rows
-            measure.write(args.output if group.rank == 0 else None, record)
+            measure.write(args.output if job.rank == 0 else None, record)
             del table
             gc.collect()
         del model, network
         gc.collect()
 
 
-def judge_plans(args: Namespace, group, device: torch.device, plans: list[Plan], record: dict) -> None:
-    """Every plan on the demo's 64 pictures in each tier, against fp32 on one GPU."""
+def judge_layouts(args: Namespace, job: Job, device: torch.device, layouts: list[Layout], record: dict) -> None:
+    """Every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     judge = Judge(1, device)
-    tokens, heads, depth = engine.network_shape(judge.options)
-    planner = Planner(group, device, len(judge.options.labels), judge.options.latent_size, tokens, heads, depth)
-    for tier, plan in ((tier, plan) for tier in args.precision for plan in [OFF, *plans]):
-        if not fits(plan, planner, group.world, tier):
-            continue
-        if plan.ranks > 1:
-            planner.mesh(plan)
+    for tier in args.precision:
+        options = replace(judge.options, precision=tier)
+        planner = Planner(job, options, judge.model)
+        for layout in runnable(planner, [OFF, *layouts]):
 
-        def shared(network, plan=plan):
-            planner.begin(network)
-            return planner.apply(plan)
+            def shared(network, planner=planner, layout=layout):
+                planner.tune(network, [layout])
+                return planner.apply(network, layout)
 
-        if group.rank < plan.ranks:
-            result = judge.judge(tier, measure.switches_of(tier), share=shared)
-            record["judged"].append(dict(tier=tier, plan=str(plan) if plan != OFF else "one GPU", **result))
-            verdict = (
-                f"contest {'PASS' if result['contest'] else 'FAIL'}, strict {'PASS' if result['strict'] else 'FAIL'}"
-            )
-            print(f"{tier} {plan}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}", flush=True)
-        gc.collect()
-    measure.write(args.output if group.rank == 0 else None, record)
+            if job.rank >= layout.ranks:  # idle, but every rank makes the groups
+                shared(measure.build(judge.model, tier, device))
+                continue
+            result = judge.judge(tier, None, share=shared)
+            record["judged"].append(dict(tier=tier, plan=str(layout) if layout != OFF else "one GPU", **result))
+            verdict = ", ".join(f"{name} {'PASS' if result[name] else 'FAIL'}" for name in ("contest", "strict"))
+            print(f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}", flush=True)
+            gc.collect()
+    measure.write(args.output if job.rank == 0 else None, record)
 
 
 #################################################################################
@@ -221,11 +215,11 @@ def judge_plans(args: Namespace, group, device: torch.device, plans: list[Plan],
 #################################################################################
 
 
-def time_link(args: Namespace, group, device: torch.device, record: dict) -> None:
+def time_link(args: Namespace, job: Job, device: torch.device, record: dict) -> None:
     """Fill `record` with microseconds of collectives among two ranks and among all."""
-    cases = [(ranks, size) for ranks in dict.fromkeys((2, group.world)) for size in args.sizes]
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in dict.fromkeys((2, group.world))}
-    for ranks, size in tqdm(cases, desc="sizes", leave=False, disable=group.rank > 0):
+    cases = [(ranks, size) for ranks in dict.fromkeys((2, job.world)) for size in args.sizes]
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in dict.fromkeys((2, job.world))}
+    for ranks, size in tqdm(cases, desc="sizes", leave=False, disable=job.rank > 0):
         mine = torch.randn(size // 2, device=device).to(torch.float16 if device.type == "cuda" else torch.bfloat16)
         every, back, among = mine.new_empty(ranks * len(mine)), mine.clone(), groups[ranks]
         collectives = {
@@ -234,13 +228,11 @@ def time_link(args: Namespace, group, device: torch.device, record: dict) -> Non
             "all-reduce": lambda: dist.all_reduce(back, group=among),
         }
         for name, call in collectives.items():
-            us = torch.zeros(1, device=device)
-            if group.rank < ranks:
-                us += time_collective(call, args.repeats, device, among)
-            dist.all_reduce(us, op=dist.ReduceOp.MAX)
-            record["link"].append(dict(collective=name, ranks=ranks, bytes=size, us=us.item()))
-            tqdm.write(f"{name:11} {ranks} ranks {size / 2**20:8.2f} MiB {us.item():10.1f} µs")
-    measure.write(args.output if group.rank == 0 else None, record)
+            active = job.rank < ranks
+            [us] = job.max_over_ranks([time_collective(call, args.repeats, device, among) if active else 0.0])
+            record["link"].append(dict(collective=name, ranks=ranks, bytes=size, us=us))
+            tqdm.write(f"{name:11} {ranks} ranks {size / 2**20:8.2f} MiB {us:10.1f} µs")
+    measure.write(args.output if job.rank == 0 else None, record)
 
 
 def time_collective(call: Callable, repeats: int, device: torch.device, among) -> float:
@@ -266,7 +258,7 @@ def time_collective(call: Callable, repeats: int, device: torch.device, among) -
 
 def parse() -> tuple[OneLineParser, Namespace]:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=DiT_models, help="default: DiT-XL/2 on GPUs, DiT-Demo/2 on CPUs")
+    parser.add_argument("--model", choices=MODELS, help="default: DiT-XL/2 on GPUs, DiT-Demo/2 on CPUs")
     parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
     parser.add_argument("--image-size", type=positive, nargs="+", help="sides in pixels (default: 512; the demo's own)")
     parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)")
@@ -277,10 +269,14 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")
     parser.add_argument("--link", action="store_true", help="instead: time the link's collectives")
     parser.add_argument(
-        "--sizes", nargs="+", type=positive, default=SIZES, metavar="BYTES", help="bytes a rank of --link"
+        "--sizes",
+        nargs="+",
+        type=positive,
+        metavar="BYTES",
+        help="bytes a rank of --link (64 KiB to 64 MiB; CPU: 4 MiB)",
     )
     parser.add_argument(
-        "--repeats", type=positive, default=30, help="timings of a collective, of which the median counts"
+        "--repeats", type=positive, help="timings of a collective, of which the median counts (default: 30; CPU: 3)"
     )
     measure.add_arguments(parser, network=False)
     return parser, parser.parse_args()
@@ -289,32 +285,34 @@ def parse() -> tuple[OneLineParser, Namespace]:
 def main() -> None:
     parser, args = parse()
     with user_errors(parser):
-        plans = [Plan(**DistributedOptions(parallel=text).mesh) for text in args.plans]
+        layouts = [Layout(**DistributedOptions(parallel=text).mesh) for text in args.plans]
         for size in args.image_size or ():
-            engine.network_shape(SamplingOptions(args.model or "DiT-XL/2", image_size=size).resolve())
-        if (launched() or (0, 1, 0))[1] < 2:
+            engine.empty_model(SamplingOptions(args.model or "DiT-XL/2", image_size=size).resolve())
+        if launched()[1] < 2:
             launcher = "torchrun --standalone --nproc_per_node=4 bench/many_gpus.py"
             raise UsageError(f"there is nothing to share with one process: {launcher}")
-    with job("many_gpus.py") as group:
-        group.together("output", lambda: args.output and check_writable(args.output), only=0)
-        name = group.device(args.device)
+    with launched_job("many_gpus.py") as job:
+        job.run_collectively(lambda: args.output and check_writable(args.output), only=0)
+        name = job.device(args.device)
         device = torch.device(name)
-        args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
+        on_gpu = device.type == "cuda"
+        args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
         args.image_size = args.image_size or [DEFAULTS_OF.get(args.model, {}).get("image_size", 512)]
         args.precision = args.precision or [precision.default_tier(device)]
-        args.repeats = args.repeats or (30 if device.type == "cuda" else 3)
-        if device.type != "cuda":
-            print(f"{group.world} processes over gloo share this machine's processor; times say nothing about GPUs")
-        group.open_collectives(name)
-        group.opened()
+        args.repeats = args.repeats or (30 if on_gpu else 3)
+        args.sizes = args.sizes or (SIZES if on_gpu else SIZES[:4])
+        if not on_gpu:
+            print(f"{job.world} processes over gloo share this machine's processor; times say nothing about GPUs")
+        job.open_collectives(name)
+        job.wait_for_collectives()
         kind = "link" if args.link else "parallel"
-        record = dict(kind=kind, **measure.provenance(device, args.commit), gpus=group.world)
+        record = dict(kind=kind, **measure.provenance(device, args.commit), gpus=job.world)
         if args.link:
-            record |= dict(backend=dist.get_backend(), link=[])
-            time_link(args, group, device, record)
+            record |= dict(backend="nccl" if on_gpu else "gloo", link=[])
+            time_link(args, job, device, record)
         else:
             record |= dict(model=args.model, load_seconds=args.load, plans=[], judged=[])
-            share_pictures(args, group, device, plans, record)
+            share_pictures(args, job, device, layouts, record)
 
 
 if __name__ == "__main__":

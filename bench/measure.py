@@ -12,15 +12,19 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from accel.decoder import SD_VAE_FT, Decoder
 from tqdm import tqdm
 
 from accel import engine, precision, vae
-from accel.fast import FastDiT, Optimisations
-from accel.options import SamplingOptions, check_writable, partial_file, positive
-from models import DiT_models
-
-ROOT = Path(__file__).resolve().parent.parent
+from accel.diffusers_layout import config_of, to_diffusers
+from accel.fast.dit import Optimisations
+from accel.fast.dit import build as build_fast
+from accel.files import atomic_write
+from accel.network import MODELS, Network, PlainDiT, guide
+from accel.options import ROOT, SamplingOptions, check_writable, positive
+from accel.sampler import denoise
+from accel.vae.decoder import SD_VAE_FT, Decoder
+from diffusion import create_diffusion
+from diffusion.respace import SpacedDiffusion
 
 #################################################################################
 #                       Flags, provenance, the JSON file                        #
@@ -38,7 +42,7 @@ def seconds(text: str) -> float:
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
     """The flags that benchmarks share; network, batch: those of one network, of a batch whose steps are timed."""
     if network:
-        parser.add_argument("--model", choices=DiT_models, help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
+        parser.add_argument("--model", choices=MODELS, help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
         parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
         parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
         parser.add_argument("--num-classes", type=int, help="number of classes")
@@ -62,7 +66,7 @@ def prepare(args: Namespace) -> torch.device:
     args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
     sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
     implied = SamplingOptions(model=args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
-    engine.network_shape(implied)
+    engine.empty_model(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
     for name, default in (("load", 5.0 if on_gpu else 0.5), ("window", 3.0 if on_gpu else 1.0)):
         if getattr(args, name, default) is None:
@@ -90,8 +94,8 @@ def provenance(device: torch.device, commit: str | None) -> dict:
 def write(path: str | Path | None, record: dict) -> None:
     """Write `record` as the whole file `path`, or nothing without one. Called after every result, it loses none."""
     if path:
-        with partial_file(path) as partial:
-            partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with atomic_write(path) as file:
+            file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 #################################################################################
@@ -99,17 +103,23 @@ def write(path: str | Path | None, record: dict) -> None:
 #################################################################################
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Enough(Exception):
-    """Ends a sampling run from its progress callback."""
+    """Ends a sampling run from its on_step."""
 
 
 class Marks:
-    """A sampling run's progress callback that marks when each step ends, on the device's own clock."""
+    """A sampling run's on_step that marks when each step ends, on the device's own clock."""
 
     def __init__(self, device: torch.device):
         self.cuda, self.marks = device.type == "cuda", []
 
-    def __call__(self) -> None:
+    def __call__(self, *_) -> None:
         self.marks.append(torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter())
         if self.cuda:
             self.marks[-1].record()
@@ -130,23 +140,23 @@ def spread(times: list[float]) -> dict:
     return dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10])
 
 
-def run_until(loop: Callable, progress: Callable) -> None:
-    """Repeat the sampling run `loop(progress)` until `progress` raises Enough."""
+def run_until(loop: Callable, on_step: Callable) -> None:
+    """Repeat the sampling run `loop(on_step)` until `on_step` raises Enough."""
     try:
         while True:
-            loop(progress)
+            loop(on_step)
     except Enough:
         pass
 
 
 def time_steps(loop: Callable, device: torch.device, load: float, window: float, name: str = "") -> dict:
-    """Milliseconds of single steps of the sampling run `loop(progress)`: those of the last `window` seconds, after
+    """Milliseconds of single steps of the sampling run `loop(on_step)`: those of the last `window` seconds, after
     `load` seconds, since a GPU under load runs slower than in a burst."""
     marks, started = Marks(device), None
     total = round(load + window, 1)
     bar = tqdm(total=total, desc=name, leave=False, bar_format="{l_bar}{bar}| {n:.0f}/{total} s")
 
-    def mark():
+    def mark(*_):
         nonlocal started
         marks()
         marks.wait(4)  # so that the clock below counts work that was done
@@ -159,7 +169,7 @@ def time_steps(loop: Callable, device: torch.device, load: float, window: float,
 
     with bar:
         run_until(loop, mark)
-    engine.synchronize(device)
+    synchronize(device)
     kept, left = [], 1e3 * window
     for one in reversed(marks.milliseconds()):
         left -= one
@@ -206,10 +216,10 @@ def copy_tb_s(device: torch.device) -> float:
     source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
     times = []
     for _ in range(10):
-        engine.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         target.copy_(source)
-        engine.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return 2 * size / statistics.median(times) / 1e12
 
@@ -230,35 +240,56 @@ def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
     return state
 
 
-def random_network(model: str, image_size: int, num_classes: int, device) -> torch.nn.Module:
+def random_network(model: str, image_size: int, num_classes: int, device: torch.device) -> torch.nn.Module:
     """A models.DiT with random, non-zero weights, in eval mode."""
     with torch.device(device):
-        network = DiT_models[model](input_size=image_size // 8, num_classes=num_classes)
+        network = MODELS[model](input_size=image_size // 8, num_classes=num_classes)
     network.load_state_dict(random_state(network))
     return network.eval().requires_grad_(False)
 
 
-def network_of(args: Namespace, device: torch.device) -> torch.nn.Module:
+def load_model(options: SamplingOptions, device: torch.device) -> torch.nn.Module:
+    """The models.DiT of `options`, float32, with its weights."""
+    return engine.load_network(options, engine.open_checkpoint(options), "fp32", device, batch_rows=2).model
+
+
+def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     """The models.DiT of `args`, float32: with the weights of --ckpt or the demo's own, else random ones."""
     if args.ckpt is None:
         return random_network(args.model, args.image_size, args.num_classes, device)
     sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
-    return engine.load_model(SamplingOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve(), device)
+    return load_model(SamplingOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve(), device)
 
 
-def build(model: torch.nn.Module, tier: str, switches: Optimisations | None, device: torch.device):
-    """The network of a tier, its switches set: `model` (a models.DiT) itself without them, else a FastDiT of its
-    weights."""
+def build(model: torch.nn.Module, tier: str, device: torch.device, switches: Optimisations | None = None) -> Network:
+    """The network of a tier with the weights of `model`, a models.DiT, and the tier's process-wide switches set.
+
+    switches: of an accelerated tier, default: all optimisations.
+    """
     if device.type == "cuda":
         precision.apply_precision(tier, device)
-    if switches is None:
-        return model
-    return FastDiT(model.state_dict(), model.num_heads, precision.FAST[tier], device, switches)
+    if not precision.TIERS[tier].accelerated:
+        return PlainDiT(model)
+    return build_fast(model.state_dict(), model.num_heads, tier, device, switches or Optimisations())
 
 
-def switches_of(tier: str) -> Optimisations | None:
-    """What sample.py gives a tier: a FastDiT with all optimisations, or models.DiT."""
-    return Optimisations() if tier in precision.FAST else None
+def sampling(
+    network: Network,
+    args: Namespace,
+    device: torch.device,
+    denoise: Callable = denoise,
+    process: type = SpacedDiffusion,
+) -> Callable:
+    """The sampling run of `args` on `network` as `loop(on_step)`, for time_steps; denoise: as sampler.denoise."""
+    side, diffusion = args.image_size // 8, create_diffusion(str(SamplingOptions.num_sampling_steps))
+    diffusion.__class__ = process
+    z = torch.randn(args.pictures, 4, side, side, device=device)
+    labels = torch.arange(args.pictures, device=device) % args.num_classes
+
+    def loop(on_step):
+        denoise(network, diffusion, z, labels, args.cfg_scale, args.num_classes, on_step=on_step)
+
+    return loop
 
 
 def random_decoder(device: torch.device) -> Decoder:
@@ -268,12 +299,12 @@ def random_decoder(device: torch.device) -> Decoder:
         return Decoder(SD_VAE_FT).eval().requires_grad_(False)
 
 
-def decoder_of(args: Namespace, device: torch.device):
+def decoder_of(args: Namespace, device: torch.device) -> Decoder:
     """The decoder of --vae or the demo's own, else a random one."""
     name = args.vae or SamplingOptions(model=args.model).resolve().vae
-    return (
-        random_decoder(device) if name in vae.PUBLISHED and not args.vae else vae.load_vae(vae.find_vae(name), device)
-    )
+    if name in vae.PUBLISHED and not args.vae:
+        return random_decoder(device)
+    return vae.load_vae(vae.find_vae(name), device)
 
 
 def write_weights(folder: Path, model: str, image_size: int) -> tuple[Path, Path]:
@@ -294,11 +325,12 @@ def write_weights(folder: Path, model: str, image_size: int) -> tuple[Path, Path
 #################################################################################
 
 
-class CompiledDiT:
-    """A models.DiT in `dtype` under torch.compile."""
+class CompiledDiT(PlainDiT):
+    """A models.DiT in `dtype` under torch.compile, guidance included; `mode` as torch.compile has it."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, mode: str):
-        self.model, self.dtype = model.to(dtype), dtype
+        super().__init__(model.to(dtype))
+        self.dtype = dtype
         self._forward = torch.compile(model.forward, mode=mode, dynamic=False)
         self._guided = torch.compile(model.forward_with_cfg, mode=mode, dynamic=False)
 
@@ -310,37 +342,24 @@ class CompiledDiT:
         return self._guided(x.to(self.dtype), t, y, cfg_scale).to(x.dtype, copy=True)
 
 
-class DiffusersDiT:
-    """The weights of a models.DiT in diffusers' DiTTransformer2DModel, with the guidance of models.DiT. Its timestep
-    frequencies differ (its shift is 1), so its output is not quite that of the published model."""
+class DiffusersDiT(PlainDiT):
+    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (its shift is 1),
+    so its output is not quite that of the published model."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         from diffusers import DiTTransformer2DModel
 
-        from pretrained_models.download import to_diffusers
-
-        tokens, width = model.pos_embed.shape[1:]
-        with torch.device(device):  # what is not said here defaults to DiT-XL/2's
-            self.model = DiTTransformer2DModel(
-                num_attention_heads=model.num_heads,
-                attention_head_dim=width // model.num_heads,
-                out_channels=2 * model.in_channels,
-                num_layers=len(model.blocks),
-                sample_size=round(tokens**0.5) * model.patch_size,
-                patch_size=model.patch_size,
-                num_embeds_ada_norm=model.y_embedder.num_classes,
-                norm_eps=1e-6,
-            )
-        self.model.load_state_dict(to_diffusers(model.state_dict()))
-        self.model, self.dtype = self.model.to(dtype).eval().requires_grad_(False), dtype
+        super().__init__(model)
+        state = model.state_dict()
+        with torch.device(device):
+            self.transformer = DiTTransformer2DModel.from_config(config_of(state))
+        self.transformer.load_state_dict(to_diffusers(state))
+        self.transformer, self.dtype = self.transformer.to(dtype).eval().requires_grad_(False), dtype
 
     @torch.no_grad()
     def forward(self, x, t, y):
-        return self.model(x.to(self.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
+        return self.transformer(x.to(self.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
 
     def forward_with_cfg(self, x, t, y, cfg_scale):
         half = x[: len(x) // 2]
-        out = self.forward(torch.cat([half, half]), t, y)
-        cond, uncond = out[:, :3].chunk(2)
-        guided = uncond + cfg_scale * (cond - uncond)
-        return torch.cat([torch.cat([guided, guided]), out[:, 3:]], dim=1)
+        return guide(self.forward(torch.cat([half, half]), t, y), cfg_scale)

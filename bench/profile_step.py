@@ -25,19 +25,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 import models
-from accel import engine, precision, vae
-from accel.options import (
-    OneLineParser,
-    SamplingOptions,
-    UsageError,
-    check_writable,
-    partial_file,
-    positive,
-    user_errors,
-)
+from accel import precision, vae
+from accel.command_line import OneLineParser, user_errors
+from accel.errors import UsageError
+from accel.files import atomic_write
+from accel.options import SamplingOptions, check_writable, positive
 from bench import measure, work
 from bench.read_trace import DRAIN, OTHER, analyse, clip, load
-from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
 
 MOST_STEPS = 50  # whose trace viewers still open
@@ -66,7 +60,7 @@ class UploadingDiffusion(SpacedDiffusion):
 
 
 @torch.inference_mode()
-def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, progress):
+def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, *, on_step):
     """Upstream's loop: 2n batch rows updated; timesteps, tables and frequencies sent from the host at every step."""
     x = torch.cat([z, z])
     kwargs = dict(y=torch.cat([labels, torch.full_like(labels, null_label)]), cfg_scale=cfg_scale)
@@ -76,13 +70,13 @@ def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, progress):
             t = torch.tensor([index] * len(x), device=z.device)
             out = diffusion.p_sample(model.forward_with_cfg, x, t, clip_denoised=False, model_kwargs=kwargs)
             x = out["sample"]
-            progress()
+            on_step(index, x)
     finally:
         models._frequencies = frequencies
     return x
 
 
-def record(loop: Callable, decode: Callable | None, steps: int, device: torch.device, handler: Callable) -> None:
+def record(loop: Callable, decode: Callable, steps: int, device: torch.device, handler: Callable) -> None:
     """Profile `steps` warm steps of `loop`, and `decode()` after them. `handler(profiler)` writes the trace."""
     # CUPTI must outlive the first profile, or a captured step that is replayed in the second one crashes.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -91,9 +85,9 @@ def record(loop: Callable, decode: Callable | None, steps: int, device: torch.de
 
     def drain():
         with record_function(DRAIN):
-            engine.synchronize(device)
+            measure.synchronize(device)
 
-    def progress():
+    def on_step(*_):
         nonlocal done
         done += 1
         if done in (WAIT + WARMUP, total):
@@ -108,30 +102,29 @@ def record(loop: Callable, decode: Callable | None, steps: int, device: torch.de
         profile_memory=True,
         on_trace_ready=handler,
         acc_events=True,
-        schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps + (decode is not None), repeat=1),
+        schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps + 1, repeat=1),
     ) as profiler:
-        measure.run_until(loop, progress)
-        if decode is not None:
-            decode()
-            drain()
-            profiler.step()
+        measure.run_until(loop, on_step)
+        decode()
+        drain()
+        profiler.step()
 
 
 def ceilings(tier: str, device: torch.device) -> dict:
     """What this machine reaches on a large GEMM in the tier's arithmetic, after seconds of it, and on a large copy."""
     cuda = device.type == "cuda"
-    side, dtype, parts = (8192, precision.HALF.get(tier, torch.float32), 1) if cuda else (1024, torch.float32, 1)
+    side, dtype, parts = 8192 if cuda else 1024, precision.TIERS[tier].dtype, 1
     if tier == "exact":
         dtype, parts = torch.float16, 3  # high·high, high·low and low·high
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     out, rates, started = torch.empty_like(a), [], time.perf_counter()
     while time.perf_counter() - started < (2.5 if cuda else 0.2) or len(rates) < 4:
-        engine.synchronize(device)
+        measure.synchronize(device)
         begin = time.perf_counter()
         for _ in range(5):
             torch.mm(a, b, out=out)
-        engine.synchronize(device)
+        measure.synchronize(device)
         rates.append(5 * 2 * side**3 / parts / (time.perf_counter() - begin) / 1e12)
     late = statistics.median(rates[len(rates) // 2 :])
     return dict(gemm_tflops=late, gemm=f"{side}³ {tier}", copy_tb_s=measure.copy_tb_s(device))
@@ -151,37 +144,26 @@ def rates(result: dict, shape: work.Shape, value_bytes: int, ceiling: dict) -> N
     result["floor_ms"] = work.floor_ms(shape, value_bytes, ceiling["gemm_tflops"], ceiling["copy_tb_s"])
 
 
-def sampling(args: Namespace, model, device: torch.device) -> tuple[Callable, Callable | None]:
-    """loop(progress) and decode(), or None for it, of `args` on `model`."""
-    z = torch.randn(args.pictures, 4, args.image_size // 8, args.image_size // 8, device=device)
-    batch = z, torch.arange(args.pictures, device=device) % args.num_classes, args.cfg_scale, args.num_classes
-    diffusion = create_diffusion(str(args.num_sampling_steps))
-    network = (
-        model if args.baseline else measure.build(model, args.precision, measure.switches_of(args.precision), device)
-    )
-    if args.baseline:
-        diffusion.__class__ = UploadingDiffusion
-
-    def loop(progress):
-        if args.baseline:
-            return upstream_loop(network, diffusion, *batch, progress)
-        return engine.denoise(network, diffusion, *batch, progress=progress)
-
-    if args.no_decoder:
-        return loop, None
-    decoder = measure.decoder_of(args, device)
+def decoding(args: Namespace, device: torch.device) -> Callable:
+    """Decodes a picture in the arithmetic that goes with `args`; the first run, which chooses algorithms, is over."""
+    decoder, side = measure.decoder_of(args, device), args.image_size // 8
     if not args.baseline:
         float32 = precision.float32_decoder(args.precision, device)
         decoder = vae.CheckedDecoder(decoder, precision.decoder_precision("auto", args.precision, device), float32)
-    vae.decode(decoder, z[:1])  # the first run chooses algorithms
-    return loop, lambda: vae.decode(decoder, z[:1])
+    latents = torch.randn(1, 4, side, side, device=device)
+    vae.decode(decoder, latents)
+    return lambda: vae.decode(decoder, latents)
 
 
 def run(args: Namespace, device: torch.device) -> dict:
     """The record of a profile; its trace goes beside --output and into --tensorboard."""
     precision.apply_precision(args.precision, device)
-    model = measure.network_of(args, device)
-    loop, decode = sampling(args, model, device)
+    model = measure.model_of(args, device)
+    if args.baseline:
+        loop = measure.sampling(model, args, device, upstream_loop, UploadingDiffusion)
+    else:
+        loop = measure.sampling(measure.build(model, args.precision, device), args, device)
+    decode = decoding(args, device)
     with tempfile.TemporaryDirectory() as folder:
         timed = measure.time_steps(loop, device, args.load, args.window)
         ceiling = ceilings(args.precision, device)
@@ -190,10 +172,10 @@ def run(args: Namespace, device: torch.device) -> dict:
         trace = max(traces.glob("*.pt.trace.json.gz"), key=lambda path: path.stat().st_mtime)
         result = analyse(load(trace), args.steps)
         if args.output:
-            with partial_file(Path(args.output).with_suffix(".trace.json.gz")) as partial:
-                partial.write_bytes(trace.read_bytes())
+            with atomic_write(Path(args.output).with_suffix(".trace.json.gz")) as file:
+                file.write(trace.read_bytes())
     shape = work.Shape.of(model, 2 * args.pictures)
-    rates(result, shape, 2 if args.precision in precision.HALF else 4, ceiling)
+    rates(result, shape, precision.TIERS[args.precision].dtype.itemsize, ceiling)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = (
         subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] if device.type == "cuda" else None
@@ -210,7 +192,7 @@ def run(args: Namespace, device: torch.device) -> dict:
         batch_rows=shape.batch_rows,
         tier=args.precision,
         baseline=args.baseline,
-        num_sampling_steps=args.num_sampling_steps,
+        num_sampling_steps=SamplingOptions.num_sampling_steps,
         shape=vars(shape),
         timed=timed,
         ceilings=ceiling,
@@ -257,8 +239,7 @@ def describe(record: dict) -> list[str]:
         ceiling = f"  {row['of_ceiling']:.0%}" if "of_ceiling" in row else ""
         lines += [f"  {kind:24}{row['ms']:12.3f}{row['share']:8.1%}   {speed}{ceiling}"]
     job = {kind: row["ms"] * record["num_sampling_steps"] / 1e3 for kind, row in record["kinds"].items()}
-    if "decode" in record:
-        job["VAE"] = record["decode"]["window_ms"] * record["pictures"] / 1e3
+    job["VAE"] = record["decode"]["window_ms"] * record["pictures"] / 1e3
     parts = " + ".join(f"{kind} {seconds:.2f}" for kind, seconds in sorted(job.items(), key=lambda item: -item[1]))
     text = f"The job, {record['num_sampling_steps']} steps and {record['pictures']} pictures decoded"
     lines += [f"{text}: {sum(job.values()):.2f} s = {parts}"]
@@ -313,9 +294,6 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     measure.add_arguments(parser)
     parser.add_argument("--vae", help="decoder: ema, mse or a folder (default: random weights; the demo's own)")
-    parser.add_argument("--no-decoder", action="store_true", help="leave out the decoder")
-    steps = SamplingOptions.num_sampling_steps
-    parser.add_argument("--num-sampling-steps", type=positive, default=steps, help="of the job that is extrapolated to")
     parser.add_argument(
         "--precision", choices=tuple(precision.TIERS), help="default: sample.py's; --baseline: upstream's"
     )

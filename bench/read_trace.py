@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from accel.options import UsageError
+from accel.errors import UsageError
 
 DRAIN = "profile: drain the queue"  # the profiler's own waits, which are no finding
 

@@ -19,32 +19,27 @@ if not __package__:
     __import__("_as_module")
 
 import math
+import shlex
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from diffusion.forecast import Strides
 from tqdm import tqdm
 
 import evaluate
-from accel import engine, precision, vae
-from accel.forecast import Plan, plan_path, settings_of, write_plan
-from accel.options import (
-    DEMO,
-    OneLineParser,
-    SamplingOptions,
-    UsageError,
-    add_arguments,
-    check_writable,
-    options_from,
-    positive,
-    user_errors,
-)
-from diffusion import create_diffusion
+from accel import precision, vae
+from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.engine import Engine, empty_model, open_checkpoint
+from accel.errors import UsageError
+from accel.forecast import StridePlan, plan_path, settings_of, write_plan
+from accel.options import DEMO, SamplingOptions, check_writable, flag_names, positive
+from accel.sampler import evaluate as evaluate_network
+from diffusion.strides import Strides
 
 GRID = 8
 WINDOW = 10  # steps over which a sensitivity is measured
@@ -54,18 +49,14 @@ SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 
 
 class Bench:
-    """Float32 with all evaluations, the tier that is calibrated, and the pictures of both."""
+    """Float32 with all evaluations, the tier that is calibrated, and the pictures of both; `batch` pictures at a time."""
 
     def __init__(self, options: SamplingOptions, batch: int):
         self.options, self.batch = options, batch
-        self.device = engine.choose_device(options)
-        self.tier = engine.choose_precision(options, self.device)
-        self.diffusion = create_diffusion(str(options.num_sampling_steps))
-        self.diffusion.prepare(self.device)
-        precision.apply_precision("fp32", self.device)
-        self.reference = engine.load_model(options, self.device, "fp32")
-        self.network = self.reference if self.tier == "fp32" else engine.load_model(options, self.device, self.tier)
-        self.decoder = vae.load_vae(vae.find_vae(options.vae), self.device)
+        self.fast = Engine(options, 2 * batch)
+        self.tier, self.device, self.diffusion = self.fast.precision, self.fast.device, self.fast.diffusion
+        # Loaded last: its tier's switches, with which strides are measured, stay set.
+        self.reference = self.fast if self.tier == "fp32" else Engine(replace(options, precision="fp32"), 2 * batch)
 
     def draws(self, seeds: range, each: int) -> tuple[torch.Tensor, torch.Tensor, Callable]:
         """z (n, 4, L, L), labels (n,) and the draw of a step's noise for `each` pictures a seed, a generator a seed."""
@@ -78,37 +69,31 @@ class Bench:
         labels = torch.tensor(self.options.labels, device=self.device)
         return draw(), labels[torch.arange(len(seeds) * each, device=self.device) % len(labels)], draw
 
-    def pictures(self, seeds: range, each: int, plan: Plan | None = None) -> np.ndarray:
+    def pictures(self, seeds: range, each: int, plan: StridePlan | None = None) -> np.ndarray:
         """(n, H, W, 3) uint8: float32's pictures with all evaluations, or the tier's by `plan`."""
-        network, tier = (self.reference, "fp32") if plan is None else (self.network, self.tier)
-        precision.apply_precision(tier, self.device)
-        options, steps, parts = self.options, self.diffusion.num_timesteps, []
-        guidance = options.cfg_scale, options.num_classes, options.cfg_scale > 1
+        engine, steps, parts = self.fast if plan else self.reference, self.options.num_sampling_steps, []
+        precision.apply_precision(engine.precision, self.device)
         at_once = max(1, self.batch // each)
         batches = [seeds[first : first + at_once] for first in range(0, len(seeds), at_once)]
-        with tqdm(total=steps * len(batches), desc=str(plan or "all evaluations"), unit="step", leave=False) as bar:
-            for some in batches:
+        name = f"{plan.evaluations} evaluations" if plan else "all evaluations"
+        with tqdm(total=steps * len(batches), desc=name, unit="step", leave=False) as bar:
+            for done, some in zip(range(0, bar.total, steps), batches):
                 z, labels, draw = self.draws(some, each)
-                batch = network, self.diffusion, z, labels, *guidance
-                parts.append(engine.denoise(*batch, draw=draw, forecast=plan, progress=bar.update))
+                how = dict(guided=self.options.cfg_scale > 1, draw=draw, plan=plan)
+                how["on_step"] = lambda index, _, done=done: bar.update(done + index + 1 - bar.n)
+                parts.append(engine.denoise(z, labels, **how))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return self.decoded(torch.cat(parts))
 
     def decoded(self, latents: torch.Tensor) -> np.ndarray:
-        return vae.to_uint8(vae.decode(self.decoder, latents)).numpy()
+        return vae.to_uint8(self.reference.decode(latents)).numpy()
 
     def model(self, labels: torch.Tensor) -> Callable:
         """(x, original t) → the network's output with guidance, in float32."""
-        options, n = self.options, len(labels)
-        both = torch.cat([labels, torch.full_like(labels, options.num_classes)])
-
-        def model(x, t):
-            if options.cfg_scale == 1:
-                return self.reference.forward(x, t, labels)
-            x, t = torch.cat([x, x]), torch.cat([t, t])
-            return self.reference.forward_with_cfg(x, t, both, options.cfg_scale)[:n]
-
-        return model
+        options, y, scale = self.options, labels, None
+        if options.cfg_scale > 1:
+            y, scale = torch.cat([labels, torch.full_like(labels, options.num_classes)]), options.cfg_scale
+        return lambda x, t: evaluate_network(self.reference.network, x, t, y, scale)
 
 
 def compare(want: np.ndarray, got: np.ndarray, thorough: bool = False) -> dict:
@@ -148,7 +133,7 @@ def passes(figures: dict, margin: float = 0.0) -> bool:
 
 
 @torch.inference_mode()
-def record(bench: Bench, seeds: list[int], each: int) -> dict[str, torch.Tensor]:
+def record(bench: Bench, seeds: range, each: int) -> dict[str, torch.Tensor]:
     """A float32 run with all evaluations, step by step: x, m and values (T+1, n, …) as Strides.stride gives them, and
     the noise (T, n, …)."""
     z, labels, draw = bench.draws(seeds, each)
@@ -156,9 +141,8 @@ def record(bench: Bench, seeds: list[int], each: int) -> dict[str, torch.Tensor]
     states, noises = [(z, *strides.start(z))], []
     for t in tqdm(range(bench.diffusion.num_timesteps - 1, -1, -1), desc="recording", unit="step", leave=False):
         noises.append(draw())
-        states.append(
-            strides.stride(model, states[-1][0], torch.full_like(labels, t), *states[-1][1:], noises[-1][None])[:3]
-        )
+        x, m, values = states[-1]
+        states.append(strides.stride(model, x, torch.full_like(labels, t), m, values, noises[-1][None]))
     x, m, values = (torch.stack(some) for some in zip(*states))
     return dict(x=x, m=m, values=values, noise=torch.stack(noises), labels=labels)
 
@@ -198,7 +182,7 @@ def sensitivities(bench: Bench, run: dict, table: dict, window: int = WINDOW) ->
             k, calls = PROBE if i + PROBE[0] <= min(low + window, steps) else (1, 1)
             made += table[k, calls][i]
             t, noise = torch.full_like(labels, steps - 1 - i), run["noise"][i : i + k]
-            x, m, values, _ = strides.stride(model, x, t, m, values, noise, calls)
+            x, m, values = strides.stride(model, x, t, m, values, noise, calls)
             i += k
         apart = (bench.decoded(x).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
         found[low : low + window] = apart.mean() / made if made else np.nan
@@ -237,25 +221,30 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[tuple[int
 #################################################################################
 
 
-def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> None:
+def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> int:
+    """Write a plan for `options` to `path`; `args` as add_flags has them. Returns its evaluations.
+
+    Raises UsageError if the tier misses the margin even with all evaluations.
+    """
     started = time.perf_counter()
 
     def say(text):
         print(f"{time.perf_counter() - started:6.1f} s  {text}", flush=True)
 
     bench = Bench(options, args.batch)
-    run = record(bench, [args.first_seed], args.pictures)
+    run = record(bench, range(args.first_seed, args.first_seed + 1), args.pictures)
     table = costs(bench, run, args.longest)
     plans = best_plans(table, sensitivities(bench, run, table))
     say(f"plans of {min(plans)} to {max(plans)} evaluations, from {args.pictures} pictures")
     seeds, tried = range(args.first_seed + 1, args.first_seed + 1 + args.seeds), []
 
-    def judge(calls, want, thorough=False):
-        figures = compare(want, bench.pictures(seeds, args.each, Plan(bench.diffusion, plans[calls])), thorough)
+    def judge(evaluations, want, thorough=False):
+        plan = StridePlan(bench.diffusion, plans[evaluations])
+        figures = compare(want, bench.pictures(seeds, args.each, plan), thorough)
         kept = {name: value for name, value in figures.items() if "_psnr" not in name}
-        tried.append(dict(calls=calls, seeds=[seeds[0], seeds[-1]], **kept))
+        tried.append(dict(evaluations=evaluations, seeds=[seeds[0], seeds[-1]], **kept))
         say(
-            f"{calls:4d} evaluations: over 40 dB {figures['grids_over_40']:.1%} of grids, "
+            f"{evaluations:4d} evaluations: over 40 dB {figures['grids_over_40']:.1%} of grids, "
             f"{figures['tiles_over_40']:.1%} of pictures; grid median {figures['grid_median']:.1f}, "
             f"worst {figures['grid_worst']:.1f}; worst picture {figures['tile_worst']:.1f}"
         )
@@ -263,27 +252,27 @@ def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> None:
 
     want = bench.pictures(seeds, args.each)
     say(f"{len(want)} pictures to choose by, {bench.tier} against fp32")
-    low, calls = min(plans) - 1, max(plans)  # the fewest that pass lie in (low, calls]
-    if not passes(judge(calls, want), args.margin):
+    low, chosen = min(plans) - 1, max(plans)  # the fewest that pass lie in (low, chosen]
+    if not passes(judge(chosen, want), args.margin):
         raise UsageError(
             f"--margin {args.margin:g}: {bench.tier} with all evaluations misses it; "
             "choose a smaller one or a finer --precision"
         )
-    while calls - low > max(1, calls // 100):
-        middle = (low + calls) // 2
-        low, calls = (low, middle) if passes(judge(middle, want), args.margin) else (middle, calls)
+    while chosen - low > max(1, chosen // 100):
+        middle = (low + chosen) // 2
+        low, chosen = (low, middle) if passes(judge(middle, want), args.margin) else (middle, chosen)
     while True:  # what was chosen by some seeds has to pass on others
         seeds = range(seeds[-1] + 1, seeds[-1] + 1 + args.seeds)
-        figures = judge(calls, bench.pictures(seeds, args.each), thorough=True)
-        if passes(figures) or calls == max(plans):
+        figures = judge(chosen, bench.pictures(seeds, args.each), thorough=True)
+        if passes(figures) or chosen == max(plans):
             break
-        calls = min(max(plans), calls + max(1, calls // 50))
+        chosen = min(max(plans), chosen + max(1, chosen // 50))
     evidence = dict(
         gate="contest, LPIPS not computed",
         passes=passes(figures),
         margin_db=args.margin,
         precision=bench.tier,
-        reference="fp32, all calls",
+        reference="fp32, all evaluations",
         seeds=list(seeds),
         pictures_a_seed=args.each,
         **figures,
@@ -292,17 +281,14 @@ def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> None:
         torch=torch.__version__,
         calibration=dict(seed=args.first_seed, pictures=args.pictures, longest=args.longest),
     )
-    settings = settings_of(options, options.ckpt or engine.published(options))
-    write_plan(path, settings, plans[calls], evaluate.json_ready(evidence))
+    write_plan(path, settings_of(options, bench.fast.checkpoint), plans[chosen], evaluate.json_ready(evidence))
     steps = options.num_sampling_steps
-    say(f"{path}: {calls} evaluations for {steps} steps, {steps / calls:.2f}× fewer")
-    print(f"python sample.py --forecast plan --forecast-plan {path}")
+    say(f"{path}: {chosen} evaluations for {steps} steps, {steps / chosen:.2f}× fewer")
+    return chosen
 
 
-def main() -> None:
-    parser = OneLineParser(description=__doc__.splitlines()[0])
-    fixed = ("forecast", "forecast_plan", "forecast_tolerance", "output", "output_type", "repeats", "seed", "compile")
-    add_arguments(parser, SamplingOptions, leave_out=fixed)
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of a calibration, beside those of sampling."""
     for name, default, what in (
         ("--pictures", 64, "recorded to measure costs and sensitivities"),
         ("--seeds", 16, "held-out seeds that decide"),
@@ -316,26 +302,60 @@ def main() -> None:
     first = "of the recorded pictures; the held-out seeds follow it (default: %(default)s)"
     parser.add_argument("--first-seed", type=int, default=10_000, help=first)
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint; the demo's: output/)")
+
+
+def check(args: Namespace, options: SamplingOptions) -> Path:
+    """The file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
+    if args.longest < PROBE[0]:
+        raise UsageError(f"--longest {args.longest}: must be {PROBE[0]} at least")
+    if args.each % GRID:
+        raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
+    if not math.isfinite(args.margin):
+        raise UsageError(f"--margin {args.margin:g}: must be finite")
+    if not -(2**63) <= args.first_seed < 2**63:
+        raise UsageError(f"--first-seed {args.first_seed}: must fit into 64 bits")
+    if options.num_sampling_steps <= PROBE[0]:
+        steps = f"--num-sampling-steps {options.num_sampling_steps}"
+        raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
+    empty_model(options)
+    path = Path(args.plan) if args.plan else plan_path(options, open_checkpoint(options))
+    if args.plan is None and path.parent == DEMO:  # which ships with its own
+        path = Path("output") / path.name
+    check_writable(path, "--plan")
+    return path
+
+
+def by_plan(options: SamplingOptions, path: Path) -> SamplingOptions:
+    """`options` with the plan at `path`, which need not be named where it is looked for anyway."""
+    beside = path == plan_path(options, open_checkpoint(options))
+    return replace(options, forecast="plan", forecast_plan=None if beside else str(path))
+
+
+def flags_of(options: SamplingOptions) -> str:
+    """The flags of sample.py and sample_ddp.py that give these resolved options; a GPU is left to them."""
+
+    def words(name, source):
+        value = getattr(source, name)
+        return [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
+
+    implied = SamplingOptions(options.model).resolve()
+    flags = ["--model", options.model] * (options.model != SamplingOptions.model)
+    for name in (item.name for item in fields(options)):
+        if words(name, options) != words(name, implied) and (name != "device" or options.device == "cpu"):
+            flags += [flag_names(type(options), name)[0], *words(name, options)]
+    return shlex.join(flags)
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    add_arguments(parser, leave_out=("forecast", "forecast_plan", "output", "output_type", "repeats", "seed"))
+    add_flags(parser)
     args = parser.parse_args()
     with user_errors(parser):
-        if args.longest < PROBE[0]:
-            raise UsageError(f"--longest {args.longest}: must be {PROBE[0]} at least")
-        if args.each % GRID:
-            raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
-        if not math.isfinite(args.margin):
-            raise UsageError(f"--margin {args.margin:g}: must be finite")
-        if not -(2**63) <= args.first_seed < 2**63:
-            raise UsageError(f"--first-seed {args.first_seed}: must fit into 64 bits")
         options = options_from(args)
-        if options.num_sampling_steps <= PROBE[0]:
-            steps = f"--num-sampling-steps {options.num_sampling_steps}"
-            raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
-        options.forecast_plan = args.plan
-        path = plan_path(options)
-        if args.plan is None and path.parent == DEMO:  # which ships with its own
-            path = Path("output") / path.name
-        check_writable(path, "--plan")
+        path = check(args, options)
         calibrate(args, options, path)
+        print(f"python sample.py {flags_of(by_plan(options, path))}")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from accel.checkpoint import find_model
+from accel.command_line import OneLineParser, user_errors
 from accel.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.errors import UsageError
 from accel.files import atomic_write
-from accel.options import OneLineParser, user_errors
 from accel.tensor_files import digest, mode_of
 from accel.vae import find_vae
 

@@ -48,7 +48,7 @@ if ((gpus)); then
   (($#)) || verify=(--model DiT-Demo/2)
 else
   echo "No GPU: the demo is measured on the CPU. There is no comparison with the compiler and diffusers."
-  ranks=2 ladder=(--only fp32) pictures="1 2 4 8" sizes="64 128 256"
+  ranks=2 ladder=() pictures="1 2 4 8" sizes="64 128 256"
   shared=(--labels 1 2) verify=(--model DiT-Demo/2)
 fi
 measure profile-baseline.json python bench/profile_step.py --baseline "$@" --output "$log/profile-baseline.json"

@@ -23,12 +23,14 @@ import jinja2
 from PIL import Image
 
 import evaluate
-from accel.options import OneLineParser, UsageError, check_writable, partial_file, user_errors
+from accel.command_line import OneLineParser, user_errors
+from accel.errors import UsageError
+from accel.files import atomic_write
+from accel.options import ROOT, check_writable
 from bench import plots, work
 from bench.jobs import score
 from bench.read_trace import clip
 
-ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT / "scripts" / "report"
 NEEDS = {  # of each section: roles of records, a|b: one of them or both
     1: "ladder contest",
@@ -206,7 +208,8 @@ def verified(record: dict) -> dict:
         if not heatmaps[0].is_file():
             raise UsageError(f"{heatmaps[0]}: missing beside {record['path']}; run scripts/verify.py again")
         tier |= {metric: float(value) for metric, value in tier["worst"]["grid"].items()}
-        tier |= dict(block=evaluate.block(worst), failed=min(failed, key=lambda part: part["psnr"], default=None))
+        values = {metric: worst[metric] for metric in evaluate.METRICS}
+        tier |= dict(block=evaluate.block(values), failed=min(failed, key=lambda part: part["psnr"], default=None))
         tier["heatmaps"] = {f"{path.stem}-{safe(record['model'])}.jpg": path for path in heatmaps if path.is_file()}
     best = next((tier for tier in tiers if tier["tier"] == record["recommended"]), tiers[0])
     return record | dict(tiers=tiers, best=best)
@@ -390,8 +393,8 @@ def main() -> None:
         files = {"report.md": text.encode(), "report.html": page(text, figures, args.lang).encode()}
         for name, content in {**{f"figures/{name}": png for name, png in figures.items()}, **files}.items():
             check_writable(args.out / name, "OUT")
-            with partial_file(args.out / name) as partial:
-                partial.write_bytes(content)
+            with atomic_write(args.out / name) as file:
+                file.write(content)
         print(f"{args.out / 'report.html'}: {len(figures)} pictures, {len(files['report.html']) / 1e6:.2f} MB")
 
 

@@ -4,10 +4,12 @@
     python scripts/verify.py --precision fp16 bf16 --seeds 5 --gate strict
     python scripts/verify.py --forecast plan            # fewer network evaluations, against fp32 with all of them
     python scripts/verify.py --model DiT-Demo/2         # on a CPU as well
+    python scripts/verify.py --calibrate                # … and then the command to type, with the time it takes
 
 Labels and noise are the same for all, one grid a seed. Each grid and each picture in it has to meet the criterion by
 evaluate.py's metrics; the fastest tier all of whose pictures do is recommended. Pictures, a heatmap of each tier's
-worst grid, one of the picture that fails most and verify.json go to --output.
+worst grid, one of the picture that fails most and verify.json go to --output. --calibrate then makes a forecast plan
+for the recommended tier, as scripts/calibrate.py does.
 
 Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could not be computed (LPIPS without its weights)
 """
@@ -17,6 +19,7 @@ if not __package__:
 
 import gc
 import math
+import shlex
 import statistics
 import sys
 import time
@@ -32,34 +35,33 @@ from tqdm import tqdm
 
 import evaluate
 from accel import engine, precision, vae
+from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.errors import UsageError
 from accel.forecast import read_plan
-from accel.options import (
-    OneLineParser,
-    SamplingOptions,
-    UsageError,
-    add_arguments,
-    check_writable,
-    options_from,
-    positive,
-    user_errors,
-)
+from accel.options import SamplingOptions, check_writable, positive
+from accel.progress import step_bar
 from bench import measure
+from scripts import calibrate
 
 AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
 
 
-def sample(options: SamplingOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
-    """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
-    run, grids, times = engine.Engine(options), {}, []
-    run.run(steps=3)
-    total = options.num_sampling_steps * len(seeds)
-    with engine.progress_bar(total, device, desc=name, leave=False) as progress:
-        for seed in seeds:
+def sample(
+    options: SamplingOptions, seeds: range, device: torch.device, name: str, pictures: int | None = None
+) -> tuple[dict, list[float]]:
+    """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up. pictures: the first so many of
+    the options' labels only."""
+    gc.collect()  # captured graphs keep an earlier network's memory until then
+    rows, steps = slice(pictures), options.num_sampling_steps
+    run, grids, times = engine.Engine(options, 2 * len(options.labels[rows])), {}, []
+    run.run(rows, **dict(plan=run.plan.each_kind_once()) if run.plan else dict(steps=3))
+    with step_bar(steps * len(seeds), device, desc=name, leave=False) as queued:
+        for done, seed in zip(range(0, steps * len(seeds), steps), seeds):
             run.options.seed = seed
-            engine.synchronize(device)
+            measure.synchronize(device)
             start = time.perf_counter()
-            latents = run.run(progress=progress)
-            engine.synchronize(device)
+            latents = run.run(rows, on_step=lambda index, _, done=done: queued(done + index))
+            measure.synchronize(device)
             times.append(time.perf_counter() - start)
             grids[seed] = vae.to_grid(run.decode(latents)).numpy()
     return grids, times
@@ -67,7 +69,7 @@ def sample(options: SamplingOptions, seeds: range, device: torch.device, name: s
 
 def parts(a: np.ndarray, b: np.ndarray) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """What has to meet the criterion: the grid, then each picture in it ("row,column"), as (name, a, b)."""
-    tiles = evaluate.find_tiles(a, b, None)
+    tiles = evaluate.find_tiles(a, b)
     cut = np.ascontiguousarray
     return [("grid", a, b)] + [(name, cut(a[rows, columns]), cut(b[rows, columns])) for name, rows, columns in tiles]
 
@@ -157,8 +159,8 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
-def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: torch.device, out: Path) -> int:
-    """Sample, judge, recommend; returns the exit status."""
+def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: torch.device, out: Path) -> dict:
+    """Sample, judge, recommend; returns the record, which is in verify.json too."""
     seeds, lpips = range(args.seeds), evaluate.Lpips(args.vgg_weights)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     how = f" · forecast {options.forecast}" * (options.forecast != "off")
@@ -190,13 +192,13 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
 
     def save():
         source = lpips.source and dict(sha256=lpips.source["sha256"][:8], published=lpips.source["published"])
-        measure.write(out / "verify.json", evaluate.json_ready(record | dict(vgg_weights=source)))
+        record["vgg_weights"] = source
+        measure.write(out / "verify.json", evaluate.json_ready(record))
 
     save_grids(out, want, "fp32")
     grids = {}
     for one in tiers:
         tier = one + f", forecast {options.forecast}" * (options.forecast != "off")
-        gc.collect()
         try:
             grids[tier], times = sample(replace(options, precision=one.partition(" ")[0]), seeds, device, tier)
         except UsageError as error:  # such as weights that overflow float16
@@ -217,7 +219,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
     save()
     if lpips.source and not lpips.source["published"]:
         print("Note: LPIPS is by a VGG16 that is not the published one; it is not the contest's figure")
-    return conclude(record, best)
+    return record
 
 
 def save_grids(out: Path, grids: dict, tier: str) -> None:
@@ -229,30 +231,55 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def conclude(record: dict, best: dict | None) -> int:
-    """Print the recommendation; returns the exit status."""
+def conclude(record: dict) -> tuple[int, str | None]:
+    """Print the recommendation; returns the exit status and the tier to take, None if it is not known."""
     for reason in dict.fromkeys(reason for one in record["tiers"] for reason in one.get("reasons", ())):
         print(f"verify.py: {reason}", file=sys.stderr)
     gate, seeds = record["gate"], count(record["seeds"], "seed")
+    best = recommend(record["tiers"], gate)
     if best and best["tier"] == AGAIN:
         print(f"RECOMMENDED: --precision fp32 (the only tier here; its second run meets the {gate} criterion)")
-        return 0
+        return 0, "fp32"
     if best:
         flags, speedup = best["tier"].replace(", ", " --"), f"{best['speedup']:.2f} times fp32's speed"
         print(
             f"RECOMMENDED: --precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)"
         )
-        return 0
+        return 0, best["tier"].partition(",")[0]
     if any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
         print(f"RECOMMENDED: nothing yet: a metric of the {gate} criterion could not be computed")
-        return 3
+        return 3, None
     print(f"RECOMMENDED: --precision fp32 (no other tier meets the {gate} criterion on every grid and picture)")
-    return 1
+    return 1, "fp32"
+
+
+def suggest(args: Namespace, options: SamplingOptions, path: Path, device: torch.device) -> list[dict]:
+    """Calibrate a plan for `options`, as calibrate.py does by `args`, and print the commands to type, on one GPU and on
+    all that are here, with the seconds that sampling takes."""
+    gc.collect()
+    try:
+        fewer = calibrate.calibrate(args, options, path) < options.num_sampling_steps
+        if fewer:
+            options = calibrate.by_plan(options, path)
+    except UsageError as error:
+        print(f"no plan: {error}")
+    flags, pictures, suggested = calibrate.flags_of(options), len(options.labels), []
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
+    for ranks in dict.fromkeys((1, gpus)):
+        share = -(-pictures // ranks)
+        _, [seconds] = sample(options, range(1), device, f"{share} pictures", share)
+        launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
+        command = f"{launcher} sample{'_ddp' * (ranks > 1)}.py {flags}".strip()
+        where = count(ranks, "GPU") if device.type == "cuda" else "this CPU"
+        bound = "at most " * (pictures < ranks)  # there a picture is shared
+        print(f"TYPE: {command}\n      {bound}{seconds:.2f} s to sample {count(pictures, 'picture')} on {where}")
+        suggested.append(dict(command=command, gpus=ranks, seconds=seconds))
+    return suggested
 
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "compile", "seed"))
+    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "seed"))
     tiers = tuple(precision.TIERS)
     parser.add_argument(
         "--precision", nargs="+", choices=tiers, help="tiers to verify (default: all that the device has)"
@@ -261,6 +288,10 @@ def main() -> None:
     gates = dict(choices=tuple(evaluate.GATES), default="contest")
     parser.add_argument("--gate", **gates, help="criterion that a recommended tier must meet (default: contest)")
     parser.add_argument("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
+    what = (
+        "then make a forecast plan for the tier to take; FLAGS: of scripts/calibrate.py, as in --calibrate='--seeds 4'"
+    )
+    parser.add_argument("--calibrate", nargs="?", const="", metavar="FLAGS", help=what)
     parser.add_argument("--output", default="output/verify", metavar="DIR", help="default: output/verify")
     parser.add_argument("--commit", help="commit to record (default: git's)")
     args = parser.parse_args()
@@ -273,10 +304,21 @@ def main() -> None:
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
-        engine.fetch_weights(options)
         if options.forecast == "plan":
-            read_plan(options, options.ckpt or engine.published(options))
-        status = verify(args, options, tiers, device, out)
+            read_plan(options, engine.open_checkpoint(options))
+        if args.calibrate is not None:
+            if options.forecast == "plan":
+                raise UsageError("--calibrate: makes a plan, and --forecast plan verifies one; drop one of them")
+            flags = OneLineParser(prog=f"{parser.prog}: --calibrate", add_help=False)
+            calibrate.add_flags(flags)
+            calibration = flags.parse_args(shlex.split(args.calibrate))
+            path = calibrate.check(calibration, options)
+        record = verify(args, options, tiers, device, out)
+        status, tier = conclude(record)
+        if args.calibrate is not None and tier:
+            options = replace(options, precision=tier)
+            record["suggested"] = suggest(calibration, options, path, device)
+            measure.write(out / "verify.json", evaluate.json_ready(record))
     sys.exit(status)
 
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from PIL import Image
 
 from accel import vae
+from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.engine import Engine
-from accel.options import OneLineParser, add_arguments, check_writable, options_from, positive, user_errors
+from accel.options import check_writable, positive
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 from pretrained_models.demo.train import NETWORKS
 
@@ -125,7 +126,7 @@ def main() -> None:
             args.ckpt, args.vae = str(args.folder / f"{NETWORKS[args.model][0]}.safetensors"), str(args.folder / "vae")
         args.labels = tuple(index % len(CLASSES) for index in range(args.count))
         engine = Engine(options_from(args))
-        print(engine.describe().replace(str(args.labels), ""))
+        print(engine.describe())
         figures, pixels = recognised(engine, args)
         if args.grid:
             Image.fromarray(vae.to_grid(pixels[:64], columns=8).numpy()).save(args.grid)

@@ -24,6 +24,9 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import save_file
 from torch import nn
 
+from accel.command_line import OneLineParser
+from accel.graphs import capture
+from accel.vae import SCALE
 from diffusion import create_diffusion
 from models import DiT_models
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
@@ -31,7 +34,6 @@ from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 FOLDER = Path(__file__).resolve().parent
 # Name → stem of the weights' file, and a constructor: nn.Module with forward(x, t, y), the demo's classes and latents.
 NETWORKS = {"DiT-Demo/2": ("dit", DiT_models["DiT-Demo/2"])}
-SCALE = 0.18215  # latents of the published VAEs times this have about unit variance
 PEAK_RATE = 1e-3
 KL_WEIGHT = 1.5e-4  # against L1 per pixel: the decoder learns to forgive the network's small errors
 EMA_DECAY = 0.9995
@@ -61,7 +63,7 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
                 torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), 1 - EMA_DECAY)
             mean_loss.copy_(torch.where(mean_loss.isnan(), value, mean_loss.lerp(value, 0.01)))
 
-    run = capture(step) if cuda else step
+    run = capture(step, runs=3) if cuda else step  # a backward pass settles after a few
     begun = saved = time.perf_counter()
     done, warm_up = 0, max(1, min(500, steps // 20))
     while done < steps:
@@ -85,20 +87,6 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
             saved = time.perf_counter()
     seconds = round(time.perf_counter() - start, 1)
     return {"steps": done, "loss": round(mean_loss.item(), 5), "seconds": seconds, "learning_rate": PEAK_RATE}
-
-
-def capture(step: Callable[[], None]) -> Callable[[], None]:
-    """`step` as one CUDA graph; three ordinary steps come first, on a stream of their own, as capture needs."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def half_precision(device: torch.device) -> torch.autocast:
@@ -208,8 +196,7 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
 
 
 def arguments() -> argparse.Namespace:
-    about = "Train a demo network and its VAE on drawn pictures."
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=about)  # errors are one line
+    parser = OneLineParser(description="Train a demo network and its VAE on drawn pictures.")
     add = parser.add_argument
     add("--model", choices=NETWORKS, default="DiT-Demo/2", help="network to train (default: %(default)s)")
     add("--output", type=Path, default=Path("output/demo"), help="folder for all that is made (default: %(default)s)")

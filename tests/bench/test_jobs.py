@@ -61,7 +61,7 @@ def test_pictures_per_second(tmp_path):
 
 
 REFUSED = [
-    (["--gpus", "2", "--output", "/proc/x.json"], "--output /proc/x.json: cannot write"),
+    (["--gpus", "2", "--output", "/proc/x.json"], "--output /proc/x.json: No such file"),
     (["--gpus", "0"], "--gpus: 0: must be at least 1"),
     (["--gpus", "1"], "--gpus 1: is compared with one GPU; give 2 or more"),
     (["--gpus", "2", "--model", "DiT-Demo"], "--model: invalid choice: 'DiT-Demo'"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from accel.parallel.plan import Plan
+from accel.parallel.planner import Layout
 from bench import many_gpus
 
 
@@ -43,7 +43,7 @@ def test_few_pictures_on_many_ranks(tmp_path):
     record = json.loads((tmp_path / "out" / "x.json").read_text())
     assert {(row["size"], row["tier"]) for row in record["plans"]} == {(128, "fp32")}
     one, two, auto = record["plans"]  # rows=4 needs more ranks than there are
-    assert (one["plan"], one["gpus"], two["plan"], two["gpus"]) == ("one GPU", 1, str(Plan(1, 2, "kv")), 2)
+    assert (one["plan"], one["gpus"], two["plan"], two["gpus"]) == ("one GPU", 1, str(Layout(1, 2, "kv")), 2)
     assert two["speedup"] == one["ms"] / two["ms"] and two["error"] < 1e-5
     assert (two["collectives"], two["bytes"]) == (1, 2 * 2 * 32 * 216 * 4)
     assert auto["plan"] == "auto" and auto["chosen"]

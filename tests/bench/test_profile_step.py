@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from accel.options import UsageError
+from accel.errors import UsageError
 from bench import profile_step, read_trace
 from models import DiT_models
 
@@ -149,7 +149,7 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "board").glob("*.pt.trace.json.gz"))) == 1
 
     # Upstream's loop moves its tables at every step.
-    profile("--steps", 1, "--output", tmp_path / "b.json", "--baseline", "--no-decoder")
+    profile("--steps", 1, "--output", tmp_path / "b.json", "--baseline")
     capsys.readouterr()
     lines = "\n".join(profile_step.compare([tmp_path / "a.json", tmp_path / "b.json"]))
     assert "ms a step" in lines and "GEMM" in lines
@@ -238,7 +238,7 @@ def test_upstreams_traffic_changes_no_number():
         profile_step.UploadingDiffusion._at = lambda self, name, t, x: (
             looked_up.append(name) or monkey(self, name, t, x)
         )
-        got = profile_step.upstream_loop(model, theirs, z, labels, 4.0, 4, lambda: None)
+        got = profile_step.upstream_loop(model, theirs, z, labels, 4.0, 4, on_step=lambda *_: None)
     finally:
         profile_step.UploadingDiffusion._at = monkey
     assert torch.equal(got, want) and len(looked_up) == 3 * 8

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import fill
 
+from accel.network import PlainDiT
 from bench import measure, steps
 from models import DiT_models
 
@@ -21,7 +22,7 @@ def test_each_rung_adds_one_switch(monkeypatch):
         for before, after in zip(rungs, rungs[1:])
     ]
     assert [len(change) for change in changes] == [1] * len(changes)
-    assert set.union(*changes) == set(asdict(steps.Optimisations())) - {"reset_once"}
+    assert set.union(*changes) == set(asdict(steps.Optimisations()))
     assert rungs[-1][2] == steps.Optimisations()  # the last is what users get
 
 
@@ -42,7 +43,7 @@ def test_on_a_cpu_the_demo_is_timed(tmp_path, run):
 
 
 @pytest.mark.parametrize(
-    "flag,value", [("--compile", "default"), ("--vs", "compile,diffusers"), ("--vs", "diffusers,tensorrt")]
+    "flag,value", [("--vs", "compile,diffusers"), ("--vs", "diffusers,tensorrt"), ("--backends", "exact:gemm=cublas")]
 )
 def test_comparing_needs_a_gpu(flag, value, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -92,7 +93,7 @@ def test_a_judge_sees_a_worse_tier():
     judge.want = judge.pictures("fp32", None)
     same = judge.judge("fp32", None)
     assert same["contest"] and same["strict"] and same["pictures"] == 8 and same["worst"]["mae"] == 0
-    other = measure.random_network("DiT-Demo/2", 128, 8, "cpu")
+    other = PlainDiT(measure.random_network("DiT-Demo/2", 128, 8, "cpu"))
     worse = judge.judge("fp32", None, share=lambda network: other)
     assert not worse["contest"] and not worse["strict"] and worse["worst"]["psnr"] < 40
 
@@ -104,7 +105,7 @@ def test_diffusers_network_is_the_same_but_for_its_frequencies():
     with torch.no_grad():
         want = model.forward_with_cfg(x, t, y, 4.0)
         assert 1e-3 < (theirs.forward_with_cfg(x, t, y, 4.0) - want).norm() / want.norm() < 0.5
-        for block in theirs.model.transformer_blocks:
+        for block in theirs.transformer.transformer_blocks:
             block.norm1.emb.time_proj.downscale_freq_shift = 0
         assert torch.allclose(theirs.forward_with_cfg(x, t, y, 4.0), want, atol=1e-4)
 
@@ -113,10 +114,10 @@ def test_times_are_of_the_last_steps():
     """Steps before the load is over do not count, however slow they are."""
     count = iter(range(1000))
 
-    def loop(progress):
+    def loop(on_step):
         for index in count:
             time.sleep(0.05 if index < 6 else 0.005)
-            progress()
+            on_step(index, None)
 
     row = measure.time_steps(loop, torch.device("cpu"), load=0.3, window=0.1)
     assert 5 <= row["p10"] <= row["ms"] <= row["p90"] < 20 and row["steps"] >= 5
@@ -124,26 +125,36 @@ def test_times_are_of_the_last_steps():
 
 @pytest.mark.gpu
 def test_alternatives_on_a_gpu(tmp_path, monkeypatch):
-    flags = ["--only", "CUDA graph", "--vs", "compile,diffusers", "--load", 0, "--window", 0.1, "--output"]
+    backends = ["--backends", "exact:gemm=triton,attention=cublas", "fp16:gemm=cublaslt,attention=flash,adaln=triton"]
+    flags = ["--only", "CUDA graph", *backends, "--vs", "compile,diffusers", "--load", 0, "--window", 0.1, "--output"]
     monkeypatch.setattr(sys, "argv", ["steps.py", "--model", "DiT-Demo/2", *map(str, [*flags, tmp_path / "log.json"])])
     steps.main()
     rungs = json.loads((tmp_path / "log.json").read_text())["rungs"]
     assert [rung["rung"] for rung in rungs] == [
         "fp16 + CUDA graph",
+        "exact + gemm=triton,attention=cublas",
+        "fp16 + gemm=cublaslt,attention=flash,adaln=triton",
         "fp16 + torch.compile default",
         "fp16 + diffusers' DiTTransformer2DModel",
     ]
-    assert all(rung["ms"] > 0 for rung in rungs) and rungs[0]["error"] < 1e-2
+    assert all(rung["ms"] > 0 for rung in rungs) and max(rung["error"] for rung in rungs[:3]) < 1e-2
+    assert rungs[1]["error"] < 1e-5
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--output", "/proc/x.json"], "--output /proc/x.json: cannot write"),
+        (["--output", "/proc/x.json"], "--output /proc/x.json: No such file"),
         (["--only", "graph"], "--only graph: no rung on cpu"),
         (["--sweep-sizes", "128", "100"], "--image-size 100: must be a multiple"),
         (["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
         (["--window", "-1"], "--window: -1: must be seconds"),
+        (["--backends", "fp32:gemm=torch"], "fp32:gemm=torch: begin with one of fp16, bf16, exact"),
+        (
+            ["--backends", "exact:gemm=cublaslt"],
+            "exact:gemm=cublaslt: exact takes gemm=auto|hopper|triton|cublas|torch",
+        ),
+        (["--backends", "fp16:graph=torch"], "fp16:graph=torch: fp16 takes adaln=…, embed_update=…, gemm=…"),
     ],
 )
 def test_refused_before_anything_is_measured(arguments, words, monkeypatch, capsys):

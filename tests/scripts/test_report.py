@@ -12,7 +12,7 @@ from conftest import ROOT
 from PIL import Image
 
 import evaluate
-from accel.options import UsageError
+from accel.errors import UsageError
 from bench import plots
 from scripts import report
 

@@ -1,0 +1,78 @@
+"""calibrate.py: the plan it finds is the best there is, and sample.py follows it."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from accel.checkpoint import Checkpoint
+from accel.forecast import settings_of
+from accel.options import SamplingOptions
+from scripts import calibrate
+from scripts.calibrate import best_plans, kinds_up_to
+
+
+def test_the_best_plan_is_the_best_of_all():
+    """Dynamic programming against trying every plan of seven steps."""
+    generator = np.random.default_rng(0)
+    table, sensitivity = {kind: generator.random(7) for kind in kinds_up_to(4)}, generator.random(8)
+    table[1, 1][:] = 0
+    assert set(table) == {(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2)}
+    every = [
+        plan
+        for count in range(2, 8)
+        for plan in itertools.product(table, repeat=count)
+        if sum(k for k, _ in plan) == 7 and plan[0] == (1, 1)
+    ]
+
+    def loss(plan):
+        ends = np.cumsum([k for k, _ in plan])
+        return sum(table[kind][end - kind[0]] * sensitivity[end] for kind, end in zip(plan, ends))
+
+    plans = best_plans(table, sensitivity)
+    for evaluations in range(1, 8):
+        of_so_many = [plan for plan in every if sum(count for _, count in plan) == evaluations]
+        assert (evaluations in plans) == bool(of_so_many)
+        if of_so_many:
+            best = plans[evaluations]
+            assert loss(best) == pytest.approx(min(map(loss, of_so_many))) and best[0] == (1, 1)
+            assert sum(k for k, _ in best) == 7 and sum(count for _, count in best) == evaluations
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--plan", "/proc/x.json"], "--plan /proc/x.json: No such file"),
+        (["--first-seed", str(2**63)], "--first-seed"),
+        (["--margin", "nan"], "--margin nan"),
+        (["--each", "9"], "--each 9: must be a multiple of 8"),
+        (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few"),
+        (["--ckpt", "none.pt"], "--ckpt none.pt: no such file"),
+    ],
+)
+def test_refused_before_any_work(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "Bench", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", "--model", "DiT-Demo/2", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        calibrate.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+
+
+def test_a_plan_that_sample_follows(tmp_path, run):
+    plan = tmp_path / "p.json"
+    demo = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4]
+    few = ["--pictures", 2, "--seeds", 1, "--each", 8, "--longest", 3, "--margin", -25]
+    done = run("scripts/calibrate.py", *demo, *few, "--plan", plan)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(plan.read_text())
+    assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(count for _, count in made["strides"])
+    assert made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
+    weights = Checkpoint(ROOT / "pretrained_models/demo/dit.safetensors")
+    assert made["weights"] == settings_of(SamplingOptions(model="DiT-Demo/2").resolve(), weights)["weights"]
+    follow = ["--forecast", "plan", "--forecast-plan", plan, "--output-type", "latent", "--output", tmp_path / "l.npy"]
+    done = run("sample.py", *demo, *follow)
+    assert done.returncode == 0 and f"({made['evaluations']} network evaluations)" in done.stdout, done.stderr
