@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accel import precision, vae
-from accel.checkpoint import Checkpoint, published_name, shapes_only
+from accel.checkpoint import Checkpoint, Held, published_name, shapes_only
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
@@ -54,12 +54,14 @@ def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[st
         raise UsageError(str(error)) from None
 
 
-def empty_model(options: SamplingOptions) -> torch.nn.Module:
-    """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none."""
-    if options.model not in MODELS:
+def empty_model(options: SamplingOptions, build: Callable | None = None) -> torch.nn.Module:
+    """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none.
+    build: makes the model, in place of the entry of MODELS."""
+    build = build or MODELS.get(options.model)
+    if build is None:
         raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(MODELS)}")
     with shapes_only():
-        model = MODELS[options.model](input_size=options.latent_size, num_classes=options.num_classes)
+        model = build(input_size=options.latent_size, num_classes=options.num_classes)
     if options.latent_size % model.patch_size:
         side = 8 * model.patch_size
         raise UsageError(f"--image-size {options.image_size}: must be a multiple of {side} for {options.model}")
@@ -78,7 +80,7 @@ def open_checkpoint(options: SamplingOptions) -> Checkpoint:
 
 def load_network(
     options: SamplingOptions,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Held,
     tier: str,
     device: torch.device,
     batch_rows: int,
@@ -89,7 +91,7 @@ def load_network(
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    model, name = empty_model(options), options.ckpt or checkpoint.path.name
+    model, name = empty_model(options, checkpoint.build), checkpoint.name
     checkpoint.require_fit(options.model, model, options.image_size)
     state = checkpoint.state
     if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid: any size will do
@@ -133,7 +135,7 @@ class Engine:
 
     batch_rows: rows of one network evaluation on this rank; by default two for every label. share(make): `make()` of
     rank 0, on every rank. tuner_folders: where the GEMM autotuner keeps what it measures. place: the device to load the
-    network to, where it is divided before it comes to the options' device.
+    network to, where it is divided before it comes to the options' device. held: weights in place of the options'.
     """
 
     def __init__(
@@ -143,22 +145,34 @@ class Engine:
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
         tuner_folders: list[Path] | None = None,
         place: str | None = None,
+        held: Held | None = None,
     ):
         self.options, self.device = options, choose_device(options)
         self.batch_rows, self.share, self.tuner_folders = batch_rows or 2 * len(options.labels), share, tuner_folders
         self.watch = Stopwatch(self.device)
         self.decoder = self._loading_decoder = None
         with self.watch.phase("load"), self._memory():
-            empty_model(options)  # what the flags alone decide is refused before weights are fetched and read
-            self.checkpoint = open_checkpoint(options)
+            # What the flags alone decide is refused before weights are fetched and read.
+            empty_model(options, held and held.build)
+            self.checkpoint = held or open_checkpoint(options)
             self.precision, self.decoder_precision = choose_precision(options, self.device)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
-            self.diffusion = create_diffusion(str(options.num_sampling_steps))
             self.checkpoint.fetch()
-            self.plan = None
-            if options.forecast == "plan":
-                self.plan = StridePlan(self.diffusion, read_plan(options, self.checkpoint))
+            self._prepare_steps(options)
             self._load_network(place or self.device)
+
+    def _prepare_steps(self, options):
+        diffusion = create_diffusion(str(options.num_sampling_steps))
+        planned = options.forecast == "plan"
+        self.plan = StridePlan(diffusion, read_plan(options, self.checkpoint)) if planned else None
+        self.diffusion = diffusion
+
+    def reconfigure(self, options: SamplingOptions) -> None:
+        """Sample by `options` from now on. They may differ from those before in labels, seed, steps and guidance."""
+        before = self.options
+        if (before.num_sampling_steps, before.cfg_scale) != (options.num_sampling_steps, options.cfg_scale):
+            self._prepare_steps(options)
+        self.options = options
 
     def _load_network(self, place):
         tier, rows = self.precision, self.batch_rows

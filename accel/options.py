@@ -7,6 +7,7 @@ from typing import Any
 
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
+from accel.labels import find_label
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "pretrained_models" / "demo"
@@ -51,7 +52,11 @@ class SamplingOptions:
 
     model: str = flag("DiT-XL/2", "network, a key of accel.network.MODELS; DiT-Demo/2 ships with its weights", WHAT)
     labels: tuple = flag(
-        None, "class of each picture; default: eight ImageNet classes", WHAT, nargs="+", type=int, metavar="LABEL"
+        None,
+        'class of each picture, by number or name ("golden retriever"); default: eight ImageNet classes',
+        WHAT,
+        nargs="+",
+        metavar="LABEL",
     )
     image_size: int = flag(None, "side of a picture in pixels, a multiple of 16; default: 512", WHAT, type=int)
     cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", WHAT, type=float)
@@ -136,9 +141,9 @@ class SamplingOptions:
             raise UsageError(f"--image-size {self.image_size}: must be a multiple of 16 (VAE factor 8, patch 2)")
         if self.num_classes < 1:
             raise UsageError(f"--num-classes {self.num_classes}: must be at least 1")
-        wrong = [label for label in self.labels if not 0 <= label < self.num_classes]
-        if wrong:
-            raise UsageError(f"--labels {wrong[0]}: the model knows classes 0 to {self.num_classes - 1}")
+        if not self.labels:
+            raise UsageError("--labels: give at least one")
+        self.labels = tuple(find_label(label, self.model, self.num_classes) for label in self.labels)
         if not 1 <= self.cfg_scale < float("inf"):
             raise UsageError(f"--cfg-scale {self.cfg_scale:g}: must be at least 1 (1 is no guidance)")
         if not 1 <= self.num_sampling_steps <= 1000:

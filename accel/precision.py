@@ -86,6 +86,16 @@ def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
 
 
 @contextmanager
+def switches_kept() -> Iterator[None]:
+    """The process-wide switches are after the block what they were before it."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@contextmanager
 def convolutions(name: str) -> Iterator[None]:
     """The decoder's float32 inside: `name` is tf32, or fp32 without TF32 anywhere."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
