@@ -14,6 +14,7 @@ from torch import nn
 from accel import Sampler
 from accel.errors import UsageError
 from accel.network import KEPT
+from accel.options import DEMO
 from models import DiT, DiT_models
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -72,10 +73,10 @@ def test_a_module_that_the_caller_holds(device, run, tmp_path):
     from accel.checkpoint import find_model
 
     model = DiT_models["DiT-Demo/2"]()
-    model.load_state_dict(find_model("pretrained_models/demo/dit.safetensors"))
+    model.load_state_dict(find_model(DEMO / "dit.safetensors"))
     with demo(device) as sampler:
         want = sampler.latents([1, 2])
-    vae = "pretrained_models/demo/vae"
+    vae = str(DEMO / "vae")
     for module in (model.to(device), nn.DataParallel(model), torch.compile(model)):
         with Sampler(module, vae=vae, device=device, num_sampling_steps=4) as sampler:
             for value in model.parameters():
@@ -85,7 +86,7 @@ def test_a_module_that_the_caller_holds(device, run, tmp_path):
             assert np.asarray(sampler.sample([1])[0]).std() > 1
             for value in model.parameters():
                 value.data.sub_(1)
-        model.load_state_dict(find_model("pretrained_models/demo/dit.safetensors"))
+        model.load_state_dict(find_model(DEMO / "dit.safetensors"))
 
 
 def test_a_class_of_the_callers_own():
