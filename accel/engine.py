@@ -47,6 +47,9 @@ def choose_device(options: SamplingOptions) -> torch.device:
 def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[str, str]:
     """Set the tier asked for, or the device's default. Returns its name and the decoder's arithmetic."""
     tier = options.precision or precision.default_tier(device)
+    if tier == "tf32" and options.tf32_permitted and not precision.supports(tier, device):
+        print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
+        tier = "fp32"
     try:
         precision.apply_precision(tier, device)
         return tier, precision.decoder_precision(options.vae_precision, tier, device)
@@ -148,7 +151,8 @@ class Engine:
         held: Held | None = None,
     ):
         self.options, self.device = options, choose_device(options)
-        self.batch_rows, self.share, self.tuner_folders = batch_rows or 2 * len(options.labels), share, tuner_folders
+        self.batch_rows = batch_rows or 2 * min(len(options.labels), options.batch_size or len(options.labels))
+        self.share, self.tuner_folders = share, tuner_folders
         self.watch = Stopwatch(self.device)
         self.decoder = self._loading_decoder = None
         with self.watch.phase("load"), self._memory():
@@ -241,12 +245,27 @@ class Engine:
         return latents
 
     def run(self, rows: slice = slice(None), **how) -> torch.Tensor:
-        """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed; the same on every call."""
-        options = self.options
+        """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed; the same on every call.
+
+        With a batch size one slice of them after the other; each draws the noise of all and uses its own.
+        """
+        options, on_step, latents = self.options, how.pop("on_step", None), []
         labels = torch.tensor(options.labels, device=self.device)
-        with self._memory():
-            z = initial_noise(len(labels), 4, options.latent_size, options.seed, self.device)
-        return self.denoise(z, labels, rows=rows, **how) if len(labels[rows]) else z[rows]
+        for part in self._slices(rows):
+            with self._memory():
+                z = initial_noise(len(labels), 4, options.latent_size, options.seed, self.device)
+            if on_step is not None:
+                done = len(latents) * self.diffusion.num_timesteps
+                how["on_step"] = lambda index, x, done=done: on_step(done + index, x)
+            latents.append(self.denoise(z, labels, rows=part, **how))
+        side = options.latent_size
+        return torch.cat(latents) if latents else torch.empty(0, 4, side, side, device=self.device)
+
+    def _slices(self, rows):
+        """`rows` of the labels, no more than a batch in each."""
+        first, end, _ = rows.indices(len(self.options.labels))
+        size = self.options.batch_size or max(1, end - first)
+        return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
     def sample(self, rows: slice = slice(None), show: bool = True) -> torch.Tensor:
         """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process prints."""
@@ -255,12 +274,13 @@ class Engine:
         if runs > 1 or captured:  # the first step compiles and is recorded: the bar should not learn its pace from it
             with self.watch.phase("warm-up"):
                 how = dict(plan=self.plan.each_kind_once()) if self.plan else dict(steps=3 if runs > 1 else 1)
-                self.run(rows, **how)
+                for part in self._slices(rows)[:1]:
+                    self.run(part, **how)
         self._load_decoder_beside()
         for index in range(runs):
             start = time.perf_counter()
             bar = step_bar(
-                self.options.num_sampling_steps,
+                self.options.num_sampling_steps * len(self._slices(rows)),
                 self.device,
                 disable=not show,
                 desc=f"run {index + 1}/{runs}" if runs > 1 else None,
@@ -333,13 +353,23 @@ class Engine:
             return pixels
 
     def save(self, latents: torch.Tensor, pixels: torch.Tensor | None = None) -> None:
-        """Write the options' output, whole or not at all: the latents, or a grid of `pixels`, decoded here if not given.
-        Raises UsageError if the disk does not take it."""
-        latent, output = self.options.output_type == "latent", self.options.output
-        content = latents.float().cpu() if latent else vae.to_grid(self.decode(latents) if pixels is None else pixels)
+        """Write the options' output: the latents, or a grid or a folder of `pixels`, decoded here if not given. Every file
+        is whole or absent. Raises UsageError if the disk does not take it."""
+        options = self.options
+        if options.output_type == "latent":
+            self._write(options.output, latents.float().cpu())
+        elif options.into_folder:
+            pictures = (latents if pixels is None else pixels).split(1)
+            for name, picture in zip(options.picture_names, pictures, strict=True):
+                picture = self.decode(picture) if pixels is None else picture
+                self._write(Path(options.output, name), vae.to_grid(picture))
+        else:
+            self._write(options.output, vae.to_grid(self.decode(latents) if pixels is None else pixels))
+
+    def _write(self, path, content):
         remedy = "free some space, or choose another path"
-        with self.watch.phase("save"), path_errors("--output", output, remedy), atomic_write(output) as file:
-            if latent:
+        with self.watch.phase("save"), path_errors("--output", path, remedy), atomic_write(path) as file:
+            if self.options.output_type == "latent":
                 import numpy as np
 
                 np.save(file, content.numpy())
