@@ -11,7 +11,6 @@ from dataclasses import MISSING, fields
 from accel.errors import INTERRUPTED, USAGE, UsageError
 from accel.options import SamplingOptions, flag_names
 
-
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
 
 
