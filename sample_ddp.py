@@ -1,10 +1,6 @@
-"""Sample pictures from a DiT with many processes, one a GPU.
+"""Sample pictures from a DiT with many processes, one a GPU: under torchrun, or under srun with one task a GPU.
 
-    torchrun --standalone --nproc_per_node=4 sample_ddp.py                            # one grid, as sample.py makes it
-    torchrun --standalone --nproc_per_node=4 sample_ddp.py --labels 207               # one picture, all GPUs on it
-    torchrun --standalone --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000    # a folder and an .npz for FID
-
-Also under srun, one task a GPU. An FID job that was stopped or killed resumes when the same command is given again.
+An FID job that was stopped or killed resumes when the same command is given again.
 """
 
 import os
@@ -17,6 +13,12 @@ from accel.options import DistributedOptions
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+
+EXAMPLES = """examples:
+  torchrun --standalone --nproc_per_node=4 sample_ddp.py                            one grid, as sample.py makes it
+  torchrun --standalone --nproc_per_node=4 sample_ddp.py --labels 207               one picture, all GPUs on it
+  torchrun --standalone --nproc_per_node=4 sample_ddp.py --num-fid-samples 50000    a folder and an .npz for FID
+"""
 
 
 class RankParser(OneLineParser):
@@ -33,6 +35,7 @@ def main() -> None:
     parser = RankParser(
         prog="sample_ddp.py",
         description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
+        epilog=EXAMPLES,
     )
     add_arguments(parser, DistributedOptions)
     args = parser.parse_args()
@@ -78,33 +81,40 @@ def sample_grid(options: DistributedOptions, job) -> None:
     from accel.parallel.planner import OFF, Planner
     from accel.parallel.rows import gather_rows, share
 
-    n = len(options.labels)
-    job.run_collectively(options.check_output, only=0)
+    n, each = len(options.labels), options.for_each_seed()
+    job.run_collectively(lambda: [one.check_output() for one in each], only=0)
     planner = Planner(job, options, job.run_collectively(lambda: empty_model(options)))
     wanted = job.run_collectively(planner.wanted)
     job.open_collectives(options.device)
     place = "cpu" if wanted and wanted.weights > 1 else None  # it may not fit in one GPU
-    engine = load(options, job, (wanted or OFF).batch_rows(n, job.world), place=place)
+    layout = wanted or OFF
+    at_once = min(n, (options.batch_size or n) * layout.busy(job.world) // layout.ranks)  # pictures, of all ranks
+    engine = load(options, job, layout.batch_rows(at_once, job.world), place=place)
     with engine.watch.phase("plan"):
         engine.network, layout = planner.parallel(engine.network, wanted)
 
     busy = layout.busy(job.world)
     mine = share(n, busy, job.rank)  # the pictures that this rank decodes
-    shared = layout.ranks > 1
-    latents = engine.sample(slice(None) if shared and job.rank < busy else mine, show=job.rank == 0)
+    shared, sampled = layout.ranks > 1, []
+    for one in each:
+        engine.reconfigure(one)
+        sampled.append(engine.sample(slice(None) if shared and job.rank < busy else mine, show=job.rank == 0))
     engine.release_network()
-    if shared:
-        job.assert_identical(latents, busy)
-        latents = latents[mine]
     local = options.output_type == "image" and options.decode == "local"
-    if local:
-        side = options.image_size
-        part = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
-    with engine.watch.phase("gather"):
-        whole = gather_rows(job, part if local else latents, n, busy)
+    for one, latents in zip(each, sampled, strict=True):
+        engine.reconfigure(one)
+        if shared:
+            job.assert_identical(latents, busy)
+            latents = latents[mine]
+        if local:
+            side = options.image_size
+            part = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
+        with engine.watch.phase("gather"):
+            whole = gather_rows(job, part if local else latents, n, busy)
+        if job.rank == 0:
+            engine.save(None if local else whole, whole if local else None)
     if job.rank == 0:
-        engine.save(None if local else whole, whole if local else None)
-        print(f"{options.output}: {engine.watch}")
+        print(f"{', '.join(one.output for one in each)}: {engine.watch}")
 
 
 def sample_for_fid(options: DistributedOptions, job) -> None:

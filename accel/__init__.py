@@ -1,6 +1,7 @@
 """Everything that makes sampling fast. models.py and diffusion/ know nothing of it.
 
-`from accel import accelerate` gives a fast copy of a DiT that you already have.
+`from accel import Sampler`: pictures from Python, from a network that is loaded once (docs/python.md).
+`from accel import accelerate`: a fast copy of a DiT that you already have, for your own sampling loop.
 """
 
 
@@ -9,4 +10,8 @@ def __getattr__(name: str):
         from accel.fast.dit import accelerate
 
         return accelerate
+    if name == "Sampler":
+        from accel.api import Sampler
+
+        return Sampler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

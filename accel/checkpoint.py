@@ -8,6 +8,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.client import HTTPException
 from math import isqrt
 from pathlib import Path
@@ -18,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from accel import diffusers_layout
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.network import MODELS
+from accel.network import MODELS, unwrapped
 from accel.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
+from models import DiT
 
 FOLDER = Path(__file__).resolve().parents[1] / "pretrained_models"
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
@@ -38,6 +40,8 @@ class Checkpoint:
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout, or a hub id (owner/name).
     Raises UsageError if it names nothing, before anything is fetched.
     """
+
+    build = None  # a model of these weights' shape is made by its name
 
     def __init__(self, name: str | Path):
         self.name = str(name)
@@ -122,6 +126,41 @@ class Checkpoint:
             f"--ckpt {self.name}: fits none of {', '.join(MODELS)} ({len(wrong)} entries differ, first {first}: "
             f"{have.get(first, 'missing')}, {model_name} has {want.get(first, 'none')})"
         )
+
+
+class Held:
+    """A copy of the weights of a DiT that the caller holds, in a Checkpoint's place.
+
+    module: models.DiT or a class with the same state dict and `num_heads`; wrapped or compiled ones are unwrapped.
+    `build` makes a model of its shape, as an entry of network.MODELS does. Raises UsageError for another module.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        module = unwrapped(module)
+        self.name = type(module).__name__
+        self.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        try:
+            width, channels, patch, _ = self.state["x_embedder.proj.weight"].shape
+            fc1, last = self.state["blocks.0.mlp.fc1.weight"], self.state["final_layer.linear.weight"]
+            self.image_size = 8 * patch * isqrt(self.state["pos_embed"].shape[1])
+            self.num_classes = len(self.state[LABELS]) - 1  # the last is the null class
+            shape = dict(hidden_size=width, patch_size=patch, in_channels=channels, num_heads=module.num_heads)
+        except (KeyError, AttributeError) as error:
+            raise UsageError(f"{self.name}: is not a DiT, it has no {getattr(error, 'name', error)}") from None
+        if channels != 4 or len(last) != 2 * channels * patch**2:
+            raise UsageError(f"{self.name}: must have 4 latent channels and learned sigma; use accel.accelerate")
+        depth = sum(name.endswith(".attn.qkv.weight") for name in self.state)
+        self.build = partial(DiT, **shape, depth=depth, mlp_ratio=(len(fc1) + 0.5) / width)
+
+    def fetch(self) -> None:
+        """There is nothing to fetch."""
+
+    def require_fit(self, model_name: str, model: torch.nn.Module, image_size: int) -> None:
+        """Raise UsageError unless these are all weights of `model`, on the meta device."""
+        have, want = _shapes(self.state), _shapes(model.state_dict())
+        wrong = [name for name in {**want, **have} if want.get(name) != have.get(name)]
+        if wrong:
+            raise UsageError(f"{self.name}: is not a DiT, {len(wrong)} entries differ (first {wrong[0]})")
 
 
 def published_name(model: str, image_size: int, num_classes: int) -> str:

@@ -1,6 +1,8 @@
 """From flags to options, and from errors to one line and an exit status."""
 
 import argparse
+import codecs
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +11,27 @@ from dataclasses import MISSING, fields
 from accel.errors import INTERRUPTED, USAGE, UsageError
 from accel.options import SamplingOptions, flag_names
 
+PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
+
+
+def _plain_characters(error: UnicodeEncodeError) -> tuple[str, int]:
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("plain", _plain_characters)
+
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line; exit status 2."""
+    """An argument parser whose errors are one line; exit status 2. A command's own flag replaces an option's.
+
+    A terminal that cannot show a character shows a plain one, whatever the command prints.
+    """
+
+    def __init__(self, **how):
+        super().__init__(conflict_handler="resolve", formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="plain")
 
     def error(self, message: str) -> None:
         self.exit(USAGE, f"{self.prog}: {message}\n")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accel import precision, vae
-from accel.checkpoint import Checkpoint, published_name, shapes_only
+from accel.checkpoint import Checkpoint, Held, published_name, shapes_only
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
@@ -51,6 +51,9 @@ def choose_device(options: SamplingOptions) -> torch.device:
 def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[str, str]:
     """Set the tier asked for, or the device's default. Returns its name and the decoder's arithmetic."""
     tier = options.precision or precision.default_tier(device)
+    if tier == "tf32" and options.tf32_permitted and not precision.supports(tier, device):
+        print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
+        tier = "fp32"
     try:
         precision.apply_precision(tier, device)
         return tier, precision.decoder_precision(options.vae_precision, tier, device)
@@ -58,12 +61,14 @@ def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[st
         raise UsageError(str(error)) from None
 
 
-def empty_model(options: SamplingOptions) -> torch.nn.Module:
-    """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none."""
-    if options.model not in MODELS:
+def empty_model(options: SamplingOptions, build: Callable | None = None) -> torch.nn.Module:
+    """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none.
+    build: makes the model, in place of the entry of MODELS."""
+    build = build or MODELS.get(options.model)
+    if build is None:
         raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(MODELS)}")
     with shapes_only():
-        model = MODELS[options.model](input_size=options.latent_size, num_classes=options.num_classes)
+        model = build(input_size=options.latent_size, num_classes=options.num_classes)
     if options.latent_size % model.patch_size:
         side = 8 * model.patch_size
         raise UsageError(f"--image-size {options.image_size}: must be a multiple of {side} for {options.model}")
@@ -82,7 +87,7 @@ def open_checkpoint(options: SamplingOptions) -> Checkpoint:
 
 def load_network(
     options: SamplingOptions,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Held,
     tier: str,
     device: torch.device,
     batch_rows: int,
@@ -93,7 +98,7 @@ def load_network(
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    model, name = empty_model(options), options.ckpt or checkpoint.path.name
+    model, name = empty_model(options, checkpoint.build), checkpoint.name
     checkpoint.require_fit(options.model, model, options.image_size)
     state = checkpoint.state
     if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid: any size will do
@@ -137,7 +142,7 @@ class Engine:
 
     batch_rows: rows of one network evaluation on this rank; by default two for every label. share(make): `make()` of
     rank 0, on every rank. tuner_folders: where the GEMM autotuner keeps what it measures. place: the device to load the
-    network to, where it is divided before it comes to the options' device.
+    network to, where it is divided before it comes to the options' device. held: weights in place of the options'.
     """
 
     def __init__(
@@ -147,22 +152,35 @@ class Engine:
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
         tuner_folders: list[Path] | None = None,
         place: str | None = None,
+        held: Held | None = None,
     ):
         self.options, self.device = options, choose_device(options)
-        self.batch_rows, self.share, self.tuner_folders = batch_rows or 2 * len(options.labels), share, tuner_folders
+        self.batch_rows = batch_rows or 2 * min(len(options.labels), options.batch_size or len(options.labels))
+        self.share, self.tuner_folders = share, tuner_folders
         self.watch = Stopwatch(self.device)
         self.decoder = self._loading_decoder = None
         with self.watch.phase("load"), self._memory():
-            empty_model(options)  # what the flags alone decide is refused before weights are fetched and read
-            self.checkpoint = open_checkpoint(options)
+            # What the flags alone decide is refused before weights are fetched and read.
+            empty_model(options, held and held.build)
+            self.checkpoint = held or open_checkpoint(options)
             self.precision, self.decoder_precision = choose_precision(options, self.device)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
-            self.diffusion = create_diffusion(str(options.num_sampling_steps))
             self.checkpoint.fetch()
-            self.plan = None
-            if options.forecast == "plan":
-                self.plan = StridePlan(self.diffusion, read_plan(options, self.checkpoint))
+            self._prepare_steps(options)
             self._load_network(place or self.device)
+
+    def _prepare_steps(self, options):
+        diffusion = create_diffusion(str(options.num_sampling_steps))
+        planned = options.forecast == "plan"
+        self.plan = StridePlan(diffusion, read_plan(options, self.checkpoint)) if planned else None
+        self.diffusion = diffusion
+
+    def reconfigure(self, options: SamplingOptions) -> None:
+        """Sample by `options` from now on. They may differ from those before in labels, seed, steps and guidance."""
+        before = self.options
+        if (before.num_sampling_steps, before.cfg_scale) != (options.num_sampling_steps, options.cfg_scale):
+            self._prepare_steps(options)
+        self.options = options
 
     def _load_network(self, place):
         tier, rows = self.precision, self.batch_rows
@@ -231,12 +249,27 @@ class Engine:
         return latents
 
     def run(self, rows: slice = slice(None), **how) -> torch.Tensor:
-        """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed; the same on every call."""
-        options = self.options
+        """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed; the same on every call.
+
+        With a batch size one slice of them after the other; each draws the noise of all and uses its own.
+        """
+        options, on_step, latents = self.options, how.pop("on_step", None), []
         labels = torch.tensor(options.labels, device=self.device)
-        with self._memory():
-            z = initial_noise(len(labels), 4, options.latent_size, options.seed, self.device)
-        return self.denoise(z, labels, rows=rows, **how) if len(labels[rows]) else z[rows]
+        for part in self._slices(rows):
+            with self._memory():
+                z = initial_noise(len(labels), 4, options.latent_size, options.seed, self.device)
+            if on_step is not None:
+                done = len(latents) * self.diffusion.num_timesteps
+                how["on_step"] = lambda index, x, done=done: on_step(done + index, x)
+            latents.append(self.denoise(z, labels, rows=part, **how))
+        side = options.latent_size
+        return torch.cat(latents) if latents else torch.empty(0, 4, side, side, device=self.device)
+
+    def _slices(self, rows):
+        """`rows` of the labels, no more than a batch in each."""
+        first, end, _ = rows.indices(len(self.options.labels))
+        size = self.options.batch_size or max(1, end - first)
+        return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
     def sample(self, rows: slice = slice(None), show: bool = True) -> torch.Tensor:
         """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process prints."""
@@ -245,12 +278,13 @@ class Engine:
         if runs > 1 or captured:  # the first step compiles and is recorded: the bar should not learn its pace from it
             with self.watch.phase("warm-up"):
                 how = dict(plan=self.plan.each_kind_once()) if self.plan else dict(steps=3 if runs > 1 else 1)
-                self.run(rows, **how)
+                for part in self._slices(rows)[:1]:
+                    self.run(part, **how)
         self._load_decoder_beside()
         for index in range(runs):
             start = time.perf_counter()
             bar = step_bar(
-                self.options.num_sampling_steps,
+                self.options.num_sampling_steps * len(self._slices(rows)),
                 self.device,
                 disable=not show,
                 desc=f"run {index + 1}/{runs}" if runs > 1 else None,
@@ -323,13 +357,23 @@ class Engine:
             return pixels
 
     def save(self, latents: torch.Tensor, pixels: torch.Tensor | None = None) -> None:
-        """Write the options' output, whole or not at all: the latents, or a grid of `pixels`, decoded here if not given.
-        Raises UsageError if the disk does not take it."""
-        latent, output = self.options.output_type == "latent", self.options.output
-        content = latents.float().cpu() if latent else vae.to_grid(self.decode(latents) if pixels is None else pixels)
+        """Write the options' output: the latents, or a grid or a folder of `pixels`, decoded here if not given. Every file
+        is whole or absent. Raises UsageError if the disk does not take it."""
+        options = self.options
+        if options.output_type == "latent":
+            self._write(options.output, latents.float().cpu())
+        elif options.into_folder:
+            pictures = (latents if pixels is None else pixels).split(1)
+            for name, picture in zip(options.picture_names, pictures, strict=True):
+                picture = self.decode(picture) if pixels is None else picture
+                self._write(Path(options.output, name), vae.to_grid(picture))
+        else:
+            self._write(options.output, vae.to_grid(self.decode(latents) if pixels is None else pixels))
+
+    def _write(self, path, content):
         remedy = "free some space, or choose another path"
-        with self.watch.phase("save"), path_errors("--output", output, remedy), atomic_write(output) as file:
-            if latent:
+        with self.watch.phase("save"), path_errors("--output", path, remedy), atomic_write(path) as file:
+            if self.options.output_type == "latent":
                 import numpy as np
 
                 np.save(file, content.numpy())

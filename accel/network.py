@@ -19,6 +19,7 @@ from accel.graphs import Replayed
 from models import DiT, DiT_models, attention
 
 MODELS = {**DiT_models}  # every name that --model takes → its constructor
+KEPT = 4  # captured steps: of another guidance or number of steps, each is another
 GUIDED_CHANNELS = 3  # of the noise estimate; the published pictures were made so
 
 
@@ -44,6 +45,14 @@ def guide(out: torch.Tensor, cfg_scale: float) -> torch.Tensor:
 def rows_of_a_latent(batch_rows: int, guided: bool) -> int:
     """How many batch rows of an evaluation share a latent: with guidance two, but in a part that ranks divide."""
     return 2 if guided and batch_rows % 2 == 0 else 1
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DataParallel, DistributedDataParallel and torch.compile."""
+    wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, wrappers) else model._orig_mod
+    return model
 
 
 class Network(ABC):
@@ -85,8 +94,10 @@ class Network(ABC):
         yield lambda *evaluations: None
 
     def replayed(self, key: Any, step: Callable) -> Callable:
-        """`step` as a CUDA graph, kept under `key` as long as this network lives."""
-        return self._replayed.setdefault(key, Replayed(step))
+        """`step` as a CUDA graph, kept under `key`: each holds memory, so only the KEPT ones that were used last are."""
+        replayed = self._replayed.pop(key, None) or Replayed(step)
+        self._replayed = {**dict(list(self._replayed.items())[1 - KEPT :]), key: replayed}
+        return replayed
 
     def tune(self, row_tokens: Iterable[int], share: Callable[[Callable[[], Any]], Any]) -> None:
         """Choose the fastest GEMMs for so many tokens at once (batch rows × tokens of a row).

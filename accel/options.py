@@ -1,12 +1,13 @@
 """Every option once: its default, its flag, its check. accel/command_line.py makes the flags."""
 
 import argparse
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
+from accel.labels import class_names, file_name, find_label
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "pretrained_models" / "demo"
@@ -51,12 +52,25 @@ class SamplingOptions:
 
     model: str = flag("DiT-XL/2", "network, a key of accel.network.MODELS; DiT-Demo/2 ships with its weights", WHAT)
     labels: tuple = flag(
-        None, "class of each picture; default: eight ImageNet classes", WHAT, nargs="+", type=int, metavar="LABEL"
+        None,
+        'class of each picture, by number or name ("golden retriever"); default: eight ImageNet classes',
+        WHAT,
+        nargs="+",
+        metavar="LABEL",
     )
     image_size: int = flag(None, "side of a picture in pixels, a multiple of 16; default: 512", WHAT, type=int)
     cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", WHAT, type=float)
     num_sampling_steps: int = flag(250, "denoising steps, up to 1000", WHAT, type=int)
     seed: int = flag(0, "seed of the noise: same seed and device, same pictures", WHAT, type=int)
+    seed_list: tuple = flag(
+        None,
+        "in place of --seed: a grid or folder for each of these seeds, OUTPUT-seed-0.png or OUTPUT/seed-0/",
+        WHAT,
+        names=("--seeds",),
+        nargs="+",
+        type=int,
+        metavar="SEED",
+    )
     num_classes: int = flag(None, "number of classes the network knows; default: 1000", WHAT, type=int)
 
     precision: str = flag(
@@ -81,6 +95,9 @@ class SamplingOptions:
         SPEED,
         choices=("off", "plan"),
     )
+    batch_size: int = flag(
+        None, "pictures to sample at a time, from the noise of all; default: all of --labels", SPEED, type=positive
+    )
     repeats: int = flag(1, "time the sampling this often after a warm-up: median and spread", SPEED, type=positive)
 
     ckpt: str = flag(
@@ -93,7 +110,10 @@ class SamplingOptions:
         None, "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: ema", FILES
     )
     output: str = flag(
-        None, "file to write, its folders are made; default: sample.png, or sample.npy for latents", FILES
+        None,
+        "file to write, its folders are made; a folder (FOLDER/) gets one PNG a picture, such as "
+        "000-207-golden-retriever.png; default: sample.png, or sample.npy for latents",
+        FILES,
     )
     output_type: str = flag(
         "image",
@@ -115,14 +135,54 @@ class SamplingOptions:
         return True
 
     @property
+    def tf32_permitted(self) -> bool:
+        """Whether --precision tf32 gives way to fp32 on hardware without TF32."""
+        return False
+
+    @property
     def pictures(self) -> str:
         """What is made, in words."""
-        return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}"
+        seeds = f" × {len(self.seed_list)} seeds" if self.seed_list else ""
+        return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}{seeds}"
 
     @property
     def smaller_batch(self) -> str:
         """The flag that asks for so large a batch, and what to do where it does not fit in memory."""
-        return f"--labels: {len(self.labels)} pictures at a time do not fit in free GPU memory; give fewer"
+        if self.batch_size:
+            return f"--batch-size {self.batch_size}: does not fit in free GPU memory; use a smaller one"
+        n = len(self.labels)
+        return f"--labels: {n} pictures at a time do not fit in free GPU memory; use --batch-size {max(1, n // 2)}"
+
+    @property
+    def into_folder(self) -> bool:
+        """Whether every picture becomes a file of its own in the folder `output`."""
+        return self.output_type == "image" and (self.output.endswith("/") or Path(self.output).is_dir())
+
+    @property
+    def picture_names(self) -> list[str]:
+        """The file names of pictures in a folder."""
+        names = class_names(self.model, self.num_classes)
+        return [
+            f"{index:03d}-{label}{'-' + file_name(names[label]) if names else ''}.png"
+            for index, label in enumerate(self.labels)
+        ]
+
+    def for_each_seed(self) -> "list[SamplingOptions]":
+        """These options, or for each of `seed_list` a copy with an output of its own."""
+        if self.seed_list is None:
+            return [self]
+        path = Path(self.output)
+        return [
+            replace(
+                self,
+                seed=seed,
+                seed_list=None,
+                output=f"{path}/seed-{seed}/"
+                if self.into_folder
+                else f"{path.with_suffix('')}-seed-{seed}{path.suffix}",
+            )
+            for seed in self.seed_list
+        ]
 
     def resolve(self) -> "SamplingOptions":
         """Fill in what the model implies, then check all that can be checked without torch. Returns self.
@@ -136,28 +196,34 @@ class SamplingOptions:
             raise UsageError(f"--image-size {self.image_size}: must be a multiple of 16 (VAE factor 8, patch 2)")
         if self.num_classes < 1:
             raise UsageError(f"--num-classes {self.num_classes}: must be at least 1")
-        wrong = [label for label in self.labels if not 0 <= label < self.num_classes]
-        if wrong:
-            raise UsageError(f"--labels {wrong[0]}: the model knows classes 0 to {self.num_classes - 1}")
+        if not self.labels:
+            raise UsageError("--labels: give at least one")
+        self.labels = tuple(find_label(label, self.model, self.num_classes) for label in self.labels)
         if not 1 <= self.cfg_scale < float("inf"):
             raise UsageError(f"--cfg-scale {self.cfg_scale:g}: must be at least 1 (1 is no guidance)")
         if not 1 <= self.num_sampling_steps <= 1000:
             raise UsageError(f"--num-sampling-steps {self.num_sampling_steps}: must be from 1 to 1000")
-        if not -(2**63) <= self.seed < 2**64:
-            raise UsageError(f"{flag_names(type(self), 'seed')[0]} {self.seed}: must fit in 64 bits")
+        if self.seed_list is not None and self.seed != 0:
+            raise UsageError(f"--seeds: conflicts with {flag_names(type(self), 'seed')[0]} {self.seed}; give one")
+        for seed in self.seed_list or (self.seed,):
+            if not -(2**63) <= seed < 2**64:
+                raise UsageError(f"{flag_names(type(self), 'seed')[0]} {seed}: must fit in 64 bits")
         if self.forecast_plan is not None and self.forecast != "plan":
             raise UsageError(
                 f"--forecast-plan {self.forecast_plan}: is read with --forecast plan only; add that or drop this"
             )
         suffix = ".npy" if self.output_type == "latent" else ".png"
         self.output = self.output or f"sample{suffix}"
-        if Path(self.output).suffix.lower() != suffix:
-            raise UsageError(f"--output {self.output}: must end in {suffix} for --output-type {self.output_type}")
+        if not self.into_folder and Path(self.output).suffix.lower() != suffix:
+            folder = ", or name a folder (FOLDER/)" if self.output_type == "image" else ""
+            raise UsageError(
+                f"--output {self.output}: must end in {suffix} for --output-type {self.output_type}{folder}"
+            )
         return self
 
     def check_output(self) -> None:
         """Make the output's folder and prove that a file can be written there, before any work is done."""
-        check_writable(self.output)
+        check_writable(Path(self.output, self.picture_names[0]) if self.into_folder else self.output)
 
 
 @dataclass
@@ -183,10 +249,16 @@ class DistributedOptions(SamplingOptions):
         WHAT,
         action="store_true",
     )
+    balanced_labels: bool = flag(
+        False,
+        "FID: as many pictures of each class, picture i of class i mod --num-classes; default: random classes",
+        WHAT,
+        action="store_true",
+    )
     per_proc_batch_size: int = flag(32, "FID: pictures that a rank makes at a time", SPEED)
     tf32: bool = flag(
         None,
-        "--tf32 is --precision tf32, --no-tf32 is --precision fp32",
+        "--tf32 is --precision tf32 where the hardware has it, else fp32; --no-tf32 is --precision fp32",
         SPEED,
         action=argparse.BooleanOptionalAction,
     )
@@ -206,6 +278,10 @@ class DistributedOptions(SamplingOptions):
         ADVANCED,
         choices=("local", "gather"),
     )
+
+    @property
+    def tf32_permitted(self) -> bool:
+        return bool(self.tf32)
 
     @property
     def guided(self) -> bool:
@@ -232,7 +308,8 @@ class DistributedOptions(SamplingOptions):
         if self.per_proc_batch_size < 1:
             raise UsageError(f"--per-proc-batch-size {self.per_proc_batch_size}: must be at least 1")
         if self.num_fid_samples is not None:
-            if wrong := self._given("labels", "output", "repeats", "output_type", "parallel", "decode"):
+            of_a_grid = "labels", "output", "repeats", "output_type", "parallel", "decode", "seed_list", "batch_size"
+            if wrong := self._given(*of_a_grid):
                 raise UsageError(
                     f"{wrong}: has no meaning with --num-fid-samples, which draws its labels and fills a folder; "
                     "drop one of them"
@@ -241,7 +318,7 @@ class DistributedOptions(SamplingOptions):
             raise UsageError(
                 "--world-independent-noise: a grid is the same on any number of ranks; use it with --num-fid-samples"
             )
-        elif wrong := self._given("sample_dir", "per_proc_batch_size"):
+        elif wrong := self._given("sample_dir", "per_proc_batch_size", "balanced_labels"):
             raise UsageError(
                 f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; add --num-fid-samples, "
                 "or drop it"

@@ -1,7 +1,7 @@
 """Precision tiers: which arithmetic a run uses, and the backend switches that make it so."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,16 @@ def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
 
 
 @contextmanager
+def switches_kept() -> Iterator[None]:
+    """The process-wide switches are after the block what they were before it."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@contextmanager
 def convolutions(name: str) -> Iterator[None]:
     """The decoder's float32 inside: `name` is tf32, or fp32 without TF32 anywhere."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
@@ -94,11 +104,16 @@ def convolutions(name: str) -> Iterator[None]:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@contextmanager
-def true_float32() -> Iterator[None]:
+def true_float32() -> AbstractContextManager[None]:
     """Float32 GEMMs without TF32 inside, whatever the tier: half precision keeps its few float32 GEMMs exact."""
+    return float32_gemms(tf32=False)
+
+
+@contextmanager
+def float32_gemms(tf32: bool) -> Iterator[None]:
+    """Float32 GEMMs inside, and whether they may use TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ the vectors for many steps at once, and the loop looks them up by an index on th
 once, not once a picture.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,10 @@ class Conditioning:
             row += len(weight)
         self.width = len(state[f"{layers[-1]}.weight"]) // 2
         self.vectors = len(self.bias) // self.width
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Its tensors."""
+        return iter((*self.time_mlp, self.labels, self.bias, self.weight))
 
     def __call__(self, t: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """t (E,) timesteps, y (E,) labels → (E, V, D), into `out` if given. Without TF32."""

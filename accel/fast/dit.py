@@ -11,6 +11,7 @@ GEMMs. What depends on (timestep, label) alone comes from a table. Per block:
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ from accel.kernels.linear import Linear, Tuner
 from accel.kernels.patch_embed import patch_embed
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import HighLow, SplitLinear, balance, split
-from accel.network import BlockNetwork
-from accel.precision import TIERS, true_float32
+from accel.network import BlockNetwork, unwrapped
+from accel.precision import TIERS, float32_gemms, true_float32
 
 LAYERS = "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"  # the GEMMs of a block; GELU follows the third
 
@@ -55,19 +56,25 @@ def accelerate(
 ) -> "FastDiT":
     """A fast copy of a trained DiT for sampling, with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`.
 
-    model: models.DiT or the original class: the published state-dict keys, and `num_heads`. Its weights are copied, to
-    `device` or where they are. precision: "fp16", "bf16", "exact", or "fp32" (also on a CPU).
+    The weights are copied, to `device` or where they are: training `model` further does not change the copy.
+
+    model: models.DiT or the original class: the published state-dict keys, and `num_heads`. DataParallel,
+    DistributedDataParallel and torch.compile are unwrapped. precision: "fp16", "bf16", "exact", "tf32" or "fp32".
     Raises ValueError for another precision and for a model that is not a DiT.
     """
-    choices = [name for name, tier in TIERS.items() if tier.accelerated or name == "fp32"]
-    if precision not in choices:
-        raise ValueError(f"precision {precision!r}: choose from {', '.join(choices)}")
+    if precision not in TIERS:
+        raise ValueError(f"precision {precision!r}: choose from {', '.join(TIERS)}")
+    model = unwrapped(model)
     state = model.state_dict()
     missing = {"x_embedder.proj.weight", "blocks.0.attn.qkv.weight", "final_layer.linear.weight"} - set(state)
     if missing or not hasattr(model, "num_heads"):
         raise ValueError(f"{type(model).__name__} is not a DiT: no {', '.join(sorted(missing)) or 'num_heads'}")
     device = state["pos_embed"].device if device is None else torch.device(device)
     network = build(state, model.num_heads, precision, device, optimisations)
+    network.source = weakref.ref(model)
+    if not TIERS[precision].accelerated:
+        switch = float32_gemms(tf32=precision == "tf32")
+        network.forward, network.forward_with_cfg = switch(network.forward), switch(network.forward_with_cfg)
     if optimisations.graph and device.type == "cuda":
         network.forward = Replayed(network.forward)
         network.forward_with_cfg = Replayed(network.forward_with_cfg)
@@ -94,6 +101,8 @@ class FastDiT(BlockNetwork):
     state: a DiT's state dict, on any device. dtype: of the GEMMs; residual stream, norms, conditioning and final layer
     are float32, or float64 with float64. tuner: chooses the GEMMs' algorithms.
     """
+
+    source: weakref.ref | None = None  # to the model that `accelerate` was given
 
     def __init__(
         self,
@@ -202,6 +211,35 @@ class FastDiT(BlockNetwork):
             yield self.table.advance
         finally:
             self.hoisted = None
+
+    # ---- as callers use a module ----
+
+    def eval(self) -> "FastDiT":
+        """Itself: it only ever evaluates."""
+        return self
+
+    def to(self, device: torch.device | str) -> "FastDiT":
+        """Itself, if its weights are on `device`. Raises ValueError if not: captured steps cannot move."""
+        device, here = torch.device(device), self.position.device
+        if device.type != here.type or device.index not in (None, here.index):
+            raise ValueError(
+                f"to({str(device)!r}): the weights are on {here}; use accelerate(model, device='{device}')"
+            )
+        return self
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The tensors that it computes with, in a layout and precision of its own."""
+        layers = (layer for block in self.blocks for layer in block)
+        yield from (self.patches, self.position, *self.final, *self.conditioning.parameters())
+        for layer in layers:
+            yield from layer.parameters()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """That of the model that it was made from, as it is now. Raises ValueError if that is gone."""
+        model = self.source and self.source()
+        if model is None:
+            raise ValueError("state_dict(): the model that was accelerated is gone; keep it to save its weights")
+        return model.state_dict()
 
     # ---- for measurements and for ranks ----
 

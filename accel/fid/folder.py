@@ -21,7 +21,8 @@ from accel.options import DEFAULTS_OF, DistributedOptions, flag_names
 if TYPE_CHECKING:
     from accel.engine import Engine
 
-OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode"}  # an FID job refuses them
+# An FID job refuses them.
+OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode", "seed_list", "batch_size"}
 # Recorded as what they came to.
 RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
 CODE = "this code's kernels"

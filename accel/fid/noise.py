@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel.fid.folder import Batches
+from accel.options import DistributedOptions
 
 if TYPE_CHECKING:
     from accel.engine import Engine
 
 Drawn = tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]
+
+
+def labels_of(options: DistributedOptions, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
+    """Labels (n,) of `pictures`: `drawn`, or by number with --balanced-labels. These are drawn all the same, so the noise
+    is that of a job with random labels."""
+    if not options.balanced_labels:
+        return drawn
+    return torch.tensor([number % options.num_classes for number in pictures], device=drawn.device)
 
 
 class UpstreamNoise:
@@ -36,7 +45,8 @@ class UpstreamNoise:
             self.module.set_rng_state(torch.frombuffer(bytearray.fromhex(before), dtype=torch.uint8))
         self.next = batch + self.batches.world
         z = torch.randn(n, self.engine.network.in_channels, options.latent_size, options.latent_size, device=device)
-        return z, torch.randint(0, options.num_classes, (n,), device=device), None
+        drawn = torch.randint(0, options.num_classes, (n,), device=device)
+        return z, labels_of(options, self.batches.pictures(batch), drawn), None
 
     def state(self) -> str | None:
         """The generator's state after the last batch (hexadecimal)."""
@@ -59,7 +69,8 @@ class PictureNoise:
         def draw(make, *shape):
             return torch.stack([make(*shape, device=device, generator=generator) for generator in generators])
 
-        labels = draw(torch.randint, 0, options.num_classes, ())
+        drawn = draw(torch.randint, 0, options.num_classes, ())
+        labels = labels_of(options, self.batches.pictures(batch), drawn)
         noise = partial(draw, torch.randn, self.engine.network.in_channels, options.latent_size, options.latent_size)
         return noise(), labels, noise
 

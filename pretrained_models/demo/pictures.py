@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-CLASSES = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")
+from accel.labels import DEMO as CLASSES
+
 SIZE = 128  # pixels
 FINE = 2 * SIZE  # pictures are drawn at twice the size, then averaged down
 

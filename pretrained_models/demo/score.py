@@ -108,7 +108,7 @@ def recognised(engine: Engine, args: argparse.Namespace) -> tuple[dict, torch.Te
 
 def main() -> None:
     parser = OneLineParser(description="Share of generated demo pictures that a classifier of drawn ones recognises.")
-    add_arguments(parser, leave_out=("labels", "output", "output_type", "repeats"))
+    add_arguments(parser, leave_out=("labels", "seed_list", "output", "output_type", "repeats"))
     parser.set_defaults(model="DiT-Demo/2", labels=None)
     add = parser.add_argument
     add("--folder", type=Path, help="what train.py made, instead of --ckpt and --vae")

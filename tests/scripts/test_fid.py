@@ -1,0 +1,318 @@
+"""scripts/fid.py: torch-fidelity's figures, to the bit, from archives, folders and statistics; and honest about them.
+
+The published Inception weights are not needed: random ones have the same shapes.
+"""
+
+import hashlib
+import io
+import math
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from torch_fidelity import calculate_metrics
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+from accel.errors import UsageError
+from scripts import fid
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def inception(tmp_path_factory):
+    """Random weights in a file that torch-fidelity reads."""
+
+    class Untrained(FeatureExtractorInceptionV3):
+        def load_state_dict(self, *_):
+            return None
+
+    path = tmp_path_factory.mktemp("inception") / "random.pth"
+    torch.save({}, path)
+    state = Untrained("random", ["2048"], feature_extractor_weights_path=str(path)).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    for value in state.values():
+        if value.ndim > 1:  # by He et al. 2015, or nothing of a picture reaches the last layer
+            value.copy_(torch.randn(value.shape, generator=generator) * (2 / value[0].numel()) ** 0.5)
+    torch.save(state, path)
+    return path
+
+
+def draw(count, side=24, seed=0):
+    """Coloured noise, smooth enough for pictures to differ from each other."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, 3, 4, 4, generator=generator)
+    fine = torch.nn.functional.interpolate(coarse, (side, side), mode="bilinear")
+    return (255 * fine).permute(0, 2, 3, 1).to(torch.uint8).numpy()
+
+
+def write_folder(folder, pictures):
+    folder.mkdir()
+    for index, picture in enumerate(pictures):
+        Image.fromarray(picture).save(folder / f"{index:06d}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """The same pictures as an archive and as a folder, and others as a compressed archive and a folder."""
+    folder = tmp_path_factory.mktemp("pictures")
+    np.savez(folder / "samples.npz", draw(20))
+    np.savez_compressed(folder / "reference.npz", draw(24, seed=1))
+    write_folder(folder / "samples", draw(20))
+    write_folder(folder / "reference", draw(24, seed=1))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def theirs(data, inception):
+    """torch-fidelity's own figures of the folders."""
+    return calculate_metrics(
+        input1=str(data / "samples"),
+        input2=str(data / "reference"),
+        cuda=False,
+        isc=True,
+        fid=True,
+        prc=True,
+        feature_extractor="inception-v3-compat",  # of precision and recall, too: ADM's evaluator has no other network
+        feature_extractor_weights_path=str(inception),
+        save_cpu_ram=True,
+        cache=False,
+        verbose=False,
+    )
+
+
+def figures(samples, reference, inception, neighbours=True, batch_size=64):
+    network = fid.load_inception(inception, CPU)
+    return fid.compare(fid.Pictures(samples), fid.Pictures(reference), network, CPU, batch_size, neighbours)
+
+
+@pytest.mark.parametrize("samples, reference", [("samples.npz", "reference"), ("samples", "reference.npz")])
+def test_torch_fidelitys_figures_to_the_bit(samples, reference, data, inception, theirs):
+    mine = figures(data / samples, data / reference, inception)
+    assert mine == theirs and theirs["frechet_inception_distance"] > 0.01 and theirs["inception_score_mean"] > 1
+
+
+def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path):
+    """With statistics in the file its pictures are not looked at, but for precision and recall."""
+    random = np.random.default_rng(0)
+    root = random.normal(size=(2048, 2048)) / 2048**0.5
+    mu, sigma = random.normal(size=2048), root @ root.T + np.eye(2048)
+    np.savez(tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu[:7])
+    mine = figures(data / "samples.npz", tmp_path / "adm.npz", inception, neighbours=False, batch_size=7)
+    network = fid.load_inception(inception, CPU)
+    with torch.inference_mode():
+        pool = network(torch.from_numpy(draw(20)).permute(0, 3, 1, 2))[0].double().numpy()
+    # tr (S·T)^½ = tr (T^½·S·T^½)^½, of symmetric matrices.
+    values, vectors = np.linalg.eigh(sigma)
+    half = vectors * values**0.5 @ vectors.T
+    cross = np.linalg.eigvalsh(half @ np.cov(pool, rowvar=False) @ half).clip(0) ** 0.5
+    direct = np.sum((pool.mean(0) - mu) ** 2) + np.trace(np.cov(pool, rowvar=False)) + np.trace(sigma) - 2 * cross.sum()
+    assert math.isclose(mine["frechet_inception_distance"], direct, rel_tol=1e-5)
+
+
+def test_the_command(data, inception, theirs, run):
+    """As a module and as a file. What makes a figure incomparable is said below it."""
+    how = "--inception-weights", inception, "--device", "cpu", "--precision-recall"
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.fid", data / "samples.npz", data / "reference", *how],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] in "FPR")
+    assert math.isclose(float(lines["FID"]), theirs["frechet_inception_distance"], rel_tol=1e-3)
+    assert float(lines["Precision"]) == round(theirs["precision"], 4)
+    assert float(lines["Recall"]) == round(theirs["recall"], 4)
+    assert "samples.npz: 20 pictures\n" in done.stdout and "reference: 24 pictures\n" in done.stdout
+    assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
+    assert "note: these are not the published Inception weights" in done.stdout
+    assert "20/20" in done.stderr and "24/24" in done.stderr  # the bars
+    assert "VIRTUAL_imagenet256_labeled.npz" in run("scripts/fid.py", "--help").stdout
+
+
+#################################################################################
+#                                    Caveats                                    #
+#################################################################################
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory):
+    """Two small jobs of sample_ddp.py that differ in one setting."""
+    folder = tmp_path_factory.mktemp("jobs")
+    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-fid-samples", "10", "--per-proc-batch-size", "10"]
+    for steps in "23":
+        command = [*common, "--num-sampling-steps", steps, "--sample-dir", folder / steps]
+        subprocess.run([sys.executable, "sample_ddp.py", *command], cwd=ROOT, check=True, capture_output=True)
+    return [next((folder / steps).glob("*.npz")) for steps in "23"]
+
+
+def notes(samples, reference, published=True):
+    return list(fid.caveats(fid.Pictures(samples), fid.Pictures(reference), published))
+
+
+def test_two_jobs_are_compared_by_what_they_record(jobs):
+    few, other = notes(*jobs)
+    assert few.startswith("FID of 10 pictures") and other == "two jobs that differ in --num-sampling-steps (2, 3)"
+    assert notes(jobs[0], jobs[0].with_suffix(""))[-1] == "two jobs of the same settings"
+
+
+def test_what_is_unlike_the_published_figure(jobs, tmp_path):
+    np.savez(tmp_path / "adm.npz", arr_0=draw(10), mu=np.zeros(2048), sigma=np.eye(2048))
+    found = notes(jobs[0], tmp_path / "adm.npz", published=False)
+    assert found[1:] == [
+        "these are not the published Inception weights: the figures compare with each other only",
+        "pictures of 128×128 against 24×24 pixels: FID compares one size",
+        "--cfg-scale 4.0: DiT's published FID is with 1.5",
+        "--num-sampling-steps 2: DiT's published FID is with 250",
+        "--vae pretrained: DiT's published FID is with ema",
+    ]
+
+
+#################################################################################
+#                              Files that are read                              #
+#################################################################################
+
+
+def test_archives_are_streamed(tmp_path):
+    np.savez(tmp_path / "many.npz", np.zeros((2000, 64, 64, 3), np.uint8))  # 24.6 MB
+    pictures = fid.Pictures(tmp_path / "many.npz")
+    tracemalloc.start()
+    assert sum(len(batch) for batch in pictures.batches(64)) == 2000
+    assert tracemalloc.get_traced_memory()[1] < 3e6
+    tracemalloc.stop()
+
+
+def archive(**arrays):
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    return content.getvalue()
+
+
+def cut(content):
+    """An archive whose pictures end early, as if the disk had been full, in a whole zip."""
+    result = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(result, "w") as target:
+        target.writestr("arr_0.npy", source.read("arr_0.npy")[:-1000])
+    return result.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "No such file"),
+        (b"PK\x03\x04 nonsense", "cannot be read"),
+        (archive(arr_0=np.zeros((12, 8, 8, 3), np.float32)), "arr_0 is float32"),
+        (archive(arr_0=np.zeros((12, 8, 8), np.uint8)), "not uint8 (N, H, W, 3)"),
+        (archive(other=np.zeros(3)), "holds no pictures"),
+        (archive(arr_0=np.zeros((3, 8, 8, 3), np.uint8)), "holds 3 pictures; at least 10 are needed"),
+        (archive(mu=np.zeros(2048), sigma=np.eye(2048)), "holds statistics only; the samples must be pictures"),
+        (cut(archive(arr_0=np.zeros((12, 8, 8, 3), np.uint8))), "cannot be read"),
+    ],
+)
+def test_bad_samples_are_one_line(content, words, data, inception, tmp_path, run):
+    if content is not None:
+        (tmp_path / "x.npz").write_bytes(content)
+    how = "--inception-weights", inception, "--device", "cpu"
+    done = run("scripts/fid.py", tmp_path / "x.npz", data / "reference.npz", *how)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    line = done.stderr.strip().splitlines()[-1].rpartition("\r")[2]
+    assert str(tmp_path / "x.npz") in line and "Traceback" not in done.stderr
+
+
+def test_bad_folders_are_one_line(tmp_path):
+    with pytest.raises(UsageError, match="holds no pictures"):
+        fid.Pictures(tmp_path)
+    folder = write_folder(tmp_path / "f", draw(3))
+    Image.fromarray(draw(1, side=16)[0]).save(folder / "000001.png")
+    with pytest.raises(UsageError, match="000001.png is of another size than 000000.png"):
+        list(fid.Pictures(folder).batches(2))
+    (folder / "000000.png").write_bytes(b"nothing")
+    with pytest.raises(UsageError, match="cannot identify image"):
+        fid.Pictures(folder)
+
+
+def test_statistics_of_another_network_are_refused(tmp_path):
+    np.savez(tmp_path / "s.npz", mu=np.zeros(64), sigma=np.eye(64))
+    with pytest.raises(UsageError, match="not of Inception's 2048 features"):
+        fid.Pictures(tmp_path / "s.npz").statistics()
+
+
+def test_precision_needs_pictures(data, tmp_path, run):
+    np.savez(tmp_path / "s.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    done = run("scripts/fid.py", data / "samples.npz", tmp_path / "s.npz", "--precision-recall")
+    assert done.returncode == 2 and "--precision-recall: " in done.stderr and "holds statistics only" in done.stderr
+
+
+#################################################################################
+#                              Inception's weights                              #
+#################################################################################
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A file that is published on this machine, and an empty cache."""
+    published = tmp_path / "published.pth"
+    published.write_bytes(b"weights")
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setattr(fid, "URL", published.as_uri())
+    monkeypatch.setattr(fid, "SHA256", hashlib.sha256(b"weights").hexdigest()[:8])
+    return published
+
+
+def test_published_weights_are_fetched_aloud_checked_and_kept(hub, capsys):
+    path, published = fid.find_weights(None)
+    assert published and path.read_bytes() == b"weights" and hub.as_uri() in capsys.readouterr().out
+    hub.unlink()
+    assert fid.find_weights(None) == (path, True) and capsys.readouterr().out == ""
+    path.write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="is damaged: its sha256 is not .*; delete it"):
+        fid.find_weights(None)
+
+
+@pytest.mark.parametrize("how", ["another file", "no network"])
+def test_nothing_else_is_taken_for_them(how, hub):
+    hub.write_bytes(b"other") if how == "another file" else hub.unlink()
+    with pytest.raises(UsageError, match="--inception-weights: download failed .* name the file"):
+        fid.find_weights(None)
+    cache = Path(torch.hub.get_dir()) / "checkpoints"
+    assert not list(cache.iterdir())
+
+
+def test_weights_that_are_given(hub, tmp_path):
+    assert fid.find_weights(hub) == (hub, True)
+    (tmp_path / "mine.pth").write_bytes(b"mine")
+    assert fid.find_weights(tmp_path / "mine.pth") == (tmp_path / "mine.pth", False)
+    with pytest.raises(UsageError, match="--inception-weights .*: No such file"):
+        fid.find_weights(tmp_path / "none.pth")
+
+
+def test_other_weights_are_one_line_and_code_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "touched",)
+
+    for content in ({"x": torch.ones(2)}, Evil()):
+        torch.save(content, tmp_path / "w.pth")
+        with pytest.raises(UsageError, match="--inception-weights .*: are not Inception's") as error:
+            fid.load_inception(tmp_path / "w.pth", CPU)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_without_torch_fidelity(tmp_path):
+    """One line that says what to install."""
+    code = (
+        "import sys; sys.modules['torch_fidelity'] = None\nimport torch; from scripts import fid\n"
+        "fid.load_inception('x.pth', torch.device('cpu'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.strip().splitlines()[-1].endswith("torch-fidelity is not installed: pip install torch-fidelity")

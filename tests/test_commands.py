@@ -1,0 +1,207 @@
+"""What sample.py and sample_ddp.py offer people: names, folders, seeds, batches, plain terminals."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from PIL import Image
+from safetensors.torch import save_file
+
+from accel.engine import Engine
+from accel.errors import UsageError
+from accel.options import DistributedOptions, SamplingOptions
+from models import DiT_models
+
+DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 3)
+BOTH = pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
+
+
+def picture(path):
+    return np.asarray(Image.open(path))
+
+
+def succeeds(done):
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+#################################################################################
+#                             Files: folders and seeds                          #
+#################################################################################
+
+
+@BOTH
+def test_a_folder_gets_one_png_a_picture(script, run, tmp_path):
+    """The tiles of the grid, to the bit, under names that say what they are. An existing folder needs no slash."""
+    labels = "--labels", "planet", 7, "Sea"
+    succeeds(run(script, *DEMO, *labels, "--output", tmp_path / "grid.png"))
+    stdout = succeeds(run(script, *DEMO, *labels, "--output", f"{tmp_path}/new/folder/"))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").touch()
+    succeeds(run(script, *DEMO, *labels, "--output", tmp_path / "old"))
+    names = ["000-0-planet.png", "001-7-mushroom.png", "002-5-sea.png"]
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == names
+    assert sorted(path.name for path in (tmp_path / "old").iterdir()) == [*names, "notes.txt"]
+    assert f"{tmp_path}/new/folder/: load" in stdout
+    grid = picture(tmp_path / "grid.png")
+    for index, name in enumerate(names):
+        tile = grid[2:130, 130 * index + 2 :][:, :128]
+        assert np.array_equal(picture(tmp_path / "new" / "folder" / name), tile) and tile.std() > 1
+        assert np.array_equal(picture(tmp_path / "old" / name), tile)
+
+
+@pytest.mark.parametrize(
+    "model, classes, labels, names",
+    [
+        ("DiT-XL/2", 1000, [207, 264], ["000-207-golden-retriever.png", "001-264-cardigan.png"]),
+        ("DiT-S/8", 10, [3], ["000-3.png"]),
+    ],
+)
+def test_names_of_pictures(model, classes, labels, names):
+    options = SamplingOptions(model, labels=labels, num_classes=classes, output="folder/").resolve()
+    assert options.into_folder and options.picture_names == names
+
+
+@BOTH
+def test_a_list_of_seeds_is_as_many_runs(script, run, tmp_path):
+    seed = "--global-seed" if script == "sample_ddp.py" else "--seed"
+    for number in (0, 7):
+        succeeds(run(script, *DEMO, "--labels", 1, seed, number, "--output", tmp_path / f"alone-{number}.png"))
+    stdout = succeeds(run(script, *DEMO, "--labels", 1, "--seeds", 0, 7, "--output", tmp_path / "all.png"))
+    assert "1 label × 2 seeds" in stdout and f"{tmp_path}/all-seed-0.png, {tmp_path}/all-seed-7.png: load" in stdout
+    succeeds(run(script, *DEMO, "--labels", 1, "--seeds", 0, 7, "--output", f"{tmp_path}/all/"))
+    for number in (0, 7):
+        alone = (tmp_path / f"alone-{number}.png").read_bytes()
+        assert (tmp_path / f"all-seed-{number}.png").read_bytes() == alone
+        assert (tmp_path / "all" / f"seed-{number}" / "000-1-mountains.png").read_bytes() == alone
+    assert (tmp_path / "alone-0.png").read_bytes() != (tmp_path / "alone-7.png").read_bytes()
+
+
+#################################################################################
+#                                    Batches                                    #
+#################################################################################
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_every_slice_uses_its_rows_of_the_full_draw(batch_size, monkeypatch):
+    """The same noise to the bit, so the same pictures: up to float32 rounding, as GEMMs of other sizes add in another
+    order. One batch of all is the same to the bit."""
+    options = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=12, seed=3)
+    whole = Engine(SamplingOptions(**options).resolve()).run()
+    run = Engine(SamplingOptions(**options, batch_size=batch_size).resolve())
+    used, p_sample = [], run.diffusion.p_sample
+
+    def recorded(model, x, t, *, noise, **how):
+        used.append((len(x), noise))
+        return p_sample(model, x, t, noise=noise, **how)
+
+    monkeypatch.setattr(run.diffusion, "p_sample", recorded)
+    seen = []
+    latents = run.run(on_step=lambda index, x: seen.append(index))
+    sizes = {1: [1] * 8, 3: [3, 3, 2], 8: [8]}[batch_size]
+    assert [n for n, _ in used] == [n for n in sizes for _ in range(12)] and run.batch_rows == 2 * batch_size
+    assert seen == list(range(12 * len(sizes)))
+    torch.manual_seed(3)
+    torch.randn(8, 4, 16, 16)
+    for step in range(12):
+        drawn = torch.cat([used[12 * part + step][1] for part in range(len(sizes))])
+        assert torch.equal(drawn, torch.randn(16, 4, 16, 16)[:8])
+    assert batch_size < 8 or torch.equal(latents, whole)
+    assert whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_batches_give_the_pictures_of_one_batch(batch_size, run, tmp_path):
+    """Through the commands, alone and on two ranks, whose shares are sliced."""
+    for name, script, *flags in (
+        ("whole", "sample.py"),
+        ("sliced", "sample.py", "--batch-size", batch_size),
+        ("ranks", "sample_ddp.py", "--batch-size", batch_size),
+    ):
+        succeeds(run(script, *DEMO, *flags, "--output", tmp_path / f"{name}.png", OMP_NUM_THREADS="1"))
+    whole = picture(tmp_path / "whole.png").astype(int)
+    for name in ("sliced", "ranks"):
+        difference = np.abs(picture(tmp_path / f"{name}.png") - whole)
+        assert difference.max() <= 1 and (difference > 0).mean() < 1e-3 and whole.std() > 1
+
+
+def test_what_did_not_fit_says_what_to_give():
+    options = SamplingOptions(model="DiT-Demo/2").resolve()
+    assert options.smaller_batch.endswith("use --batch-size 4")
+    options.batch_size = 4
+    assert options.smaller_batch.startswith("--batch-size 4: ") and options.smaller_batch.endswith("use a smaller one")
+
+
+#################################################################################
+#                            Mistakes, permissions, help                        #
+#################################################################################
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--labels", "plnet"], "--labels plnet: no class has that name; give one of planet (0)"),
+        (["--labels", "golden", "retriever"], "--labels golden: no class has that name"),
+        (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
+        (["--seeds", 2**64], "must fit in 64 bits"),
+        (["--batch-size", 0], "--batch-size: 0: must be at least 1"),
+        (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),
+        (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
+        (["--output", "file/deeper/"], "--output file/deeper/000-0-planet.png: Not a directory"),
+        (["--precision", "fp16"], "--precision fp16: cpu has no float16 tensor cores"),
+        (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
+    ],
+)
+def test_mistakes_are_one_line(script, flags, words, run, tmp_path):
+    (tmp_path / "file").touch()
+    done = run(script, *DEMO, *flags, cwd=tmp_path)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("flag", ["--seeds", "--batch-size", "--labels"])
+def test_flags_of_a_grid_have_no_meaning_in_an_fid_job(flag, run, tmp_path):
+    done = run("sample_ddp.py", *DEMO, "--num-fid-samples", 4, flag, 1, cwd=tmp_path)
+    assert done.returncode == 2 and f"{flag}: has no meaning with --num-fid-samples" in done.stderr
+
+
+def test_tf32_is_a_permission(run, tmp_path):
+    """As upstream's: hardware without TF32 samples in float32, and says so in one line."""
+    outputs = {}
+    for flag in ("--tf32", "--no-tf32"):
+        outputs[flag] = succeeds(run("sample_ddp.py", *DEMO, "--labels", 1, flag, "--output", tmp_path / f"{flag}.png"))
+    assert outputs["--tf32"].count("--tf32: cpu has no TF32 (Ampere or later); sampling in fp32") == 1
+    assert "--tf32:" not in outputs["--no-tf32"] and all("· fp32 ·" in text for text in outputs.values())
+    assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()
+    with pytest.raises(UsageError, match="--tf32: conflicts with --precision fp32"):
+        DistributedOptions(tf32=True, precision="fp32").resolve()
+
+
+@BOTH
+def test_help_has_groups_and_three_examples(script, run):
+    text = succeeds(run(script, "--help", COLUMNS="150"))
+    places = [text.index(f"\n{group}:\n") for group in ("what to sample", "speed", "files", "advanced", "examples")]
+    assert places == sorted(places)
+    examples = text.partition("\nexamples:\n")[2].strip().splitlines()
+    assert len(examples) == 3 and all(f" {script} " in f"{line} " for line in examples)
+
+
+@BOTH
+def test_a_plain_terminal_shows_plain_characters(script, run, tmp_path):
+    args = [*DEMO, "--labels", "sea", "--seeds", 1, 2, "--output", tmp_path / "p.png"]
+    stdout = succeeds(run(script, *args, PYTHONIOENCODING="ascii"))
+    assert stdout.isascii() and "DiT-Demo/2 - 128 px - 1 label x 2 seeds" in stdout
+    assert "DiT-Demo/2 · 128 px · 1 label × 2 seeds" in succeeds(run(script, *args, PYTHONIOENCODING="utf-8"))
+    done = run(script, "--labels", "dög", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2 and "--labels d?g: no class has that name" in done.stderr
+
+
+def test_weights_without_names_are_sampled_by_number(run, tmp_path):
+    save_file(fill(DiT_models["DiT-S/8"](input_size=16, num_classes=10)).state_dict(), tmp_path / "ten.safetensors")
+    how = ("--model", "DiT-S/8", "--num-classes", 10, "--image-size", 128, "--ckpt", tmp_path / "ten.safetensors")
+    done = run("sample.py", *how, "--labels", "tench", "--device", "cpu", "--output-type", "latent")
+    assert (
+        done.returncode == 2
+        and "--labels tench: no class names are known here; give a number from 0 to 9" in done.stderr
+    )
