@@ -1,6 +1,6 @@
 """The demo model's golden latents and picture, committed beside its weights: what `make sample` makes must stay what it is.
 
-They were made on a CPU in float32; another machine's products round otherwise, and 250 steps carry that on. The bounds are those of
+They were made on a CPU in float32; another machine's GEMMs round otherwise, and 250 steps carry that on. The bounds are those of
 the strict gate (accuracy that no display shows), far below what any change of the mathematics would do.
 """
 

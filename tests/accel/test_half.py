@@ -260,7 +260,7 @@ def test_a_picture_that_does_not_fit_is_one_line(switches):
     free = torch.cuda.memory_reserved() + 2**26
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.get_device_properties(0).total_memory)
     try:
-        with pytest.raises(UsageError, match="does not fit into what is free"):
+        with pytest.raises(UsageError, match="does not fit in free GPU memory"):
             run.decode(noise(1, 256, run.device))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
