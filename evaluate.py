@@ -178,7 +178,7 @@ class Lpips:
             board = (np.indices((32, 32, 3))[:2].sum(0) // 4 % 2 * 255).astype(np.uint8)
             if not all(0 < part < math.inf for part in self._slices(network, board, np.full_like(board, 128))):
                 raise ValueError("it cannot tell a checkerboard from grey")
-        except Exception as error:  # no route, disk full, wrong hash, another network: one remedy
+        except Exception as error:  # no network connection, disk full, wrong hash, other weights: one remedy
             return NotComputed(f"LPIPS: {path}: no VGG16 ({error!r:.200}); put {VGG16_URL} there or use --vgg-weights")
         finally:
             socket.setdefaulttimeout(timeout)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA GPU (pytest -m gpu on one); its twin runs on the CPU")
+        skip = pytest.mark.skip(reason="needs a CUDA GPU (pytest -m gpu on one); its reference runs on the CPU")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)

@@ -1,5 +1,5 @@
-"""The DiT of arXiv:2212.09748 written straight from the paper, in float64 and plain tensor products, from a state dict.
-It shares no line with models.py; slow and exact, it is what every faster network is held to."""
+"""The DiT of arXiv:2212.09748 written straight from the paper, in float64 and plain matrix multiplications, from a
+state dict. It shares no line with models.py; slow and exact, it is what every faster network is held to."""
 
 import math
 

@@ -41,7 +41,7 @@ def measured(monkeypatch, tmp_path):
 
 def test_the_file_of_measurements(tmp_path):
     """Written whole, read back equal, and a damaged or foreign one counts as none."""
-    file = tmp_path / "deep" / "products.json"
+    file = tmp_path / "deep" / "gemms.json"
     kept = {"8x8x8 float16": [[1, 2**63], 64], "8x8x8 bfloat16 gelu": [128, 72, 4, 2, 2]}
     keep(file, json.dumps(kept).encode())
     assert tuner._read(file) == kept and os.listdir(file.parent) == [file.name]

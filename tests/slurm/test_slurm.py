@@ -106,7 +106,7 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
         finish(cluster, checkout, job)
     baseline, *others = [picture(checkout, job) for job in jobs]
     assert baseline.std() > 1 and np.array_equal(baseline, others[0])
-    # A row's bits depend on how many rows the processor's matrix product has, by float32 rounding.
+    # A row's bits depend on how many rows the processor's GEMM has, by float32 rounding.
     assert all(np.abs(baseline - other).max() <= 1 for other in others)
     assert "4 ranks" in log_of(checkout, jobs[2]) and "4 ranks" in log_of(checkout, jobs[3])
 
