@@ -340,8 +340,8 @@ class CompiledDiT(PlainDiT):
 
 
 class DiffusersDiT(PlainDiT):
-    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (its shift is 1),
-    so its output is not quite that of the published model."""
+    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (shift 1), so its
+    output is not quite that of the published model."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         from diffusers import DiTTransformer2DModel
