@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -98,6 +99,11 @@ def write(path: str | Path | None, record: dict) -> None:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
+def safe(name: str) -> str:
+    """`name` for a file."""
+    return re.sub(r"\W", "-", name)
+
+
 #################################################################################
 #                                    Timing                                     #
 #################################################################################
@@ -138,6 +144,11 @@ def spread(times: list[float]) -> dict:
     """Median, 10th and 90th percentile, as the fields of a record."""
     times = sorted(times)
     return dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10])
+
+
+def median_and_range(times: list[float]) -> dict:
+    """Of few times, as the fields of a record."""
+    return dict(median=statistics.median(times), least=min(times), most=max(times))
 
 
 def run_until(loop: Callable, on_step: Callable) -> None:
@@ -197,7 +208,7 @@ def in_turns(replays: list[Callable], duration: float = 0.5, least: int = 15) ->
             replay()
             mine.append(gpu_ms(replay))
             total += 2 * mine[-1]
-    return [dict(median=statistics.median(mine), least=min(mine), most=max(mine)) for mine in times]
+    return [median_and_range(mine) for mine in times]
 
 
 def gpu_ms(work: Callable) -> float:
@@ -208,20 +219,6 @@ def gpu_ms(work: Callable) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
-
-
-def copy_tb_s(device: torch.device) -> float:
-    """TB/s read and written by a large copy on the device."""
-    size = 1 << 30 if device.type == "cuda" else 1 << 26
-    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
-    times = []
-    for _ in range(10):
-        synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * size / statistics.median(times) / 1e12
 
 
 #################################################################################
@@ -343,8 +340,8 @@ class CompiledDiT(PlainDiT):
 
 
 class DiffusersDiT(PlainDiT):
-    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (its shift is 1),
-    so its output is not quite that of the published model."""
+    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (shift 1), so its
+    output is not quite that of the published model."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         from diffusers import DiTTransformer2DModel

@@ -110,6 +110,20 @@ def record(loop: Callable, decode: Callable, steps: int, device: torch.device, h
         profiler.step()
 
 
+def copy_tb_s(device: torch.device) -> float:
+    """TB/s read and written by a large copy on the device."""
+    size = 1 << 30 if device.type == "cuda" else 1 << 26
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(10):
+        measure.synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        measure.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * size / statistics.median(times) / 1e12
+
+
 def ceilings(tier: str, device: torch.device) -> dict:
     """What this machine reaches on a large GEMM in the tier's arithmetic, after seconds of it, and on a large copy."""
     cuda = device.type == "cuda"
@@ -127,7 +141,7 @@ def ceilings(tier: str, device: torch.device) -> dict:
         measure.synchronize(device)
         rates.append(5 * 2 * side**3 / parts / (time.perf_counter() - begin) / 1e12)
     late = statistics.median(rates[len(rates) // 2 :])
-    return dict(gemm_tflops=late, gemm=f"{side}³ {tier}", copy_tb_s=measure.copy_tb_s(device))
+    return dict(gemm_tflops=late, gemm=f"{side}³ {tier}", copy_tb_s=copy_tb_s(device))
 
 
 def rates(result: dict, shape: work.Shape, value_bytes: int, ceiling: dict) -> None:

@@ -130,10 +130,8 @@ class Judge:
         figures = [(evaluate.mae(a, b) / 255, evaluate.psnr(a, b), evaluate.ssim(a, b)) for a, b in pairs]
         mae, psnr, ssim = zip(*figures)
         worst = dict(mae=max(mae), psnr=min(psnr), ssim=min(ssim))
-        meets = {
-            name: worst["mae"] <= bar["mae"] and worst["psnr"] > bar["psnr"] and worst["ssim"] >= bar["ssim"]
-            for name, bar in evaluate.GATES.items()
-        }
+        in_levels = worst | dict(mae=255 * worst["mae"])
+        meets = {name: all(evaluate.judge(in_levels, bars).values()) for name, bars in evaluate.GATES.items()}
         mean = dict(mae=statistics.fmean(mae), ssim=statistics.fmean(ssim))
         return dict(pictures=len(pairs), worst=worst, mean=mean, **meets)
 
@@ -330,8 +328,8 @@ def main() -> None:
         if args.decoder or args.sweep_pictures or args.sweep_sizes:
             kind = results = "decoder" if args.decoder else "sweep"
             work = decoding if args.decoder else sweep
-        about = dict(kind=kind, **measure.provenance(device, args.commit), copy_tb_s=measure.copy_tb_s(device))
-        print(", ".join(f"{name} {about[name]}" for name in ("gpu", "torch", "commit", "copy_tb_s")), flush=True)
+        about = dict(kind=kind, **measure.provenance(device, args.commit))
+        print(", ".join(f"{name} {about[name]}" for name in ("gpu", "torch", "commit")), flush=True)
         about |= dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
         about |= dict(batch_rows=2 * args.pictures, load_seconds=args.load)
         work(args, device, lambda rows: measure.write(args.output, about | {results: rows}))

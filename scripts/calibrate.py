@@ -49,7 +49,7 @@ SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 
 
 class Bench:
-    """Float32 with all evaluations, the tier that is calibrated, and the pictures of both; `batch` pictures at a time."""
+    """Float32 with all evaluations, the calibrated tier, and the pictures of both; `batch` pictures at a time."""
 
     def __init__(self, options: SamplingOptions, batch: int):
         self.options, self.batch = options, batch

@@ -29,6 +29,7 @@ from accel.files import atomic_write
 from accel.options import ROOT, check_writable
 from bench import plots, work
 from bench.jobs import score
+from bench.measure import safe
 from bench.read_trace import clip
 
 TEMPLATES = ROOT / "scripts" / "report"
@@ -213,11 +214,6 @@ def verified(record: dict) -> dict:
         tier["heatmaps"] = {f"{path.stem}-{safe(record['model'])}.jpg": path for path in heatmaps if path.is_file()}
     best = next((tier for tier in tiers if tier["tier"] == record["recommended"]), tiers[0])
     return record | dict(tiers=tiers, best=best)
-
-
-def safe(name: str) -> str:
-    """`name` for a file."""
-    return re.sub(r"\W", "-", name)
 
 
 def design(found: dict) -> dict:

@@ -124,15 +124,6 @@ def recommend(records: list[dict], gate: str) -> dict | None:
     return min(passing, key=lambda record: record["seconds"]["median"], default=None)
 
 
-def safe(name: str) -> str:
-    """A tier's name in a file's."""
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
-
-
-def spread(times: list[float]) -> dict:
-    return dict(median=statistics.median(times), least=min(times), most=max(times))
-
-
 def line(record: dict) -> str:
     if "refused" in record:
         return f"  {record['tier']:22}{record['refused']}"
@@ -155,7 +146,7 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         a, b = next((a, b) for name, a, b in parts(want[row["seed"]], got[row["seed"]]) if name == row["part"])
         what = "whole grid" if row["part"] == "grid" else f"picture {row['part']}"
         names = f"fp32, seed {row['seed']}, {what}", record["tier"]
-        path = out / f"heatmap-{safe(record['tier'])}{suffix}.png"
+        path = out / f"heatmap-{measure.safe(record['tier'])}{suffix}.png"
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
@@ -173,7 +164,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk before they are judged.
     want, times = sample(replace(options, forecast="off", forecast_plan=None), seeds, device, "fp32")
-    reference = spread(times)
+    reference = measure.median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
     record = dict(
         kind="verify",
@@ -205,7 +196,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
             record["tiers"].append(dict(tier=tier, refused=str(error)))
         else:
             speedup = reference["median"] / statistics.median(times)
-            record["tiers"].append(dict(tier=tier, seconds=spread(times), speedup=speedup))
+            record["tiers"].append(dict(tier=tier, seconds=measure.median_and_range(times), speedup=speedup))
             save_grids(out, grids[tier], tier)
         save()
     for one in record["tiers"]:
@@ -224,7 +215,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
 
 def save_grids(out: Path, grids: dict, tier: str) -> None:
     for seed, grid in grids.items():
-        Image.fromarray(grid).save(out / f"seed{seed}-{safe(tier)}.png")
+        Image.fromarray(grid).save(out / f"seed{seed}-{measure.safe(tier)}.png")
 
 
 def count(number: int, what: str) -> str:

@@ -2,8 +2,8 @@
 
     python -m pretrained_models.demo.score --output output/score.json --grid output/grid.png
 
-The classifier knows a ninth answer, "none": shuffled tiles, halves of different pictures, two pictures blended, blur and
-noise. So a picture that only leans towards its class is not counted.
+The classifier knows a ninth answer, "none": shuffled tiles, halves of different pictures, two pictures blended, blur
+and noise. So a picture that only leans towards its class is not counted.
 """
 
 import argparse

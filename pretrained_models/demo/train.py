@@ -1,7 +1,7 @@
 """Train a demo network and its VAE on drawn pictures, from a seed, in minutes on one GPU.
 
     python -m pretrained_models.demo.train                                     # DiT-Demo/2 and its VAE → output/demo
-    python -m pretrained_models.demo.train --vae pretrained_models/demo/vae    # the network alone, on that VAE's latents
+    python -m pretrained_models.demo.train --vae pretrained_models/demo/vae    # the network, on that VAE's latents
 
 First an AutoencoderKL (diffusers' class and file layout, factor 8), whose latents are made to have zero mean and unit
 variance at the published VAEs' scale; then the network on those latents, with this repository's own training losses.
@@ -134,8 +134,8 @@ def posteriors(vae: AutoencoderKL, pictures: torch.Tensor, chunk: int = 512) -> 
 
 @torch.no_grad()
 def standardise(vae: AutoencoderKL, pictures: torch.Tensor) -> None:
-    """Fold an affine map of each latent channel into the 1×1 convolutions around the latents, so that latents times SCALE
-    have zero mean and unit variance over `pictures`: whoever samples needs no other constant."""
+    """Fold an affine map of each latent channel into the 1×1 convolutions around the latents, so that latents times
+    SCALE have zero mean and unit variance over `pictures`: whoever samples needs no other constant."""
     mean, std = posteriors(vae, pictures)
     shift = mean.mean(dim=(0, 2, 3))  # (4,)
     variance = (mean - shift.view(1, -1, 1, 1)).square().mean(dim=(0, 2, 3)) + std.square().mean(dim=(0, 2, 3))
