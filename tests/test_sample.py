@@ -139,7 +139,7 @@ BAD = {
     "repeats": (["--repeats", 0], "--repeats", "at least 1"),
     "suffix": (["--output", "x.jpg"], "--output x.jpg", ".png"),
     "output": (["--output", "/proc/nowhere/x.png"], "--output /proc/nowhere/x.png", "choose another path"),
-    "folder": (["--output", "."], "--output .", ".png"),
+    "folder": (["--output", ".", "--output-type", "latent"], "--output .", ".npy"),
     "device": (["--device", "gpu7"], "--device gpu7", "cpu"),
     "other device": (["--device", "xpu"], "--device xpu", "cpu"),
     "tf32": (["--precision", "tf32"], "--precision tf32", "fp32"),
@@ -163,7 +163,7 @@ if not torch.cuda.is_available():
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line_and_exit_status_2(case, weights, tiny_vae, tmp_path, command):
     given, *words = BAD[case]
-    base = {"--model": "DiT-Demo/2", "--ckpt": weights, "--vae": tiny_vae, "--device": "cpu"}
+    base = {"--model": "DiT-Demo/2", "--ckpt": weights, "--vae": tiny_vae, "--device": "cpu", "--num-sampling-steps": 2}
     if case == "unpublished":
         del base["--ckpt"]
     status, _, error = command(

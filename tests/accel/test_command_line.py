@@ -16,7 +16,7 @@ def parsed(*arguments, options=SamplingOptions, **how):
 def test_flags_become_options():
     parser, args = parsed("--labels", 1, 5, "--model", "DiT-Demo/2", "--seed", 3, "--cfg-scale", 2)
     options = options_from(args)
-    assert (options.labels, options.seed, options.cfg_scale, options.image_size) == ([1, 5], 3, 2.0, 128)
+    assert (*options.labels, options.seed, options.cfg_scale, options.image_size) == (1, 5, 3, 2.0, 128)
     assert "(default: 250)" in parser.format_help() and "(default: None)" not in parser.format_help()
     _, args = parsed("--global-seed", 4, "--tf32", options=DistributedOptions)
     options = options_from(args, DistributedOptions)
