@@ -81,6 +81,19 @@ def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("products-GPU-1-2-*.json"))) == 6
 
 
+def test_the_first_of_two_processes_decides(measured, monkeypatch):
+    """Both measure at once. The one that is done last takes the other's choice, which its next run would find."""
+    fastest = tuner._fastest
+
+    def slow(gemm, backend):
+        monkeypatch.setattr(tuner, "_fastest", fastest)
+        Tuner().choose(*GEMM)  # the other process
+        return fastest(gemm, backend)
+
+    monkeypatch.setattr(tuner, "_fastest", slow)
+    assert [Tuner().choose(*GEMM).algorithm.stages for _ in range(2)] == [1, 1] and len(measured) == 2
+
+
 def test_choices_travel_as_plain_numbers(measured):
     """Between ranks, as through files: cuBLASLt's algorithms and tiles of our own."""
     for algorithm in (ALGORITHM, Tile(128, 72, 4, cluster=2)):

@@ -111,6 +111,52 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
     assert "4 ranks" in log_of(checkout, jobs[2]) and "4 ranks" in log_of(checkout, jobs[3])
 
 
+def failed(cluster, checkout, job):
+    """The lines that a job left which failed with status 2."""
+    assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 60) == "FAILED" and cluster.fact(job, "ExitCode") == "2:0"
+    return log_of(checkout, job).splitlines()
+
+
+FILES = [file.name for file in sorted((ROOT / "slurm").glob("*.sbatch"))]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_without_an_environment(cluster, checkout, name):
+    """One line says that there is neither a .venv nor another python with torch."""
+    (checkout / ".venv").rename(checkout / "elsewhere")
+    small = "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"
+    job = cluster.submit(*small, f"slurm/{name}", cwd=checkout, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+    [line] = failed(cluster, checkout, job)
+    assert f"{checkout} has no .venv (make .venv/ready)" in line
+
+
+def test_without_gpus(cluster, checkout):
+    for name in set(FILES) - {"evaluate.sbatch"}:
+        job = cluster.submit("--gres=none", "--nodes=1", f"slurm/{name}", cwd=checkout)
+        [line] = failed(cluster, checkout, job)
+        assert "this job has no GPU: submit it with --gres=gpu:4" in line
+
+
+def test_more_gpus_than_cpus(cluster, checkout):
+    """Each rank has a thread all the same."""
+    (checkout / "sample_ddp.py").unlink()
+    (checkout / "sample_ddp.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])\n")
+    job = cluster.submit("--cpus-per-task=2", "slurm/sample_4gpu.sbatch", cwd=checkout)
+    finish(cluster, checkout, job)
+    assert log_of(checkout, job).count("threads 1") == 4
+
+
+@pytest.mark.parametrize("name", ("fid50k", "sample_1gpu"))
+def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, name, tmp_path):
+    """Nothing runs in whatever folder Slurm takes instead."""
+    log = tmp_path / "gone.out"
+    job = cluster.submit("--hold", f"--output={log}", f"slurm/{name}.sbatch", cwd=checkout)
+    (checkout / "slurm").unlink()  # a link in the checkout
+    cluster.run("scontrol", "release", job)
+    assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 60) == "FAILED"
+    assert "setup.sh: No such file" in log.read_text() and "python" not in log.read_text()
+
+
 def test_evaluate_waits_for_the_pictures(cluster, checkout, demo):
     """`evaluate` starts after both jobs, gets the two files, and leaves its words in its folder."""
     (

@@ -123,17 +123,20 @@ class Gemm:
 
     def candidates(self) -> list[Algorithm]:
         """The library's suggestions, then those for neighbouring shapes that run here too. The latter bring other
-        tiles, and are often faster."""
+        configurations, and are often faster."""
         m, n, k = self.shape
         shapes = [(m, k, n)]
         shapes += [(max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n))]
         found = self.suggestions()
+        seen = [configuration(algorithm) for algorithm in found]
         for shape in shapes:
             for algorithm in Gemm(*shape, self.gelu, self.dtype, self.device).suggestions():
                 words, result = (ctypes.c_uint64 * 8)(*algorithm.words), _Heuristic()
-                if not _library().cublasLtMatmulAlgoCheck(*self.problem, words, ctypes.byref(result)):
+                fails = _library().cublasLtMatmulAlgoCheck(*self.problem, words, ctypes.byref(result))
+                if not fails and configuration(algorithm) not in seen:  # each kernel takes time to load and to measure
                     found.append(Algorithm(algorithm.words, result.workspace))
-        return [algorithm for algorithm in dict.fromkeys(found) if algorithm.workspace <= _WORKSPACE_BYTES]
+                    seen.append(configuration(algorithm))
+        return [algorithm for algorithm in found if algorithm.workspace <= _WORKSPACE_BYTES]
 
     def find(self, wanted: list[int]) -> Algorithm | None:
         """The candidate with this `configuration`, if there is one."""

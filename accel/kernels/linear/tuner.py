@@ -63,9 +63,9 @@ class Tuner:
         name = f"{_name(*shape[:3])} {str(dtype).removeprefix('torch.')}{' gelu' * shape[3]}"
         name += "" if backend == "tuned" else f" {backend}"
         files, choice = self._files(device), _known(gemm, backend)
-        if choice is None:
-            kept = next((found[name] for found in map(_read, files) if name in found), None)
-            choice = _fastest(gemm, backend) if kept is None else _restored(kept, gemm)
+        if choice is None and (choice := _kept(files, name, gemm)) is None:
+            measured = _fastest(gemm, backend)
+            choice = _kept(files, name, gemm) or measured  # another process's, if that was done first
         for file in files:
             if name not in (found := _read(file)):
                 keep(file, json.dumps({**found, name: _plain(choice.algorithm)}).encode())
@@ -117,6 +117,12 @@ def _known(gemm, backend):
             algorithm = known.find(wanted)
             return None if algorithm is None else Choice(known, algorithm)
     return None
+
+
+def _kept(files, name, gemm):
+    """The choice in the first of `files` that has one."""
+    plain = next((found[name] for found in map(_read, files) if name in found), None)
+    return None if plain is None else _restored(plain, gemm)
 
 
 def _fastest(gemm, backend):

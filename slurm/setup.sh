@@ -1,0 +1,19 @@
+# What every batch file does first: go to the repository, from which it was submitted, and find python there.
+# Another site: put its module or conda environment, with requirements.txt installed, in place of the PATH line.
+fail() {
+    echo "slurm: $1" >&2
+    exit 2
+}
+
+cd "$SLURM_SUBMIT_DIR" || exit 2
+export PATH="$PWD/.venv/bin:$PATH"
+python -c 'import importlib.util as find, sys; sys.exit(not find.find_spec("torch"))' 2>/dev/null ||
+    fail "no python with torch: $PWD has no .venv (make .venv/ready), and no other is on the PATH (slurm/setup.sh)"
+CPUS=${SLURM_CPUS_PER_TASK:-1}
+export OMP_NUM_THREADS=$CPUS
+
+# Sets GPUS, the number of this node's.
+require_gpus() {
+    GPUS=${SLURM_GPUS_ON_NODE:-$(tr , '\n' <<<"${CUDA_VISIBLE_DEVICES:-}" | grep -c . || true)}
+    [ "$GPUS" -gt 0 ] || fail "this job has no GPU: submit it with --gres=gpu:4, or as many as there are"
+}
