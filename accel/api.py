@@ -25,14 +25,14 @@ class Sampler:
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model: a name as --model takes it, or a DiT that you hold: models.DiT, the original class, wrapped or compiled. Its
-    weights are copied. vae: ema, mse or a folder. options: other fields of SamplingOptions by their names, such as ckpt,
-    num_classes, vae_precision, batch_size; those that `sample` takes become its defaults. With output_type="latent" no
-    decoder is needed.
+    model: a name as --model takes it, or a DiT that you hold: models.DiT, the original class, wrapped or compiled.
+    Its weights are copied. vae: ema, mse or a folder. options: other fields of SamplingOptions by their names, such as
+    ckpt, num_classes, vae_precision, batch_size; those that `sample` takes become its defaults. With
+    output_type="latent" no decoder is needed.
 
     Pictures are those of sample.py with the same flags, to the bit. On a GPU a step is captured at its first use with a
     number of pictures, steps and guidance, then replayed. torch's global generators and backend switches are left as
-    they were. Raises ValueError (accel.errors.UsageError): one line that names the flag of the same name and the remedy.
+    they were. Raises ValueError (accel.errors.UsageError): one line that names the flag of that name and the remedy.
     """
 
     def __init__(
