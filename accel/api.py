@@ -1,8 +1,9 @@
 """`from accel import Sampler`: pictures from Python, from a network that is loaded once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -15,7 +16,7 @@ from accel.precision import apply_precision, switches_kept
 from accel.progress import step_bar
 from accel.vae import to_grid
 
-Labels = int | str | Sequence[int | str]
+Labels = int | str | Iterable[int | str]
 
 
 class Sampler:
@@ -24,14 +25,14 @@ class Sampler:
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model: a name as --model takes it, or a DiT that you hold: models.DiT, the original class, wrapped or compiled. Its
-    weights are copied. vae: ema, mse or a folder. options: other fields of SamplingOptions by their names, such as ckpt,
-    num_classes, vae_precision, batch_size; those that `sample` takes become its defaults. With output_type="latent" no
-    decoder is needed.
+    model: a name as --model takes it, or a DiT that you hold: models.DiT, the original class, wrapped or compiled.
+    Its weights are copied. vae: ema, mse or a folder. options: other fields of SamplingOptions by their names, such as
+    ckpt, num_classes, vae_precision, batch_size; those that `sample` takes become its defaults. With
+    output_type="latent" no decoder is needed.
 
     Pictures are those of sample.py with the same flags, to the bit. On a GPU a step is captured at its first use with a
     number of pictures, steps and guidance, then replayed. torch's global generators and backend switches are left as
-    they were. Raises ValueError (accel.errors.UsageError): one line that names the flag of the same name and the remedy.
+    they were. Raises ValueError (accel.errors.UsageError): one line that names the flag of that name and the remedy.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Sampler:
         image_size: int | None = None,
         precision: str | None = None,
         device: str | torch.device | None = None,
-        vae: str | None = None,
+        vae: str | Path | None = None,
         **options,
     ):
         held = None if isinstance(model, str) else Held(model)
@@ -52,7 +53,9 @@ class Sampler:
             options = {"num_classes": held.num_classes, **options}
         if classes := options.get("num_classes"):
             options.setdefault("labels", tuple(range(min(classes, 8))))  # to load for; ImageNet's may not be among them
-        device = None if device is None else str(device)
+        if isinstance(vae, torch.nn.Module):
+            raise UsageError(f"--vae {type(vae).__name__}: give ema, mse or a folder; save_pretrained writes one")
+        device, vae = (None if given is None else str(given) for given in (device, vae))
         options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
         self.options = SamplingOptions(**options).resolve()
         with switches_kept():
@@ -91,7 +94,8 @@ class Sampler:
         labels: n classes, each a number or a name. What is None is as the constructor was given it. progress: show a
         bar of the steps.
         """
-        labels = (labels,) if isinstance(labels, int | str) else tuple(labels)
+        several = isinstance(labels, Iterable) and not isinstance(labels, str)
+        labels = tuple(labels) if several else (labels,)
         given = dict(seed=seed, num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
         given = {name: value for name, value in given.items() if value is not None}
         options = replace(self.options, labels=labels, **given).resolve()

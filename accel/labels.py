@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import operator
 import re
 import runpy
 from functools import lru_cache
@@ -34,7 +35,7 @@ def find_label(label: int | str, model: str, num_classes: int) -> int:
     Case and punctuation matter only where two names differ in nothing else. UsageError for any other label.
     """
     if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d+\s*", label):
-        number = int(label)
+        number = int(label) if isinstance(label, str) else operator.index(label)
         if not 0 <= number < num_classes:
             raise UsageError(f"--labels {number}: the model knows classes 0 to {num_classes - 1}")
         return number

@@ -248,7 +248,8 @@ def main() -> None:
         "--inception-weights",
         type=Path,
         metavar="FILE",
-        help=f"weights of torch-fidelity's Inception; default: {URL.rpartition('/')[2]} in torch's hub cache, fetched once",
+        help=f"weights of torch-fidelity's Inception; default: {URL.rpartition('/')[2]} in torch's hub cache, "
+        "fetched once",
     )
     parser.add_argument(
         "--precision-recall", action="store_true", help="precision and recall, too: minutes for 50,000 pictures"

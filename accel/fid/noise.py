@@ -16,8 +16,10 @@ Drawn = tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]
 
 
 def labels_of(options: DistributedOptions, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
-    """Labels (n,) of `pictures`: `drawn`, or by number with --balanced-labels. These are drawn all the same, so the noise
-    is that of a job with random labels."""
+    """Labels (n,) of `pictures`: `drawn`, or with --balanced-labels by the picture's number.
+
+    `drawn` is drawn all the same, so the noise is that of a job with random labels.
+    """
     if not options.balanced_labels:
         return drawn
     return torch.tensor([number % options.num_classes for number in pictures], device=drawn.device)

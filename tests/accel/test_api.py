@@ -61,7 +61,7 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
     with demo(seed=5, cfg_scale=3.0) as sampler:
         both = sampler.latents(["planet", 3])
         assert torch.equal(both, sampler.latents((0, "ball"), seed=5, num_sampling_steps=4, cfg_scale=3.0))
-        assert torch.equal(sampler.latents("sea"), sampler.latents(5)) and len(sampler.latents("sea")) == 1
+        assert torch.equal(sampler.latents("sea"), sampler.latents(np.int64(5))) and len(sampler.latents(5)) == 1
         for other in (dict(seed=0), dict(num_sampling_steps=5), dict(cfg_scale=4.0)):
             assert not torch.equal(both, sampler.latents([0, 3], **other))
         assert torch.equal(both, sampler.latents([0, 3]))
@@ -137,6 +137,7 @@ def test_close_frees_the_network():
         (lambda: demo("gpu7"), "--device gpu7"),
         (lambda: demo(ckpt="no/such.pt"), "--ckpt no/such.pt: no such file"),
         (lambda: demo(vae="no/vae"), "--vae no/vae"),
+        (lambda: demo(vae=nn.Linear(2, 2)), "--vae Linear: give ema, mse or a folder"),
         (lambda: demo().sample(["plnet"]), r"--labels plnet: .* planet \(0\)"),
         (lambda: demo().sample([8]), "--labels 8: the model knows classes 0 to 7"),
         (lambda: demo().sample([]), "--labels: give at least one"),
