@@ -290,8 +290,8 @@ class DiT_Llama(nn.Module):
 
     def forward_with_cfg(self, x, t, y, cfg_scale):
         """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)
-        holds the N labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in the
-        first three channels and their own half's output in the rest."""
+        holds the N labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in
+        the first three channels and their own half's output in the rest."""
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
         eps, rest = out[:, :3], out[:, 3:]

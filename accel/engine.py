@@ -4,7 +4,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from accel.checkpoint import Checkpoint, published_name, shapes_only
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
-from accel.network import MODELS, Network, PlainDiT
+from accel.network import MODELS, Network, build, plain
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampler import denoise, initial_noise
@@ -54,12 +54,13 @@ def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[st
         raise UsageError(str(error)) from None
 
 
-def empty_model(options: SamplingOptions) -> torch.nn.Module:
-    """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none."""
+def empty_model(options: SamplingOptions, weights: Container[str] = ()) -> torch.nn.Module:
+    """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none.
+    weights: names of its tensors, if they are known."""
     if options.model not in MODELS:
         raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(MODELS)}")
     with shapes_only():
-        model = MODELS[options.model](input_size=options.latent_size, num_classes=options.num_classes)
+        model = build(options.model, options.latent_size, options.num_classes, weights)
     if options.latent_size % model.patch_size:
         side = 8 * model.patch_size
         raise UsageError(f"--image-size {options.image_size}: must be a multiple of {side} for {options.model}")
@@ -89,11 +90,18 @@ def load_network(
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    model, name = empty_model(options), options.ckpt or checkpoint.path.name
+    state, name = checkpoint.state, options.ckpt or checkpoint.path.name
+    model = empty_model(options, state)
     checkpoint.require_fit(options.model, model, options.image_size)
-    state = checkpoint.state
-    if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid: any size will do
-        trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
+    for argument in ("image_size", "vae"):
+        said, wanted = checkpoint.trained_with().get(argument), getattr(options, argument)
+        if said not in (None, wanted):
+            print(
+                f"{options.model}: weights trained with --{argument.replace('_', '-')} {said}, sampling with {wanted}"
+            )
+    table = state.get("pos_embed")
+    if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
+        trained = round(table.shape[1] ** 0.5) * model.patch_size * 8
         print(
             f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with new positions"
         )
@@ -106,8 +114,10 @@ def load_network(
             return fast.load(state, model, tier, device, batch_rows, options.guided, Tuner(tuner_folders))
         except ValueError as error:
             raise UsageError(f"--ckpt {name}: {error}") from None
-    model.load_state_dict({name: value.float() for name, value in state.items()}, strict=True, assign=True)
-    return PlainDiT(model.to(device).eval().requires_grad_(False))
+    # First to the device: of weights in half precision the CPU never holds a float32 copy.
+    state = {name: value.to(device).float() for name, value in state.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return plain(model.eval().requires_grad_(False))
 
 
 @torch.inference_mode()

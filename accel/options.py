@@ -13,14 +13,11 @@ DEMO = ROOT / "pretrained_models" / "demo"
 
 # What a model implies for the options that the user leaves open. Published weights exist for XL/2 at 256 and 512 px.
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
+DRAWN = dict(image_size=128, num_classes=8, labels=tuple(range(8)), vae=str(DEMO / "vae"))
 DEFAULTS_OF = {
-    "DiT-Demo/2": dict(
-        image_size=128,
-        num_classes=8,
-        labels=tuple(range(8)),
-        vae=str(DEMO / "vae"),
-        ckpt=str(DEMO / "dit.safetensors"),
-    ),
+    "DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "dit.safetensors")),
+    "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
+    **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
 }
 EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/exchanges.py
 LAYOUTS = (

@@ -35,11 +35,13 @@ RULES = {
     "accel/options.py": ERRORS,
     "accel/command_line.py": ERRORS | {"accel.options"},
     "accel/kernels/": {"accel.files"},
-    "accel/network.py": {"accel.graphs", "models"},
+    "accel/network.py": {"accel.graphs", "large_dit", "models"},
     "accel/tensor_files.py": ERRORS,
     "accel/diffusers_layout.py": ERRORS | {"accel.tensor_files", "models"},
-    "accel/checkpoint.py": ERRORS | {"accel.diffusers_layout", "accel.network", "accel.tensor_files"},
-    "accel/fast/": {"accel.graphs", "accel.kernels", "accel.network", "accel.precision", "models"},
+    "accel/consolidated_layout.py": ERRORS | {"accel.network", "accel.tensor_files"},
+    "accel/checkpoint.py": ERRORS
+    | {"accel.consolidated_layout", "accel.diffusers_layout", "accel.network", "accel.tensor_files"},
+    "accel/fast/": {"accel.graphs", "accel.kernels", "accel.network", "accel.precision", "large_dit", "models"},
     "accel/sampler.py": {"accel.kernels", "accel.network", "diffusion"},
     "accel/forecast.py": {"accel.checkpoint", "accel.errors", "accel.options", "diffusion"},
     "accel/vae/": ERRORS

@@ -22,7 +22,7 @@ from accel.errors import UsageError
 from accel.files import atomic_write, cache_folder
 from accel.graphs import capture
 from accel.kernels import push
-from accel.network import BlockNetwork, Network
+from accel.network import BlockNetwork, Network, plain
 from accel.options import DistributedOptions
 from accel.parallel.exchanges import EXCHANGES
 from accel.parallel.pipefusion import Pipelined
@@ -117,7 +117,7 @@ class Planner:
     def __init__(self, job: Job, options: DistributedOptions, model: torch.nn.Module):
         self.job, self.options = job, options
         self.tokens = (options.latent_size // model.patch_size) ** 2
-        self.heads, self.depth = model.num_heads, len(model.blocks)
+        self.heads, self.depth = plain(model).num_heads, plain(model).depth
         self.device, self.pictures = torch.device(options.device), len(options.labels)
         self.tier = options.precision or precision.default_tier(self.device)
         self.groups, self.exchanges = {}, {}  # by their ranks, each made once
