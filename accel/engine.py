@@ -201,8 +201,9 @@ class Engine:
         options, gpu = self.options, self.device.type == "cuda"
         where = torch.cuda.get_device_name(self.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
         plan = f" ({self.plan.evaluations} network evaluations)" if self.plan else ""
+        ddim = "DDIM " if options.sampler == "ddim" else ""
         return (
-            f"{options.model} · {options.image_size} px · {options.pictures} · {options.num_sampling_steps} steps{plan} · "
+            f"{options.model} · {options.image_size} px · {options.pictures} · {options.num_sampling_steps} {ddim}steps{plan} · "
             f"cfg {options.cfg_scale:g} · {self.precision} · {where} · torch {torch.__version__}"
         )
 
@@ -225,7 +226,12 @@ class Engine:
             if on_step is not None:
                 on_step(index, x)
 
-        how = {"plan": self.plan, **how, "on_step": after_step}
+        how = {
+            "plan": self.plan,
+            "eta": options.eta if options.sampler == "ddim" else None,
+            **how,
+            "on_step": after_step,
+        }
         with self._memory():
             latents = denoise(self.network, self.diffusion, z, labels, options.cfg_scale, options.num_classes, **how)
         failed = torch.nonzero(~sums.isfinite())

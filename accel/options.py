@@ -53,6 +53,13 @@ class SamplingOptions:
     image_size: int = flag(None, "side of a picture in pixels, a multiple of 16; default: 512", WHAT, type=int)
     cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", WHAT, type=float)
     num_sampling_steps: int = flag(250, "denoising steps, up to 1000", WHAT, type=int)
+    sampler: str = flag(
+        "ddpm",
+        "ddpm: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few steps such as 25",
+        WHAT,
+        choices=("ddpm", "ddim"),
+    )
+    eta: float = flag(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", WHAT, type=float)
     seed: int = flag(0, "seed of the noise: same seed and device, same pictures", WHAT, type=int)
     num_classes: int = flag(None, "number of classes the network knows; default: 1000", WHAT, type=int)
 
@@ -140,6 +147,10 @@ class SamplingOptions:
             raise UsageError(f"--cfg-scale {self.cfg_scale:g}: must be at least 1 (1 is no guidance)")
         if not 1 <= self.num_sampling_steps <= 1000:
             raise UsageError(f"--num-sampling-steps {self.num_sampling_steps}: must be from 1 to 1000")
+        if not 0 <= self.eta <= 1 or self.eta and self.sampler == "ddpm":
+            raise UsageError(f"--eta {self.eta:g}: must be from 0 to 1, and is for --sampler ddim")
+        if self.sampler == "ddim" and self.forecast == "plan":
+            raise UsageError("--forecast plan: plans are made for --sampler ddpm; drop one of them")
         if not -(2**63) <= self.seed < 2**64:
             raise UsageError(f"{flag_names(type(self), 'seed')[0]} {self.seed}: must fit in 64 bits")
         if self.forecast_plan is not None and self.forecast != "plan":
