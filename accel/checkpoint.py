@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from accel import consolidated_layout, diffusers_layout
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.network import MODELS, build
+from accel.network import MODELS, constructor
 from accel.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
 
 FOLDER = Path(__file__).resolve().parents[1] / "pretrained_models"
@@ -118,7 +118,7 @@ class Checkpoint:
             )
         for other in MODELS:
             with shapes_only():
-                candidate = build(other, image_size // 8, classes, have)
+                candidate = constructor(other, have)(input_size=image_size // 8, num_classes=classes)
             if _shapes(candidate.state_dict()) == have:
                 raise UsageError(
                     f"--ckpt {self.name}: holds the weights of {other}, not of {model_name}; use --model {other}"

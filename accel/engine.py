@@ -4,7 +4,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from accel.checkpoint import Checkpoint, published_name, shapes_only
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
-from accel.network import MODELS, Network, build, plain
+from accel.network import MODELS, Network, constructor, plain
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampler import denoise, initial_noise
@@ -54,13 +54,14 @@ def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[st
         raise UsageError(str(error)) from None
 
 
-def empty_model(options: SamplingOptions, weights: Container[str] = ()) -> torch.nn.Module:
+def empty_model(options: SamplingOptions, build: Callable | None = None) -> torch.nn.Module:
     """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none.
-    weights: names of its tensors, if they are known."""
-    if options.model not in MODELS:
+    build: makes the model, in place of the entry of MODELS."""
+    build = build or MODELS.get(options.model)
+    if build is None:
         raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(MODELS)}")
     with shapes_only():
-        model = build(options.model, options.latent_size, options.num_classes, weights)
+        model = build(input_size=options.latent_size, num_classes=options.num_classes)
     if options.latent_size % model.patch_size:
         side = 8 * model.patch_size
         raise UsageError(f"--image-size {options.image_size}: must be a multiple of {side} for {options.model}")
@@ -91,7 +92,7 @@ def load_network(
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
     state, name = checkpoint.state, options.ckpt or checkpoint.path.name
-    model = empty_model(options, state)
+    model = empty_model(options, constructor(options.model, state))
     checkpoint.require_fit(options.model, model, options.image_size)
     for argument in ("image_size", "vae"):
         said, wanted = checkpoint.trained_with().get(argument), getattr(options, argument)

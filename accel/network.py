@@ -11,6 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,8 +213,6 @@ def plain(model: torch.nn.Module) -> Plain:
     return PLAIN[type(model)](model)
 
 
-def build(name: str, input_size: int, num_classes: int, weights: Container[str] = ()) -> torch.nn.Module:
-    """The module `name` of MODELS for latents of `input_size` and so many classes. weights: names of a checkpoint's
-    tensors, where it is known: whether queries and keys are normalised follows from them."""
-    arguments = {"qk_norm": QK_NORM in weights} if weights and name in Large_DiT_models else {}
-    return MODELS[name](input_size=input_size, num_classes=num_classes, **arguments)
+def constructor(name: str, weights: Container[str]) -> Callable[..., torch.nn.Module]:
+    """The constructor `name` of MODELS, told what follows from the names of a checkpoint's tensors."""
+    return partial(MODELS[name], qk_norm=QK_NORM in weights) if name in Large_DiT_models else MODELS[name]

@@ -149,6 +149,8 @@ class SamplingOptions:
             raise UsageError(f"--num-sampling-steps {self.num_sampling_steps}: must be from 1 to 1000")
         if not 0 <= self.eta <= 1 or self.eta and self.sampler == "ddpm":
             raise UsageError(f"--eta {self.eta:g}: must be from 0 to 1, and is for --sampler ddim")
+        if self.precision == "exact" and self.model.startswith("Large-DiT"):
+            raise UsageError("--precision exact: is for DiT only; use --precision fp32, or fp16")
         if self.sampler == "ddim" and self.forecast == "plan":
             raise UsageError("--forecast plan: plans are made for --sampler ddpm; drop one of them")
         if not -(2**63) <= self.seed < 2**64:

@@ -53,21 +53,21 @@ def accelerate(
     device: torch.device | str | None = None,
     optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
 ) -> "FastDiT":
-    """A fast copy of a trained DiT for sampling, with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`.
+    """A fast copy of a trained DiT or Large-DiT for sampling, with `forward(x, t, y)` and
+    `forward_with_cfg(x, t, y, cfg_scale)`.
 
-    model: models.DiT or the original class: the published state-dict keys, and `num_heads`. Its weights are copied, to
-    `device` or where they are. precision: "fp16", "bf16", "exact", or "fp32" (also on a CPU).
-    Raises ValueError for another precision and for a model that is not a DiT.
+    model: models.DiT, large_dit.DiT_Llama or the original classes: the published state-dict keys, and `num_heads` or
+    what accel.fast.FAMILIES says. Its weights are copied, to `device` or where they are. precision: "fp16", "bf16",
+    "exact" (DiT only), or "fp32" (also on a CPU). Raises ValueError for another precision and for another model.
     """
     choices = [name for name, tier in TIERS.items() if tier.accelerated or name == "fp32"]
     if precision not in choices:
         raise ValueError(f"precision {precision!r}: choose from {', '.join(choices)}")
-    state = model.state_dict()
-    missing = {"x_embedder.proj.weight", "blocks.0.attn.qkv.weight", "final_layer.linear.weight"} - set(state)
-    if missing or not hasattr(model, "num_heads"):
-        raise ValueError(f"{type(model).__name__} is not a DiT: no {', '.join(sorted(missing)) or 'num_heads'}")
-    device = state["pos_embed"].device if device is None else torch.device(device)
-    network = build(state, model.num_heads, precision, device, optimisations)
+    from accel import fast  # whose families build on this module
+
+    family, state = fast.family_of(model), model.state_dict()
+    device = state["final_layer.linear.weight"].device if device is None else torch.device(device)
+    network = family.build(state, model, precision, device, optimisations)
     if optimisations.graph and device.type == "cuda":
         network.forward = Replayed(network.forward)
         network.forward_with_cfg = Replayed(network.forward_with_cfg)
@@ -86,6 +86,11 @@ def build(
     if tier == "exact":
         return ExactDiT(state, num_heads, device, optimisations)
     return FastDiT(state, num_heads, TIERS[tier].dtype, device, optimisations, tuner)
+
+
+def build_like(state: dict[str, torch.Tensor], model: torch.nn.Module, *arguments, **keywords) -> "FastDiT":
+    """`build` with the heads of a module."""
+    return build(state, model.num_heads, *arguments, **keywords)
 
 
 class FastDiT(BlockNetwork):
@@ -111,12 +116,19 @@ class FastDiT(BlockNetwork):
         self.stream_dtype = torch.promote_types(dtype, torch.float32)
         self.captures = optimisations.graph
         self.tuner = tuner or Tuner()
-        self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
 
         def take(name: str, dtype: torch.dtype = self.stream_dtype) -> torch.Tensor:
             # First to the device, which converts faster. Always a copy: the model may go on being trained.
             return state[name].detach().to(device).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
+        self._load(state, take)
+        self.table = self.hoisted = None  # the table of sampling runs; the same inside one, else None
+
+    # ---- what the tiers and families do differently ----
+
+    def _load(self, state, take):
+        """Weights → what the steps compute with."""
+        self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
         kernel = take("x_embedder.proj.weight")  # (D, C, p, p)
         self.width, self.in_channels, self.patch_size = *kernel.shape[:2], kernel.shape[-1]
         self.patches = kernel.flatten(1)  # (D, C·p·p)
@@ -125,9 +137,6 @@ class FastDiT(BlockNetwork):
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
         modulations = [f"blocks.{i}.adaLN_modulation.1" for i in range(self.depth)]
         self.conditioning = Conditioning(state, [*modulations, "final_layer.adaLN_modulation.1"], take)
-        self.table = self.hoisted = None  # the table of sampling runs; the same inside one, else None
-
-    # ---- what the tiers do differently ----
 
     def _block(self, name, take):
         """The four GEMMs of block `name`."""
