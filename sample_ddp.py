@@ -83,8 +83,7 @@ def sample_grid(options: DistributedOptions, job) -> None:
     planner = Planner(job, options, job.run_collectively(lambda: empty_model(options)))
     wanted = job.run_collectively(planner.wanted)
     job.open_collectives(options.device)
-    place = "cpu" if wanted and wanted.weights > 1 else None  # it may not fit in one GPU
-    engine = load(options, job, (wanted or OFF).batch_rows(n, job.world), place=place)
+    engine = load(options, job, (wanted or OFF).batch_rows(n, job.world), place=planner.place(wanted))
     with engine.watch.phase("plan"):
         engine.network, layout = planner.parallel(engine.network, wanted)
 

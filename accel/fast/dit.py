@@ -222,6 +222,23 @@ class FastDiT(BlockNetwork):
         for gemm, choice in zip(gemms, choices, strict=True):
             self.tuner.adopt(*gemm, choice)
 
+    def divide(self, rank: int, ranks: int, all_reduce: Callable[[torch.Tensor], object]) -> None:
+        """Keep a rank's part of the blocks' GEMMs, in place: its heads, and its part of the hidden width (Shoeybi et al.
+        2019, arXiv:1909.08053, section 3). all_reduce(x): sums x over the ranks, in place; twice a block."""
+
+        def own(tensor, matrices):  # its part of the rows of each of so many matrices
+            return tensor.unflatten(0, (matrices, ranks, -1))[:, rank].flatten(0, 1).clone()
+
+        self.num_heads //= ranks
+        for layers in self.blocks:
+            for first, second in ((0, 1), (2, 3)):
+                inner, outer = layers[first], layers[second]
+                matrices = len(inner.weight) // outer.weight.shape[1]  # side by side, such as q, k and v
+                inner.weight, inner.bias = own(inner.weight, matrices), own(inner.bias, matrices)
+                outer.weight = outer.weight.unflatten(1, (ranks, -1))[:, rank].clone()
+                outer.bias = outer.bias if rank == 0 else torch.zeros_like(outer.bias)
+                layers[second] = Summed(outer, all_reduce)
+
     def shallow(self, depth: int) -> "FastDiT":
         network = copy.copy(self)
         network.blocks, network.depth, network._replayed = self.blocks[:depth], depth, {}
@@ -251,6 +268,21 @@ class FastDiT(BlockNetwork):
 
     def describe(self) -> str:
         return f"{type(self).__name__} of {self.depth} blocks of {self.width}, {self.dtype}"
+
+
+class Summed:
+    """A layer of whose inner dimension every rank has a part."""
+
+    def __init__(self, layer: Linear, all_reduce: Callable[[torch.Tensor], object]):
+        self.layer, self.all_reduce = layer, all_reduce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        self.all_reduce(out)
+        return out
 
 
 class ExactDiT(FastDiT):

@@ -64,6 +64,7 @@ class FastLargeDiT(FastDiT):
     ):
         self.in_channels, self.patch_size = model.in_channels, model.patch_size
         self.row_tokens = (model.input_size // model.patch_size) ** 2
+        self.average = None  # over ranks that divide the heads
         super().__init__(state, model.n_heads, dtype, device, optimisations, tuner)
 
     def _load(self, state, take):
@@ -122,7 +123,16 @@ class FastLargeDiT(FastDiT):
         return super().forward_blocks(h, condition, attend=attend_rotated, blocks=blocks, tokens=tokens)
 
     def _rotated(self, qkv, first, norms):
-        return qk_norm_rotary(qkv, self.rotation, first, norms, self.optimisations.adaln)
+        return qk_norm_rotary(qkv, self.rotation, first, norms, self.optimisations.adaln, self.average)
+
+    def divide(self, rank: int, ranks: int, all_reduce: Callable[[Tensor], object]) -> None:
+        def average(x):
+            all_reduce(x)
+            return x / ranks
+
+        super().divide(rank, ranks, all_reduce)
+        self.average = average
+        self.norms = [norms if norms is None else norms.chunk(ranks, -1)[rank].contiguous() for norms in self.norms]
 
     def kernel_calls(self, latents: Tensor, *how) -> list[Callable[[], object]]:
         qkv, hidden = (self.position.new_zeros(1, 1, len(self.blocks[0][i].weight), dtype=self.dtype) for i in (0, 2))
