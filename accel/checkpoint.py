@@ -74,9 +74,13 @@ class Checkpoint:
                     self._state = _open_folder(self.path) if self.path.is_dir() else _open_file(self.path)
             return self._state
 
-    def trained_with(self) -> dict:
-        """The arguments of the training run that made a folder of Large-DiT's, if they lie in it; else nothing."""
-        return consolidated_layout.arguments_of(self.path) if self.path.is_dir() else {}
+    def compare(self, model_name: str, **settings) -> None:
+        """Print where the arguments of the training run, if they lie in the folder, differ from settings of a sampling."""
+        said = consolidated_layout.arguments_of(self.path) if self.path.is_dir() else {}
+        for name, value in settings.items():
+            if said.get(name, value) != value:
+                flag = f"--{name.replace('_', '-')}"
+                print(f"{model_name}: weights trained with {flag} {said[name]}, sampling with {value}")
 
     def digest(self) -> str:
         """16 hex digits of all values but the position table's, which are a function of the grid.

@@ -94,12 +94,7 @@ def load_network(
     state, name = checkpoint.state, options.ckpt or checkpoint.path.name
     model = empty_model(options, constructor(options.model, state))
     checkpoint.require_fit(options.model, model, options.image_size)
-    for argument in ("image_size", "vae"):
-        said, wanted = checkpoint.trained_with().get(argument), getattr(options, argument)
-        if said not in (None, wanted):
-            print(
-                f"{options.model}: weights trained with --{argument.replace('_', '-')} {said}, sampling with {wanted}"
-            )
+    checkpoint.compare(options.model, image_size=options.image_size, vae=options.vae)
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
         trained = round(table.shape[1] ** 0.5) * model.patch_size * 8
@@ -202,10 +197,10 @@ class Engine:
         options, gpu = self.options, self.device.type == "cuda"
         where = torch.cuda.get_device_name(self.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
         plan = f" ({self.plan.evaluations} network evaluations)" if self.plan else ""
-        ddim = "DDIM " if options.sampler == "ddim" else ""
+        ddim = "DDIM " * (options.sampler == "ddim")
         return (
-            f"{options.model} · {options.image_size} px · {options.pictures} · {options.num_sampling_steps} {ddim}steps{plan} · "
-            f"cfg {options.cfg_scale:g} · {self.precision} · {where} · torch {torch.__version__}"
+            f"{options.model} · {options.image_size} px · {options.pictures} · "
+            f"{options.num_sampling_steps} {ddim}steps{plan} · cfg {options.cfg_scale:g} · {self.precision} · {where} · torch {torch.__version__}"
         )
 
     @contextmanager
@@ -227,12 +222,7 @@ class Engine:
             if on_step is not None:
                 on_step(index, x)
 
-        how = {
-            "plan": self.plan,
-            "eta": options.eta if options.sampler == "ddim" else None,
-            **how,
-            "on_step": after_step,
-        }
+        how = {"plan": self.plan, "eta": options.ddim_eta, **how, "on_step": after_step}
         with self._memory():
             latents = denoise(self.network, self.diffusion, z, labels, options.cfg_scale, options.num_classes, **how)
         failed = torch.nonzero(~sums.isfinite())

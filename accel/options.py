@@ -114,6 +114,11 @@ class SamplingOptions:
         return self.image_size // 8
 
     @property
+    def ddim_eta(self) -> float | None:
+        """DDIM's η; None for ancestral sampling."""
+        return self.eta if self.sampler == "ddim" else None
+
+    @property
     def guided(self) -> bool:
         """Whether the network is evaluated with guidance, on two rows a picture. A grid always is."""
         return True

@@ -1,12 +1,12 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053, section 3): for networks that do not fit in one GPU.
 
-A plain network by DTensor: qkv and fc1 column-wise, proj and fc2 row-wise, so that a block sums its partial results twice (all-reduce
-of N·T·D each); adaLN's projection, a third of a DiT's weights, column-wise, its few vectors gathered. A rank has whole
-heads. It is not fast: a layer sends 4·N·T·D·(s−1)/s elements a rank. Dividing tokens sends a fraction of that, and
+A plain network by DTensor: qkv and fc1 column-wise, proj and fc2 row-wise, so that a block sums its partial results
+twice (all-reduce of N·T·D each); adaLN's projection, a third of a DiT's weights, column-wise, its few vectors gathered.
+A rank has whole heads. It is not fast: a layer sends 4·N·T·D·(s−1)/s elements a rank. Dividing tokens sends a fraction of that, and
 dividing batch rows nothing.
 
-A second family of networks adds its entry to DIVISIONS. Accelerated networks divide their own GEMMs in the same way,
-and keep the conditioning whole.
+Another family adds its entry to DIVISIONS. Accelerated networks divide their own GEMMs in the same way, and keep the
+conditioning whole.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ class Division(NamedTuple):
     layers: dict[str, ParallelStyle]
     packed: dict[str, int]  # layers whose output is so many matrices of heads side by side
     heads: tuple[str, ...]  # attributes that count them
-    norms: tuple[str, ...] = ()  # LayerNorms over a width that is divided, if the network has them
+    norms: tuple[str, ...] = ()  # over all heads, of layers whose output is gathered
 
 
 DIVISIONS = {
@@ -44,7 +44,9 @@ DIVISIONS = {
     ),
     PlainLargeDiT: Division(
         layers={
-            **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+            "attention.wq": ColwiseParallel(output_layouts=Replicate()),
+            "attention.wk": ColwiseParallel(output_layouts=Replicate()),
+            "attention.wv": ColwiseParallel(),
             "attention.wo": RowwiseParallel(),
             "feed_forward.w1": ColwiseParallel(),
             "feed_forward.w3": ColwiseParallel(),
@@ -58,29 +60,15 @@ DIVISIONS = {
 }
 
 
-class DividedLayerNorm(torch.nn.Module):
-    """A LayerNorm whose width the ranks of `mesh` divide: x (…, D/s) → (…, D/s), with the statistics of all D."""
+class OwnHeads(torch.nn.Module):
+    """A norm over all heads, x (…, D), of which a rank goes on with its own (…, D/s)."""
 
-    def __init__(self, norm: torch.nn.LayerNorm, mesh: DeviceMesh):
+    def __init__(self, norm: torch.nn.Module, mesh: DeviceMesh):
         super().__init__()
-        self.eps, self.mesh = norm.eps, mesh
-        for kind, tensor in norm.named_parameters():
-            part = tensor.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-            setattr(self, kind, torch.nn.Parameter(part, requires_grad=False))
+        self.norm, self.mesh = norm, mesh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        centred = x - _average(x.mean(-1, keepdim=True), self.mesh)
-        variance = _average(centred.square().mean(-1, keepdim=True), self.mesh)
-        return centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias
-
-
-def _sum(x, mesh):
-    dist.all_reduce(x, group=mesh.get_group())
-
-
-def _average(x, mesh):
-    _sum(x, mesh)
-    return x / mesh.size()
+        return self.norm(x).chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()]
 
 
 def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
@@ -91,7 +79,7 @@ def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
     """
     ranks = mesh.size()
     if type(network) not in DIVISIONS:
-        network.divide(mesh.get_local_rank(), ranks, partial(_sum, mesh=mesh))
+        network.divide(mesh.get_local_rank(), ranks, partial(dist.all_reduce, group=mesh.get_group()))
         return network
     division = DIVISIONS[type(network)]
     for block in network.blocks:
@@ -99,8 +87,7 @@ def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
             module, _, count = path.rpartition(".")
             setattr(block.get_submodule(module), count, getattr(block.get_submodule(module), count) // ranks)
         for name in division.norms:
-            if isinstance(norm := block.get_submodule(name), torch.nn.LayerNorm):
-                block.set_submodule(name, DividedLayerNorm(norm, mesh))
+            block.set_submodule(name, OwnHeads(block.get_submodule(name), mesh))
         for name, matrices in division.packed.items():
             layer = block.get_submodule(name)
             for kind, tensor in list(layer.named_parameters()):
