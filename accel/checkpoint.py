@@ -62,8 +62,8 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU, memory-mapped where the format
-        allows it. Read-only.
+        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU, memory-mapped where the
+        format allows it. Read-only.
 
         Raises UsageError if the file is damaged, holds no weights, or would execute code on load.
         """
@@ -75,7 +75,7 @@ class Checkpoint:
             return self._state
 
     def compare(self, model_name: str, **settings) -> None:
-        """Print where the arguments of the training run, if they lie in the folder, differ from settings of a sampling."""
+        """Print where the arguments of the training run, if the folder has them, differ from a sampling's settings."""
         said = consolidated_layout.arguments_of(self.path) if self.path.is_dir() else {}
         for name, value in settings.items():
             if said.get(name, value) != value:

@@ -22,8 +22,8 @@ def weights_of(folder: Path) -> Path:
     parts = sorted(file.name for file in folder.iterdir() if PART.fullmatch(file.name))
     if parts:
         raise UsageError(
-            f"--ckpt {folder}: {parts[0]} holds a part of each tensor, for {int(PART.fullmatch(parts[0])[1])} processes; "
-            f"join the parts to {WEIGHTS[0]}"
+            f"--ckpt {folder}: {parts[0]} holds a part of each tensor, for {int(PART.fullmatch(parts[0])[1])} "
+            f"processes; join the parts to {WEIGHTS[0]}"
         )
     raise UsageError(f"--ckpt {folder}: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there")
 

@@ -200,7 +200,8 @@ class Engine:
         ddim = "DDIM " * (options.sampler == "ddim")
         return (
             f"{options.model} · {options.image_size} px · {options.pictures} · "
-            f"{options.num_sampling_steps} {ddim}steps{plan} · cfg {options.cfg_scale:g} · {self.precision} · {where} · torch {torch.__version__}"
+            f"{options.num_sampling_steps} {ddim}steps{plan} · cfg {options.cfg_scale:g} · {self.precision} · "
+            f"{where} · torch {torch.__version__}"
         )
 
     @contextmanager

@@ -149,7 +149,7 @@ class BlockNetwork(Network):
 
 
 class Plain(BlockNetwork):
-    """A reference module behind the protocol: the tiers fp32 and tf32. A subclass gives `embed` and `forward_blocks`."""
+    """A reference module behind the protocol: tiers fp32 and tf32. A subclass gives `embed` and `forward_blocks`."""
 
     attention = staticmethod(attention)
 

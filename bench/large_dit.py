@@ -2,9 +2,9 @@
 
     python -m bench.large_dit --model Large-DiT-3B/2 --labels 1 8 --output log/large-dit-3b.json
 
-Weights are random and not zero. `fp16` and `bf16` are ours; `eager` is large_dit.DiT_Llama in float16; `compile` is that
-under torch.compile(mode="max-autotune"), guidance included. Every network decodes by the same float16 decoder. A run is
-what a user waits for after loading: conditioning, all steps, and then the decoder, which is timed by itself.
+Weights are random and not zero. `fp16` and `bf16` are ours; `eager` is large_dit.DiT_Llama in float16; `compile` is
+that under torch.compile(mode="max-autotune"), guidance included. Every network decodes by the same float16 decoder. A
+run is what a user waits for after loading: conditioning, all steps, and then the decoder, which is timed by itself.
 """
 
 if not __package__:
@@ -130,8 +130,8 @@ def run(args: argparse.Namespace) -> None:
             record["runs"].append(row)
             sampling, decoding = row["sampling_ms"]["median"], row["decoding_ms"]["median"]
             print(
-                f"{args.model}, {kind}, labels {n}: {sampling:.1f} ms, with the decoder {sampling + decoding:.1f}; floor "
-                f"{row['floor_ms']:.0f}; first run {row['first_run_s']:.1f} s; difference {row['difference']:.1e}",
+                f"{args.model}, {kind}, labels {n}: {sampling:.1f} ms, with the decoder {sampling + decoding:.1f}; "
+                f"floor {row['floor_ms']:.0f}; first {row['first_run_s']:.1f} s; differs by {row['difference']:.1e}",
                 flush=True,
             )
             measure.write(args.output, record)

@@ -1,4 +1,4 @@
-"""--sampler ddim: upstream's ddim_sample_loop with the same seed, for both families, in one process and on two ranks."""
+"""--sampler ddim: upstream's ddim_sample_loop with the same seed, for both families, alone and on two ranks."""
 
 import os
 import subprocess

@@ -159,7 +159,7 @@ def test_label_dropout_and_gradients():
 
 
 def test_learns():
-    """A few steps of the usual training loop lower the loss: gradients flow through every part with the initial zeros."""
+    """A few steps of the usual training loop lower the loss: gradients pass the initial zeros."""
     torch.manual_seed(0)
     model, diffusion = DiT_Llama(**{**SMALL, "n_layers": 1, "qk_norm": True}).train(), create_diffusion("")
     x, y = torch.randn(8, 4, 8, 8), torch.arange(8)

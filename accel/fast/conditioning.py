@@ -1,9 +1,9 @@
 """Conditioning taken out of the denoising loop.
 
-Every shift, scale and gate of a DiT or Large-DiT depends on (timestep, label) alone (arXiv:2212.09748, section 3.2), and a third of
-XL/2's weights compute nothing else. A run knows all its timesteps and labels ahead, so a few large float32 GEMMs compute
-the vectors for many steps at once, and the loop looks them up by an index on the device. The null label is computed
-once, not once a picture.
+Every shift, scale and gate of DiT and Large-DiT depends on (timestep, label) alone (arXiv:2212.09748, section 3.2), and
+a third of XL/2's weights compute nothing else. A run knows all its timesteps and labels ahead, so a few large float32
+GEMMs compute the vectors for many steps at once, and the loop looks them up by an index on the device. The null label
+is computed once, not once a picture.
 """
 
 from collections.abc import Callable
@@ -63,8 +63,8 @@ class Conditioning:
         return out
 
     def fold(self, vector: int, gain: torch.Tensor) -> None:
-        """Let scale `vector` multiply by gain (D,) too: gain·(1 + scale) − 1 takes scale's place. So the weight of a norm
-        costs nothing in the loop."""
+        """Let scale `vector` multiply by gain (D,) too: gain·(1 + scale) − 1 takes scale's place. So the weight of a
+        norm costs nothing in the loop."""
         rows = slice(vector * self.width, (vector + 1) * self.width)
         self.weight[rows] *= gain[:, None]
         self.bias[rows] = gain * (1 + self.bias[rows]) - 1

@@ -223,8 +223,8 @@ class FastDiT(BlockNetwork):
             self.tuner.adopt(*gemm, choice)
 
     def divide(self, rank: int, ranks: int, all_reduce: Callable[[torch.Tensor], object]) -> None:
-        """Keep a rank's part of the blocks' GEMMs, in place: its heads, and its part of the hidden width (Shoeybi et al.
-        2019, arXiv:1909.08053, section 3). all_reduce(x): sums x over the ranks, in place; twice a block."""
+        """Keep a rank's part of the blocks' GEMMs, in place: its heads, and its part of the hidden width (Shoeybi et
+        al. 2019, arXiv:1909.08053, section 3). all_reduce(x): sums x over the ranks, in place; twice a block."""
 
         def own(tensor, matrices):  # its part of the rows of each of so many matrices
             return tensor.unflatten(0, (matrices, ranks, -1))[:, rank].flatten(0, 1).clone()

@@ -49,8 +49,8 @@ class FastLargeDiT(FastDiT):
     """See the module's text.
 
     state: a Large-DiT's state dict, on any device. model: its module, for heads, channels, patch and input size. The
-    other arguments are FastDiT's. The conditioning's weights are kept in `dtype`, since they are a tenth of the network;
-    its arithmetic is float32.
+    other arguments are FastDiT's. The conditioning's weights are kept in `dtype`, since they are a tenth of the network
+    or more; its arithmetic is float32.
     """
 
     def __init__(

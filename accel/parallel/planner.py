@@ -133,7 +133,7 @@ class Planner:
         return layout if layout.ranks > 1 else OFF
 
     def place(self, layout: Layout | None) -> str | None:
-        """Where to load the network for `layout` if not to the device: a plain one that is divided may not fit there."""
+        """Where to load the network for `layout`, if not to the device: a plain one may not fit there undivided."""
         divided = layout is not None and layout.weights > 1
         return "cpu" if divided and not precision.TIERS[self.tier].accelerated else None
 

@@ -2,8 +2,8 @@
 
 A plain network by DTensor: qkv and fc1 column-wise, proj and fc2 row-wise, so that a block sums its partial results
 twice (all-reduce of N·T·D each); adaLN's projection, a third of a DiT's weights, column-wise, its few vectors gathered.
-A rank has whole heads. It is not fast: a layer sends 4·N·T·D·(s−1)/s elements a rank. Dividing tokens sends a fraction of that, and
-dividing batch rows nothing.
+A rank has whole heads. It is not fast: a layer sends 4·N·T·D·(s−1)/s elements a rank. Dividing tokens sends a fraction
+of that, and dividing batch rows nothing.
 
 Another family adds its entry to DIVISIONS. Accelerated networks divide their own GEMMs in the same way, and keep the
 conditioning whole.

@@ -12,7 +12,7 @@ the device, so that one captured graph serves every step.
 With `rms_eps` the norm is x / √(mean(x²) + ε) (Zhang & Sennrich 2019, arXiv:1910.07467). Its weight belongs in scale's
 projection.
 
-    hopper      few tokens on Hopper: LayerNorm, x and table float32, half branches and result, widths in 128s up to 2048
+    hopper      few tokens on Hopper: LayerNorm; x and table float32, half branches and result, widths in 128s to 2048
     triton      any GPU: x and table float32
     torch       the reference, any dtype and device
     auto        for float32 on a GPU hopper where it runs and wins, else triton; torch elsewhere

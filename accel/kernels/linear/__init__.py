@@ -26,8 +26,8 @@ BACKENDS = ("auto", *TUNED, "epilogue", "torch")
 class Linear:
     """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half inputs.
 
-    weight (N, K), bias (N,) or None, contiguous, on one device. gelu: GELU follows. tuner: chooses algorithms, one for all
-    layers of a network; None makes one. The kernel launched just before may write x, but not the weights.
+    weight (N, K), bias (N,) or None, contiguous, on one device. gelu: GELU follows. tuner: chooses algorithms, one for
+    all layers of a network; None makes one. The kernel launched just before may write x, but not the weights.
     """
 
     def __init__(
