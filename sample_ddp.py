@@ -86,10 +86,9 @@ def sample_grid(options: DistributedOptions, job) -> None:
     planner = Planner(job, options, job.run_collectively(lambda: empty_model(options)))
     wanted = job.run_collectively(planner.wanted)
     job.open_collectives(options.device)
-    place = "cpu" if wanted and wanted.weights > 1 else None  # it may not fit in one GPU
     layout = wanted or OFF
     at_once = min(n, (options.batch_size or n) * layout.busy(job.world) // layout.ranks)  # pictures, of all ranks
-    engine = load(options, job, layout.batch_rows(at_once, job.world), place=place)
+    engine = load(options, job, layout.batch_rows(at_once, job.world), place=planner.place(wanted))
     with engine.watch.phase("plan"):
         engine.network, layout = planner.parallel(engine.network, wanted)
 

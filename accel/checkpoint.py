@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel import diffusers_layout
+from accel import consolidated_layout, diffusers_layout
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.network import MODELS, unwrapped
+from accel.network import MODELS, constructor, unwrapped
 from accel.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
 from models import DiT
 
@@ -37,8 +37,8 @@ LABELS = "y_embedder.embedding_table.weight"
 class Checkpoint:
     """The weights that --ckpt names, fetched and opened when they are first needed, and only once. Thread-safe.
 
-    name: a published name, a .pt or .safetensors file, a folder in diffusers' layout, or a hub id (owner/name).
-    Raises UsageError if it names nothing, before anything is fetched.
+    name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or as Large-DiT's training leaves
+    it, or a hub id (owner/name). Raises UsageError if it names nothing, before anything is fetched.
     """
 
     build = None  # a model of these weights' shape is made by its name
@@ -66,7 +66,8 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Float tensors under the names of models.DiT, on the CPU, memory-mapped where the format allows it. Read-only.
+        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU, memory-mapped where the
+        format allows it. Read-only.
 
         Raises UsageError if the file is damaged, holds no weights, or would execute code on load.
         """
@@ -76,6 +77,14 @@ class Checkpoint:
                 with path_errors("--ckpt", self.path):
                     self._state = _open_folder(self.path) if self.path.is_dir() else _open_file(self.path)
             return self._state
+
+    def compare(self, model_name: str, **settings) -> None:
+        """Print where the arguments of the training run, if the folder has them, differ from a sampling's settings."""
+        said = consolidated_layout.arguments_of(self.path) if self.path.is_dir() else {}
+        for name, value in settings.items():
+            if said.get(name, value) != value:
+                flag = f"--{name.replace('_', '-')}"
+                print(f"{model_name}: weights trained with {flag} {said[name]}, sampling with {value}")
 
     def digest(self) -> str:
         """16 hex digits of all values but the position table's, which are a function of the grid.
@@ -115,9 +124,9 @@ class Checkpoint:
                 f"--num-classes {want[LABELS][0] - 1}: the weights in {self.name} know {classes} classes; "
                 f"use --num-classes {classes}"
             )
-        for other, build in MODELS.items():
+        for other in MODELS:
             with shapes_only():
-                candidate = build(input_size=image_size // 8, num_classes=classes)
+                candidate = constructor(other, have)(input_size=image_size // 8, num_classes=classes)
             if _shapes(candidate.state_dict()) == have:
                 raise UsageError(
                     f"--ckpt {self.name}: holds the weights of {other}, not of {model_name}; use --model {other}"
@@ -155,6 +164,9 @@ class Held:
     def fetch(self) -> None:
         """There is nothing to fetch."""
 
+    def compare(self, model_name: str, **settings) -> None:
+        """Nothing is known of the training run."""
+
     def require_fit(self, model_name: str, model: torch.nn.Module, image_size: int) -> None:
         """Raise UsageError unless these are all weights of `model`, on the meta device."""
         have, want = _shapes(self.state), _shapes(model.state_dict())
@@ -169,7 +181,7 @@ def published_name(model: str, image_size: int, num_classes: int) -> str:
     if model != "DiT-XL/2" or name not in pretrained_models or num_classes != 1000:
         raise UsageError(
             f"--ckpt: no published weights for {model} at {image_size} px with {num_classes} classes "
-            f"(there are DiT-XL/2 at 256 and 512); give a file"
+            f"(there are DiT-XL/2 at 256 and 512); give a file or a folder"
         )
     return name
 
@@ -305,7 +317,14 @@ def _open_folder(folder: Path) -> dict[str, torch.Tensor]:
     names = os.listdir(folder)
     if "transformer" in names or "config.json" in names:
         return diffusers_layout.read_folder(folder / "transformer" if "transformer" in names else folder)
-    raise UsageError(f"--ckpt {folder}: a folder must hold transformer/config.json and its weights (diffusers' layout)")
+    if any(name.startswith("consolidated") for name in names) or consolidated_layout.ARGUMENTS in names:
+        state = _open_file(consolidated_layout.weights_of(folder))
+        consolidated_layout.require_match(folder, state)
+        return state
+    raise UsageError(
+        f"--ckpt {folder}: a folder must hold transformer/config.json and its weights (diffusers' layout), or "
+        "consolidated.00-of-01.pth (Large-DiT's)"
+    )
 
 
 def _shapes(state: dict[str, torch.Tensor]) -> dict[str, tuple]:

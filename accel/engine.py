@@ -18,7 +18,7 @@ from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
 from accel.gpu import missing_code
-from accel.network import MODELS, Network, PlainDiT, rows_of_a_latent
+from accel.network import MODELS, Network, constructor, plain, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampler import denoise, initial_noise
@@ -98,11 +98,13 @@ def load_network(
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    model, name = empty_model(options, checkpoint.build), checkpoint.name
+    state, name = checkpoint.state, checkpoint.name
+    model = empty_model(options, checkpoint.build or constructor(options.model, state))
     checkpoint.require_fit(options.model, model, options.image_size)
-    state = checkpoint.state
-    if state["pos_embed"].shape != model.pos_embed.shape:  # the table is a function of the grid: any size will do
-        trained = round(state["pos_embed"].shape[1] ** 0.5) * model.patch_size * 8
+    checkpoint.compare(options.model, image_size=options.image_size, vae=options.vae)
+    table = state.get("pos_embed")
+    if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
+        trained = round(table.shape[1] ** 0.5) * model.patch_size * 8
         print(
             f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with new positions"
         )
@@ -115,8 +117,10 @@ def load_network(
             return fast.load(state, model, tier, device, batch_rows, options.guided, Tuner(tuner_folders))
         except ValueError as error:
             raise UsageError(f"--ckpt {name}: {error}") from None
-    model.load_state_dict({name: value.float() for name, value in state.items()}, strict=True, assign=True)
-    return PlainDiT(model.to(device).eval().requires_grad_(False))
+    # First to the device: of weights in half precision the CPU never holds a float32 copy.
+    state = {name: value.to(device).float() for name, value in state.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return plain(model.eval().requires_grad_(False))
 
 
 @torch.inference_mode()
@@ -213,9 +217,11 @@ class Engine:
         options, gpu = self.options, self.device.type == "cuda"
         where = torch.cuda.get_device_name(self.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
         plan = f" ({self.plan.evaluations} network evaluations)" if self.plan else ""
+        ddim = "DDIM " * (options.sampler == "ddim")
         return (
-            f"{options.model} · {options.image_size} px · {options.pictures} · {options.num_sampling_steps} steps{plan} · "
-            f"cfg {options.cfg_scale:g} · {self.precision} · {where} · torch {torch.__version__}"
+            f"{options.model} · {options.image_size} px · {options.pictures} · "
+            f"{options.num_sampling_steps} {ddim}steps{plan} · cfg {options.cfg_scale:g} · {self.precision} · "
+            f"{where} · torch {torch.__version__}"
         )
 
     @contextmanager
@@ -237,7 +243,7 @@ class Engine:
             if on_step is not None:
                 on_step(index, x)
 
-        how = {"plan": self.plan, **how, "on_step": after_step}
+        how = {"plan": self.plan, "eta": options.ddim_eta, **how, "on_step": after_step}
         with self._memory():
             latents = denoise(self.network, self.diffusion, z, labels, options.cfg_scale, options.num_classes, **how)
         failed = torch.nonzero(~sums.isfinite())

@@ -1,7 +1,7 @@
 """The Network protocol: all that the sampler, the engine and the ranks know of a network.
 
 Guidance and unpatchify are written here, once for every network. An accelerated network (accel/fast), a reference model
-(PlainDiT below) and a network that several GPUs share (accel/parallel) all look alike from outside.
+(PlainDiT, PlainLargeDiT below) and a network that several GPUs share (accel/parallel) all look alike from outside.
 
 Shapes: N batch rows, n latents (N is n, or 2n with guidance), C latent channels, H = W latent side, p patch side,
 T = (H/p)² tokens, D width.
@@ -9,18 +9,21 @@ T = (H/p)² tokens, D width.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from accel.graphs import Replayed
+from large_dit import DiT_Llama, Large_DiT_models, patchify
 from models import DiT, DiT_models, attention
 
-MODELS = {**DiT_models}  # every name that --model takes → its constructor
+MODELS = {**DiT_models, **Large_DiT_models}  # every name that --model takes → its constructor
 KEPT = 4  # captured steps: of another guidance or number of steps, each is another
 GUIDED_CHANNELS = 3  # of the noise estimate; the published pictures were made so
+QK_NORM = "layers.0.attention.q_norm.weight"  # a weight of a Large-DiT with qk_norm only
 
 
 def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
@@ -162,23 +165,38 @@ class BlockNetwork(Network):
         return self.forward_blocks(h, self.condition(t, y))
 
 
-class PlainDiT(BlockNetwork):
-    """models.DiT itself behind the protocol: the tiers fp32 and tf32."""
+class Plain(BlockNetwork):
+    """A reference module behind the protocol: tiers fp32 and tf32. A subclass gives `embed` and `forward_blocks`."""
 
     attention = staticmethod(attention)
 
-    def __init__(self, model: DiT):
+    def __init__(self, model: torch.nn.Module, blocks: torch.nn.ModuleList, num_heads: int, width: int):
         super().__init__()
-        self.model, self.blocks = model, model.blocks
-        self.patch_size, self.in_channels, self.num_heads = model.patch_size, model.in_channels, model.num_heads
-        self.depth, self.width = len(model.blocks), model.pos_embed.shape[-1]
+        self.model, self.blocks, self.num_heads, self.width = model, blocks, num_heads, width
+        self.depth, self.patch_size, self.in_channels = len(blocks), model.patch_size, model.in_channels
+
+    def condition(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, C)
+
+    def shallow(self, depth: int) -> "Plain":
+        network = copy.copy(self)
+        network.depth, network._replayed = depth, {}
+        return network
+
+    def describe(self) -> str:
+        dtype = self.model.final_layer.linear.weight.dtype
+        return f"{type(self.model).__name__} of {self.depth} blocks of {self.width}, {dtype}"
+
+
+class PlainDiT(Plain):
+    """models.DiT."""
+
+    def __init__(self, model: DiT):
+        super().__init__(model, model.blocks, model.num_heads, model.pos_embed.shape[-1])
 
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
         x = torch.cat([x] * copies) if copies > 1 else x
         return (self.model.x_embedder(x) + self.model.pos_embed)[:, tokens]
-
-    def condition(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, D)
 
     def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)) -> torch.Tensor:
         blocks = blocks or range(self.depth)
@@ -186,10 +204,32 @@ class PlainDiT(BlockNetwork):
             h = self.blocks[i](h, condition, attend or self.attention)
         return self.model.final_layer(h, condition) if blocks[-1] + 1 == self.depth else h
 
-    def shallow(self, depth: int) -> "PlainDiT":
-        network = copy.copy(self)
-        network.depth, network._replayed = depth, {}
-        return network
 
-    def describe(self) -> str:
-        return f"DiT of {self.depth} blocks of {self.width}, {self.model.pos_embed.dtype}"
+class PlainLargeDiT(Plain):
+    """large_dit.DiT_Llama."""
+
+    def __init__(self, model: DiT_Llama):
+        super().__init__(model, model.layers, model.n_heads, model.dim)
+
+    def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
+        x = torch.cat([x] * copies) if copies > 1 else x
+        return self.model.x_embedder(patchify(x, self.patch_size)[:, tokens])
+
+    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)) -> torch.Tensor:
+        blocks, rotation = blocks or range(self.depth), self.model.rotation(h)[tokens]  # (t, d/2, 2)
+        for i in blocks:
+            h = self.blocks[i](h, condition, rotation, attend or self.attention)
+        return self.model.final_layer(h, condition) if blocks[-1] + 1 == self.depth else h
+
+
+PLAIN = {DiT: PlainDiT, DiT_Llama: PlainLargeDiT}
+
+
+def plain(model: torch.nn.Module) -> Plain:
+    """A module of MODELS behind the protocol."""
+    return PLAIN[type(model)](model)
+
+
+def constructor(name: str, weights: Container[str]) -> Callable[..., torch.nn.Module]:
+    """The constructor `name` of MODELS, told what follows from the names of a checkpoint's tensors."""
+    return partial(MODELS[name], qk_norm=QK_NORM in weights) if name in Large_DiT_models else MODELS[name]

@@ -14,14 +14,11 @@ DEMO = ROOT / "pretrained_models" / "demo"
 
 # What a model implies for the options that the user leaves open. Published weights exist for XL/2 at 256 and 512 px.
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
+DRAWN = dict(image_size=128, num_classes=8, labels=tuple(range(8)), vae=str(DEMO / "vae"))
 DEFAULTS_OF = {
-    "DiT-Demo/2": dict(
-        image_size=128,
-        num_classes=8,
-        labels=tuple(range(8)),
-        vae=str(DEMO / "vae"),
-        ckpt=str(DEMO / "dit.safetensors"),
-    ),
+    "DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "dit.safetensors")),
+    "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
+    **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
 }
 EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/exchanges.py
 LAYOUTS = (
@@ -61,6 +58,13 @@ class SamplingOptions:
     image_size: int = flag(None, "side of a picture in pixels, a multiple of 16; default: 512", WHAT, type=int)
     cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", WHAT, type=float)
     num_sampling_steps: int = flag(250, "denoising steps, up to 1000", WHAT, type=int)
+    sampler: str = flag(
+        "ddpm",
+        "ddpm: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few steps such as 25",
+        WHAT,
+        choices=("ddpm", "ddim"),
+    )
+    eta: float = flag(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", WHAT, type=float)
     seed: int = flag(0, "seed of the noise: same seed and device, same pictures", WHAT, type=int)
     seed_list: tuple = flag(
         None,
@@ -128,6 +132,11 @@ class SamplingOptions:
     def latent_size(self) -> int:
         """Side of the latent: the VAE's factor is 8."""
         return self.image_size // 8
+
+    @property
+    def ddim_eta(self) -> float | None:
+        """DDIM's η; None for ancestral sampling."""
+        return self.eta if self.sampler == "ddim" else None
 
     @property
     def guided(self) -> bool:
@@ -208,6 +217,12 @@ class SamplingOptions:
         for seed in self.seed_list or (self.seed,):
             if not -(2**63) <= seed < 2**64:
                 raise UsageError(f"{flag_names(type(self), 'seed')[0]} {seed}: must fit in 64 bits")
+        if not 0 <= self.eta <= 1 or self.eta and self.sampler == "ddpm":
+            raise UsageError(f"--eta {self.eta:g}: must be from 0 to 1, and is for --sampler ddim")
+        if self.precision == "exact" and self.model.startswith("Large-DiT"):
+            raise UsageError("--precision exact: is for DiT only; use --precision fp32, or fp16")
+        if self.sampler == "ddim" and self.forecast == "plan":
+            raise UsageError("--forecast plan: plans are made for --sampler ddpm; drop one of them")
         if self.forecast_plan is not None and self.forecast != "plan":
             raise UsageError(
                 f"--forecast-plan {self.forecast_plan}: is read with --forecast plan only; add that or drop this"

@@ -2,11 +2,12 @@
 
     for t = T-1 … 0:   x_{t-1} = mean(x_t, network(x_t, t, y)) + [t ≠ 0] · sigma · noise
 
-Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2) with classifier-free guidance (Ho & Salimans 2022,
-arXiv:2207.12598). With a plan (accel/forecast.py) one or two network evaluations serve several steps.
+Ancestral sampling (Ho et al. 2020, arXiv:2006.11239, algorithm 2) or DDIM (Song et al. 2021, arXiv:2010.02502), with
+classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598). With a plan (accel/forecast.py) one or two network
+evaluations serve several ancestral steps.
 
 The random stream is upstream's. The null half of a guided batch is never updated, since the network reads only the
-first half of x; its noise is drawn all the same.
+first half of x; its noise is drawn all the same, and so is DDIM's where η = 0.
 """
 
 from collections.abc import Callable
@@ -37,6 +38,7 @@ def denoise(
     guided: bool = True,
     rows: slice = slice(None),
     draw: Callable[[], torch.Tensor] | None = None,
+    eta: float | None = None,
     plan=None,
     steps: int | None = None,
     on_step: OnStep | None = None,
@@ -45,8 +47,9 @@ def denoise(
 
     z (n, C, L, L): the noise of the whole batch; labels (n,), on z's device. guided: whether the network is evaluated
     with guidance, on 2n rows. draw: gives the noise of a step for `rows`, (n', C, L, L), in place of upstream's stream.
-    plan: an accel.forecast.StridePlan; without one every step evaluates the network. steps: stop after so many, for
-    warm-up. on_step(i, x): called when step i has been queued, with its result x (n', C, L, L).
+    eta: DDIM's η; None is ancestral sampling. plan: an accel.forecast.StridePlan, for ancestral sampling; without one
+    every step evaluates the network. steps: stop after so many, for warm-up. on_step(i, x): called when step i has been
+    queued, with its result x (n', C, L, L).
     """
     x, y = z[rows], labels[rows]
     if guided:
@@ -58,9 +61,9 @@ def denoise(
         return draw() if draw is not None else torch.randn(drawn, device=z.device)[: len(z)][rows]
 
     scale = cfg_scale if guided else None
-    loop = _each_step if plan is None else _strides
+    loop, how = (_each_step, eta) if plan is None else (_strides, plan)
     steps = min(steps or diffusion.num_timesteps, diffusion.num_timesteps)
-    return loop(network, diffusion, plan, x, y, scale, noise_of_step, steps, on_step)
+    return loop(network, diffusion, how, x, y, scale, noise_of_step, steps, on_step)
 
 
 def evaluate(network: Network, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float | None):
@@ -70,8 +73,12 @@ def evaluate(network: Network, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor
     return network.forward_with_cfg(torch.cat([x, x]), torch.cat([t, t]), y, cfg_scale)[: len(x)]
 
 
-def _each_step(network, diffusion, _, x, y, cfg_scale, noise_of_step, steps, on_step):
-    """Ancestral sampling, one network evaluation a step."""
+def _each_step(network, diffusion, eta, x, y, cfg_scale, noise_of_step, steps, on_step):
+    """One network evaluation a step."""
+    if eta is None:
+        coefficients = diffusion.ancestral_coefficients(x.device)
+    else:
+        coefficients = diffusion.ddim_coefficients(x.device, eta)
 
     def step(x, t, y, noise):
         if network.fuses_update and diffusion.learns_range:
@@ -79,16 +86,18 @@ def _each_step(network, diffusion, _, x, y, cfg_scale, noise_of_step, steps, on_
             from accel.kernels.ancestral_update import ancestral_update
 
             tokens = network.tokens(x, diffusion.original_timesteps(t).repeat(len(y) // len(x)), y)
-            return ancestral_update(tokens, x, noise, t, diffusion.ancestral_coefficients(x.device), cfg_scale)
+            return ancestral_update(tokens, x, noise, t, coefficients, cfg_scale)
 
         def model(x, t):
             return evaluate(network, x, t, y, cfg_scale)
 
-        return diffusion.p_sample(model, x, t, clip_denoised=False, noise=noise)["sample"]
+        if eta is None:
+            return diffusion.p_sample(model, x, t, clip_denoised=False, noise=noise)["sample"]
+        return diffusion.ddim_sample(model, x, t, clip_denoised=False, eta=eta, noise=noise)["sample"]
 
     if network.captures and x.is_cuda:
         diffusion.prepare(x.device)
-        step = network.replayed(("step", diffusion, cfg_scale), step)
+        step = network.replayed(("step", diffusion, cfg_scale, eta), step)
     timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=x.device)
     with network.sampling_run(diffusion.timestep_map[::-1], y.tolist()) as advance:
         for index in range(steps):

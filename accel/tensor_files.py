@@ -38,7 +38,20 @@ def read_tensors(path: Path, flag: str) -> dict:
     """What a .safetensors file or a pickle (.pt, .ckpt, .bin) holds, on the CPU. Raises UsageError about `flag`."""
     _require_file(path, flag)
     with path_errors(flag, path):
-        return _read_safetensors(path, flag) if path.suffix == ".safetensors" else _read_pickle(path, flag)
+        content = _read_safetensors(path, flag) if path.suffix == ".safetensors" else _read_pickle(path, flag)
+    if not isinstance(content, dict):
+        raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not a state dict")
+    return content
+
+
+def read_namespace(path: Path, flag: str) -> dict:
+    """The arguments of a training run, an argparse.Namespace that torch.save wrote. Raises UsageError about `flag`."""
+    _require_file(path, flag)
+    with path_errors(flag, path):
+        content = _read_pickle(path, flag)
+    if not isinstance(content, argparse.Namespace):
+        raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not the arguments of a training run")
+    return vars(content)
 
 
 def read_json(path: Path, flag: str) -> dict:
@@ -125,7 +138,7 @@ def _read_safetensors(path: Path, flag: str) -> dict[str, torch.Tensor]:
         raise UsageError(f"{flag} {path}: truncated or not safetensors ({reason}); copy it again") from None
 
 
-def _read_pickle(path: Path, flag: str) -> dict:
+def _read_pickle(path: Path, flag: str) -> object:
     damaged = UsageError(f"{flag} {path}: truncated or not a checkpoint; copy it again")
     try:
         # Training scripts store their parsed arguments beside the weights: a Namespace is plain data.
@@ -144,8 +157,6 @@ def _read_pickle(path: Path, flag: str) -> dict:
         raise
     except Exception:  # an unpickler ends in whatever the bytes happen to mean
         raise damaged from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not a state dict")
     return content
 
 

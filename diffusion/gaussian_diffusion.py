@@ -229,6 +229,24 @@ class GaussianDiffusion:
         ANCESTRAL."""
         return self._tables(device)["ancestral"]
 
+    def ddim_coefficients(self, device, eta):
+        """
+        ddim_sample in p_sample's form for such a model: float32 (T, 6) on `device`, columns as in ANCESTRAL.
+
+        eps = (r x - x_0) / m, so Song eq. 12 is c_1 x_0 + c_2 x + sigma z with c_2 = sqrt(1 - abar' - sigma^2) r / m.
+        """
+        tables = self._tables(device)
+        if ("ddim", eta) not in tables:
+            abar, before = self.alphas_cumprod, self.alphas_cumprod_prev
+            sigma = eta * np.sqrt((1 - before) / (1 - abar)) * np.sqrt(1 - abar / before)
+            root = np.sqrt(1 - before - sigma**2) / self.sqrt_recipm1_alphas_cumprod
+            log_variance = 2 * np.log(np.maximum(sigma, 1e-300))
+            rows = np.sqrt(before) - root, root * self.sqrt_recip_alphas_cumprod, log_variance, log_variance
+            with torch.inference_mode(False):
+                table = torch.from_numpy(np.stack([*(getattr(self, name) for name in ANCESTRAL[:2]), *rows], axis=1))
+                tables["ddim", eta] = table.to(torch.float32).to(device)
+        return tables["ddim", eta]
+
     def __getstate__(self):
         return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory
 

@@ -1,4 +1,5 @@
 """Convert DiT weights between .pt, .safetensors and diffusers' layout, and prove it by reading the result back.
+Large-DiT's, from a file or a folder of its training, become .pt or .safetensors.
 
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/ --pipeline --vae ema
@@ -74,8 +75,11 @@ def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfi
         raise UsageError("--pipeline: writes a folder, so --output must name one; --vae needs --pipeline")
     vae = find_vae(vae) if vae else None
     state = {name: tensor.contiguous() for name, tensor in find_model(ckpt).items()}
-    if state.get("x_embedder.proj.weight", torch.empty(0)).ndim != 4:
+    dit, large_dit = (state.get(name, torch.empty(0)).ndim for name in ("x_embedder.proj.weight", "x_embedder.weight"))
+    if dit != 4 and large_dit != 2:
         raise UsageError(f"--ckpt {ckpt}: holds no DiT (no x_embedder.proj.weight)")
+    if dit != 4 and not target.suffix:
+        raise UsageError(f"--output {target}: diffusers has no Large-DiT; name a .pt or .safetensors file")
     nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if nonfinite and not allow_nonfinite:
         raise UsageError(

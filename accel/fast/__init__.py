@@ -1,18 +1,48 @@
 """The accelerated networks, one file a family, and how one is loaded."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
-from accel.fast.dit import FastDiT, build
+from accel.fast import dit, large_dit
+from accel.fast.dit import FastDiT
 from accel.kernels.linear import Tuner
 from accel.network import rows_of_a_latent
-from models import DiT
+from accel.precision import TIERS
+
+
+class Family(NamedTuple):
+    """A kind of network: how its state dict names the blocks, what its module must have, how it is built."""
+
+    blocks: str
+    first_weight: str  # of a block; the family is recognised by it
+    attributes: tuple[str, ...]
+    build: Callable[..., FastDiT]  # (state, module, tier, device, optimisations, tuner)
+
+
+FAMILIES = (
+    Family("blocks", "attn.qkv.weight", ("num_heads",), dit.build_like),
+    Family("layers", "attention.wq.weight", ("n_heads", "in_channels", "patch_size", "input_size"), large_dit.build),
+)
+
+
+def family_of(model: torch.nn.Module) -> Family:
+    """The family of a module. Raises ValueError if it is of none."""
+    names, kind = set(model.state_dict()), type(model).__name__
+    firsts = [f"{family.blocks}.0.{family.first_weight}" for family in FAMILIES]
+    family = next((family for family, first in zip(FAMILIES, firsts) if first in names), None)
+    if family is None:
+        raise ValueError(f"{kind} is not a DiT or Large-DiT: no {' and no '.join(firsts)}")
+    if missing := [name for name in family.attributes if not hasattr(model, name)]:
+        raise ValueError(f"{kind} is not a DiT or Large-DiT: no {', '.join(missing)}")
+    return family
 
 
 def load(
     state: dict[str, torch.Tensor],
-    model: DiT,
+    model: torch.nn.Module,
     tier: str,
     device: torch.device,
     batch_rows: int,
@@ -24,15 +54,18 @@ def load(
     model: of the same shape, without values (on the meta device). batch_rows: of one evaluation on this rank; guided:
     whether the steps have guidance. Raises ValueError, naming the layer, for weights that the tier cannot hold.
     """
-    tuner = tuner or Tuner()
+    tuner, family = tuner or Tuner(), family_of(model)
+    first, others = f"{family.blocks}.0.", f"{family.blocks}."
     zeros = {
-        name: torch.zeros(value.shape, device=device)
+        name: torch.zeros(value.shape, dtype=TIERS[tier].dtype, device=device)
         for name, value in model.state_dict().items()
-        if name.startswith("blocks.0.") or not name.startswith("blocks.")
+        if name.startswith(first) or not name.startswith(others)
     }
-    n, side = batch_rows // rows_of_a_latent(batch_rows, guided), model.x_embedder.img_size[0]
-    latents = torch.zeros(n, model.in_channels, side, side, device=device)
-    calls = build(zeros, model.num_heads, tier, device, tuner=tuner).kernel_calls(latents, batch_rows, guided)
+    shallow = family.build(zeros, model, tier, device, tuner=tuner)
+    n = batch_rows // rows_of_a_latent(batch_rows, guided)
+    side = round(len(shallow.position) ** 0.5) * shallow.patch_size
+    latents = torch.zeros(n, shallow.in_channels, side, side, device=device)
+    calls = shallow.kernel_calls(latents, batch_rows, guided)
 
     # The threads' tensors are freed below: in the order of this stream.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -43,7 +76,7 @@ def load(
 
     with ThreadPoolExecutor(len(calls)) as pool:
         compiling = [pool.submit(warm_up, call) for call in calls]
-        network = build(state, model.num_heads, tier, device, tuner=tuner)
+        network = family.build(state, model, tier, device, tuner=tuner)
         for job in compiling:
             job.result()
     return network

@@ -1,9 +1,9 @@
 """Conditioning taken out of the denoising loop.
 
-Every shift, scale and gate of a DiT depends on (timestep, label) alone (arXiv:2212.09748, section 3.2), and a third of
-XL/2's weights compute nothing else. A run knows all its timesteps and labels ahead, so a few large float32 GEMMs compute
-the vectors for many steps at once, and the loop looks them up by an index on the device. The null label is computed
-once, not once a picture.
+Every shift, scale and gate of DiT and Large-DiT depends on (timestep, label) alone (arXiv:2212.09748, section 3.2), and
+a third of XL/2's weights compute nothing else. A run knows all its timesteps and labels ahead, so a few large float32
+GEMMs compute the vectors for many steps at once, and the loop looks them up by an index on the device. The null label
+is computed once, not once a picture.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +23,21 @@ class Conditioning:
 
     Vector 6i + j is block i's j-th of shift, scale, gate of attention, then of the MLP; the last two are the final
     layer's shift and scale. layers: the names of the adaLN projections, in that order. take(name): a parameter, on the
-    device, in the dtype to compute in.
+    device, in the dtype to compute in. dtype: of the projections' weights in memory, if it is another.
     """
 
-    def __init__(self, state: dict[str, torch.Tensor], layers: list[str], take: Callable[[str], torch.Tensor]):
+    def __init__(
+        self,
+        state: dict[str, torch.Tensor],
+        layers: list[str],
+        take: Callable[[str], torch.Tensor],
+        dtype: torch.dtype | None = None,
+    ):
         self.time_mlp = [take(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")]
         self.labels = take("y_embedder.embedding_table.weight")  # (classes + 1, C)
         self.bias = torch.cat([take(f"{layer}.bias") for layer in layers])  # (V·D,)
         # Filled layer by layer: concatenating would hold the 0.9 GB of XL/2 twice.
-        self.weight = self.bias.new_empty(len(self.bias), self.labels.shape[1])
+        self.weight = self.bias.new_empty(len(self.bias), self.labels.shape[1], dtype=dtype)
         row = 0
         for layer in layers:
             weight = state[f"{layer}.weight"].detach()
@@ -52,8 +58,20 @@ class Conditioning:
             out = self.bias.new_empty(len(t), self.vectors, self.width)
         with true_float32():
             condition = F.linear(F.silu(F.linear(sinusoid, w0, b0)), w2, b2) + self.labels[y]  # (E, C)
-            torch.addmm(self.bias, F.silu(condition), self.weight.t(), out=out.flatten(1))
+            condition, rows = F.silu(condition), out.flatten(1)  # (E, C), (E, V·D)
+            # Weights in another dtype are converted in turn: all of them at once would take the memory that was saved.
+            turn = len(self.bias) if self.weight.dtype == self.bias.dtype else 6 * self.width
+            for part in (slice(first, first + turn) for first in range(0, len(self.bias), turn)):
+                weight = self.weight[part].to(self.bias.dtype)
+                torch.addmm(self.bias[part], condition, weight.t(), out=rows[:, part])
         return out
+
+    def fold(self, vector: int, gain: torch.Tensor) -> None:
+        """Let scale `vector` multiply by gain (D,) too: gain·(1 + scale) − 1 takes scale's place. So the weight of a
+        norm costs nothing in the loop."""
+        rows = slice(vector * self.width, (vector + 1) * self.width)
+        self.weight[rows] *= gain[:, None]
+        self.bias[rows] = gain * (1 + self.bias[rows]) - 1
 
 
 class ConditioningTable:

@@ -54,23 +54,23 @@ def accelerate(
     device: torch.device | str | None = None,
     optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
 ) -> "FastDiT":
-    """A fast copy of a trained DiT for sampling, with `forward(x, t, y)` and `forward_with_cfg(x, t, y, cfg_scale)`.
+    """A fast copy of a trained DiT or Large-DiT for sampling, with `forward(x, t, y)` and
+    `forward_with_cfg(x, t, y, cfg_scale)`.
 
     The weights are copied, to `device` or where they are: training `model` further does not change the copy.
 
-    model: models.DiT or the original class: the published state-dict keys, and `num_heads`. DataParallel,
-    DistributedDataParallel and torch.compile are unwrapped. precision: "fp16", "bf16", "exact", "tf32" or "fp32".
-    Raises ValueError for another precision and for a model that is not a DiT.
+    model: models.DiT, large_dit.DiT_Llama or the original classes: the published state-dict keys, and the attributes
+    that accel.fast.FAMILIES names. DataParallel, DistributedDataParallel and torch.compile are unwrapped. precision:
+    "fp16", "bf16", "exact" (DiT only), "tf32" or "fp32". Raises ValueError for another precision or model.
     """
     if precision not in TIERS:
         raise ValueError(f"precision {precision!r}: choose from {', '.join(TIERS)}")
+    from accel import fast  # whose families build on this module
+
     model = unwrapped(model)
-    state = model.state_dict()
-    missing = {"x_embedder.proj.weight", "blocks.0.attn.qkv.weight", "final_layer.linear.weight"} - set(state)
-    if missing or not hasattr(model, "num_heads"):
-        raise ValueError(f"{type(model).__name__} is not a DiT: no {', '.join(sorted(missing)) or 'num_heads'}")
-    device = state["pos_embed"].device if device is None else torch.device(device)
-    network = build(state, model.num_heads, precision, device, optimisations)
+    family, state = fast.family_of(model), model.state_dict()
+    device = state["final_layer.linear.weight"].device if device is None else torch.device(device)
+    network = family.build(state, model, precision, device, optimisations)
     network.source = weakref.ref(model)
     if not TIERS[precision].accelerated:
         switch = float32_gemms(tf32=precision == "tf32")
@@ -93,6 +93,11 @@ def build(
     if tier == "exact":
         return ExactDiT(state, num_heads, device, optimisations)
     return FastDiT(state, num_heads, TIERS[tier].dtype, device, optimisations, tuner)
+
+
+def build_like(state: dict[str, torch.Tensor], model: torch.nn.Module, *arguments, **keywords) -> "FastDiT":
+    """`build` with the heads of a module."""
+    return build(state, model.num_heads, *arguments, **keywords)
 
 
 class FastDiT(BlockNetwork):
@@ -119,12 +124,19 @@ class FastDiT(BlockNetwork):
         self.captures = optimisations.graph
         self.fuses_update = device.type == "cuda" and optimisations.embed_update != "torch"
         self.tuner = tuner or Tuner()
-        self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
 
         def take(name: str, dtype: torch.dtype = self.stream_dtype) -> torch.Tensor:
             # First to the device, which converts faster. Always a copy: the model may go on being trained.
             return state[name].detach().to(device).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
+        self._load(state, take)
+        self.table = self.hoisted = None  # the table of sampling runs; the same inside one, else None
+
+    # ---- what the tiers and families do differently ----
+
+    def _load(self, state, take):
+        """Weights → what the steps compute with."""
+        self.depth = sum(name.endswith(".attn.qkv.weight") for name in state)
         kernel = take("x_embedder.proj.weight")  # (D, C, p, p)
         self.width, self.in_channels, self.patch_size = *kernel.shape[:2], kernel.shape[-1]
         self.patches = kernel.flatten(1)  # (D, C·p·p)
@@ -133,9 +145,6 @@ class FastDiT(BlockNetwork):
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")
         modulations = [f"blocks.{i}.adaLN_modulation.1" for i in range(self.depth)]
         self.conditioning = Conditioning(state, [*modulations, "final_layer.adaLN_modulation.1"], take)
-        self.table = self.hoisted = None  # the table of sampling runs; the same inside one, else None
-
-    # ---- what the tiers do differently ----
 
     def _block(self, name, take):
         """The four GEMMs of block `name`."""
@@ -250,6 +259,23 @@ class FastDiT(BlockNetwork):
         for gemm, choice in zip(gemms, choices, strict=True):
             self.tuner.adopt(*gemm, choice)
 
+    def divide(self, rank: int, ranks: int, all_reduce: Callable[[torch.Tensor], object]) -> None:
+        """Keep a rank's part of the blocks' GEMMs, in place: its heads, and its part of the hidden width (Shoeybi et
+        al. 2019, arXiv:1909.08053, section 3). all_reduce(x): sums x over the ranks, in place; twice a block."""
+
+        def own(tensor, matrices):  # its part of the rows of each of so many matrices
+            return tensor.unflatten(0, (matrices, ranks, -1))[:, rank].flatten(0, 1).clone()
+
+        self.num_heads //= ranks
+        for layers in self.blocks:
+            for first, second in ((0, 1), (2, 3)):
+                inner, outer = layers[first], layers[second]
+                matrices = len(inner.weight) // outer.weight.shape[1]  # side by side, such as q, k and v
+                inner.weight, inner.bias = own(inner.weight, matrices), own(inner.bias, matrices)
+                outer.weight = outer.weight.unflatten(1, (ranks, -1))[:, rank].clone()
+                outer.bias = outer.bias if rank == 0 else torch.zeros_like(outer.bias)
+                layers[second] = Summed(outer, all_reduce)
+
     def shallow(self, depth: int) -> "FastDiT":
         network = copy.copy(self)
         network.blocks, network.depth, network._replayed = self.blocks[:depth], depth, {}
@@ -278,6 +304,21 @@ class FastDiT(BlockNetwork):
 
     def describe(self) -> str:
         return f"{type(self).__name__} of {self.depth} blocks of {self.width}, {self.dtype}"
+
+
+class Summed:
+    """A layer of whose inner dimension every rank has a part."""
+
+    def __init__(self, layer: Linear, all_reduce: Callable[[torch.Tensor], object]):
+        self.layer, self.all_reduce = layer, all_reduce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        self.all_reduce(out)
+        return out
 
 
 class ExactDiT(FastDiT):

@@ -22,7 +22,7 @@ from accel.errors import UsageError
 from accel.files import atomic_write, cache_folder
 from accel.graphs import capture
 from accel.kernels import cuda
-from accel.network import BlockNetwork, Network
+from accel.network import BlockNetwork, Network, plain
 from accel.options import DistributedOptions
 from accel.parallel.exchanges import EXCHANGES
 from accel.parallel.pipefusion import Pipelined
@@ -117,7 +117,7 @@ class Planner:
     def __init__(self, job: Job, options: DistributedOptions, model: torch.nn.Module):
         self.job, self.options = job, options
         self.tokens = (options.latent_size // model.patch_size) ** 2
-        self.heads, self.depth = model.num_heads, len(model.blocks)
+        self.heads, self.depth = plain(model).num_heads, plain(model).depth
         self.device, self.pictures = torch.device(options.device), len(options.labels)
         self.tier = options.precision or precision.default_tier(self.device)
         self.groups, self.exchanges = {}, {}  # by their ranks, each made once
@@ -132,6 +132,11 @@ class Planner:
         self.check(layout)
         return layout if layout.ranks > 1 else OFF
 
+    def place(self, layout: Layout | None) -> str | None:
+        """Where to load the network for `layout`, if not to the device: a plain one may not fit there undivided."""
+        divided = layout is not None and layout.weights > 1
+        return "cpu" if divided and not precision.TIERS[self.tier].accelerated else None
+
     def check(self, layout: Layout) -> None:
         """UsageError if `layout`, as the user asked for it, cannot run here."""
         problem, exchange = None, layout.exchange if layout.tokens > 1 else None
@@ -139,8 +144,8 @@ class Planner:
             problem = f"exchange={exchange}: keeps no float32 accuracy; take exchange=ulysses with --precision exact"
         elif layout.stages > 1 and self.tier == "exact":
             problem = f"{layout}: is approximate, and --precision exact is not; drop one of them"
-        elif layout.weights > 1 and self.tier not in ("fp32", "tf32"):
-            problem = f"{layout}: divides the plain network; add --precision tf32 or fp32"
+        elif layout.weights > 1 and self.tier == "exact":
+            problem = f"{layout}: sums in the GEMMs' precision; take --precision fp32, tf32 or fp16"
         elif layout.ranks > self.job.world:
             problem = f"{layout}: needs {layout.ranks} processes, there are {self.job.world}"
         elif self.heads % layout.weights:
@@ -186,8 +191,9 @@ class Planner:
             reason += f"; approximate after the first {layout.warmup} evaluations"
         busy = min(self.pictures, self.job.world) if layout.ranks == 1 else layout.ranks
         print(f"parallel: {layout}, {busy} of {self.job.world} GPUs: {reason}")
+        shared = self.apply(network, layout)  # which may divide the GEMMs of `network`
         self.tune(network, [layout])
-        return self.apply(network, layout), layout
+        return shared, layout
 
     def tune(self, network: Network, layouts: Iterable[Layout]) -> None:
         """Let all ranks take the GEMMs that are the fastest on rank 0, or two runs of one job could differ."""

@@ -1,21 +1,24 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053, section 3): for networks that do not fit in one GPU.
 
-By DTensor: qkv and fc1 column-wise, proj and fc2 row-wise, so that a block sums its partial results twice (all-reduce
-of N·T·D each); adaLN's projection, a third of a DiT's weights, column-wise, its few vectors gathered. A rank has whole
-heads. It is not fast: a layer sends 4·N·T·D·(s−1)/s elements a rank. Dividing tokens sends a fraction of that, and
-dividing batch rows nothing.
+A plain network by DTensor: qkv and fc1 column-wise, proj and fc2 row-wise, so that a block sums its partial results
+twice (all-reduce of N·T·D each); adaLN's projection, a third of a DiT's weights, column-wise, its few vectors gathered.
+A rank has whole heads. It is not fast: a layer sends 4·N·T·D·(s−1)/s elements a rank. Dividing tokens sends a fraction
+of that, and dividing batch rows nothing.
 
-A second family of networks adds its entry to DIVISIONS.
+Another family adds its entry to DIVISIONS. Accelerated networks divide their own GEMMs in the same way, and keep the
+conditioning whole.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate
 
-from accel.network import Network, PlainDiT
+from accel.network import Network, PlainDiT, PlainLargeDiT
 
 
 class Division(NamedTuple):
@@ -23,7 +26,8 @@ class Division(NamedTuple):
 
     layers: dict[str, ParallelStyle]
     packed: dict[str, int]  # layers whose output is so many matrices of heads side by side
-    heads: str  # the module that counts them as num_heads
+    heads: tuple[str, ...]  # attributes that count them
+    norms: tuple[str, ...] = ()  # over all heads, of layers whose output is gathered
 
 
 DIVISIONS = {
@@ -36,20 +40,54 @@ DIVISIONS = {
             "adaLN_modulation.1": ColwiseParallel(output_layouts=Replicate()),
         },
         packed={"attn.qkv": 3},
-        heads="attn",
+        heads=("attn.num_heads",),
+    ),
+    PlainLargeDiT: Division(
+        layers={
+            "attention.wq": ColwiseParallel(output_layouts=Replicate()),
+            "attention.wk": ColwiseParallel(output_layouts=Replicate()),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(),
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w3": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(),
+            "adaLN_modulation.1": ColwiseParallel(output_layouts=Replicate()),
+        },
+        packed={},
+        heads=("attention.n_heads", "attention.n_kv_heads"),
+        norms=("attention.q_norm", "attention.k_norm"),
     ),
 }
 
 
-def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
-    """Divide the blocks of a plain network over the ranks of a one-dimensional mesh, in place; returns it.
+class OwnHeads(torch.nn.Module):
+    """A norm over all heads, x (…, D), of which a rank goes on with its own (…, D/s)."""
 
-    Every rank has the same weights before, which may lie on the CPU; only its part goes to its device. Heads and hidden
-    width must divide.
+    def __init__(self, norm: torch.nn.Module, mesh: DeviceMesh):
+        super().__init__()
+        self.norm, self.mesh = norm, mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()]
+
+
+def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
+    """Divide the blocks of a network over the ranks of a one-dimensional mesh, in place; returns it.
+
+    Every rank has the same weights before. Those of a plain network may lie on the CPU; only its part goes to its
+    device. Heads and hidden width must divide.
     """
-    division, ranks = DIVISIONS[type(network)], mesh.size()
-    for block in network.model.blocks:
-        block.get_submodule(division.heads).num_heads //= ranks
+    ranks = mesh.size()
+    if type(network) not in DIVISIONS:
+        network.divide(mesh.get_local_rank(), ranks, partial(dist.all_reduce, group=mesh.get_group()))
+        return network
+    division = DIVISIONS[type(network)]
+    for block in network.blocks:
+        for path in division.heads:
+            module, _, count = path.rpartition(".")
+            setattr(block.get_submodule(module), count, getattr(block.get_submodule(module), count) // ranks)
+        for name in division.norms:
+            block.set_submodule(name, OwnHeads(block.get_submodule(name), mesh))
         for name, matrices in division.packed.items():
             layer = block.get_submodule(name)
             for kind, tensor in list(layer.named_parameters()):

@@ -28,12 +28,16 @@ from accel.command_line import OneLineParser
 from accel.graphs import capture
 from accel.vae import SCALE
 from diffusion import create_diffusion
+from large_dit import Large_DiT_models
 from models import DiT_models
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 
 FOLDER = Path(__file__).resolve().parent
 # Name → stem of the weights' file, and a constructor: nn.Module with forward(x, t, y), the demo's classes and latents.
-NETWORKS = {"DiT-Demo/2": ("dit", DiT_models["DiT-Demo/2"])}
+NETWORKS = {
+    "DiT-Demo/2": ("dit", DiT_models["DiT-Demo/2"]),
+    "Large-DiT-Demo/2": ("large-dit", Large_DiT_models["Large-DiT-Demo/2"]),
+}
 PEAK_RATE = 1e-3
 KL_WEIGHT = 1.5e-4  # against L1 per pixel: the decoder learns to forgive the network's small errors
 EMA_DECAY = 0.9995
@@ -168,6 +172,8 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     stem, build = NETWORKS[args.model]
     model = build().to(device).train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
+    # Autocast would keep a Large-DiT's residual stream in bfloat16.
+    model.x_embedder.register_forward_hook(lambda *arguments: arguments[-1].float())
     diffusion = create_diffusion("")
     diffusion.prepare(device)
     if args.compile:

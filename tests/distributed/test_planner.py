@@ -70,7 +70,7 @@ def test_refusals(text, message):
     (
         ("tokens=2,exchange=kv", "exact", "--parallel exchange=kv: keeps no float32 accuracy; take exchange=ulysses"),
         ("stages=2", "exact", "--parallel stages=2,patches=8,warmup=25: is approximate, and --precision exact is not"),
-        ("weights=2", "fp16", "--parallel weights=2: divides the plain network; add --precision tf32 or fp32"),
+        ("weights=2", "exact", "--parallel weights=2: sums in the GEMMs' precision; take --precision fp32, tf32"),
     ),
 )
 def test_refusals_of_a_tier(text, tier, message):

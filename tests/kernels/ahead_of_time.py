@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from accel.kernels import ancestral_update, patch_embed, push
+from accel.kernels import ancestral_update, patch_embed, push, qk_norm_rotary, swiglu
 from accel.kernels.adaln import triton as adaln
 from accel.kernels.group_norm import triton as group_norm
 from accel.kernels.split_attention import triton as split_attention
@@ -20,10 +20,10 @@ SUM = ("i32", "i32*16", "i32", "i32")
 JOIN = dict(IN_GROUP=16, ROWS=128, EPS=1e-6, num_warps=4)
 
 
-def adaln_variant(capability, branch, out, high_low):
+def adaln_variant(capability, branch, out, high_low, width=1152, centre=True):
     types = ["*fp32", f"*{branch}", f"*{branch}", f"*{out}", "*fp32", "*fp32", "*i64", "i32", "i32*16", *["i32"] * 5]
-    constants = dict(WIDTH=1152, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, EPS=1e-6, **adaln.tile_config(1152))
-    return adaln._adaln, types, dict(**constants, START_NEXT=capability >= 90)
+    constants = dict(WIDTH=width, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, EPS=1e-6, CENTRE=centre)
+    return adaln._adaln, types, dict(**constants, **adaln.tile_config(width), START_NEXT=capability >= 90)
 
 
 def group_norm_sum(x, out, forms):
@@ -35,6 +35,7 @@ def group_norm_sum(x, out, forms):
 VARIANTS = {
     "adaln": lambda capability: adaln_variant(capability, "fp16", "fp16", False),
     "adaln_split": lambda capability: adaln_variant(capability, "fp32", "fp16", True),
+    "adaln_rms": lambda capability: adaln_variant(capability, "fp16", "fp16", False, 3072, False),
     "patch_embed": lambda _: (
         patch_embed._patch_embed,
         ["*fp32"] * 4 + ["i32"] * 3,
@@ -49,6 +50,16 @@ VARIANTS = {
         push._push,
         ["*i64", "*i64", "*i64", "i32", "i32*16", "i32", "i32", "i32*16"],
         dict(WIDTH=576, WORLD=4, BLOCK=push.BLOCK, TURNS=5, num_warps=push.WARPS),
+    ),
+    "swiglu": lambda capability: (
+        swiglu._swiglu,
+        ["*fp16", "*fp16"],
+        dict(WIDTH=11008, BLOCK=swiglu.BLOCK, START_NEXT=capability >= 90),
+    ),
+    "qk_norm_rotary": lambda _: (
+        qk_norm_rotary._qk_norm_rotary,
+        ["*fp16", "*fp32", "*fp32", "i32", "i32"],
+        dict(WIDTH=3072, HEAD=96, NORM=True, EPS=1e-5, **qk_norm_rotary.tile_config(3072)),
     ),
     "statistics": lambda _: group_norm_sum("fp16", "fp16", (False, False, True)),
     "residual": lambda _: group_norm_sum("fp32", "fp32", (True, True, True)),

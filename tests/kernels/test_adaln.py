@@ -47,6 +47,22 @@ def check(width, n, tokens, branches, update, dtype, device, tolerance, backend=
         assert torch.equal(x, before)
 
 
+def check_rms(device, width=1152, n=3, tokens=20, tolerance=3e-4):
+    """RMSNorm in LayerNorm's place: the mean stays in, and the eps is its own."""
+    x, modulation, pairs = case(width, n, tokens, 2, torch.float16, device)
+    how = dict(rms_eps=1e-5, dtype=torch.float16)
+    want = adaln(x.double(), wide(modulation), 3, 4, pairs, True, torch.float64, "torch", 1e-5)
+    got = adaln(x.clone(), modulation, 3, 4, pairs, True, backend="triton", **how)
+    assert (got.double() - want).norm() <= tolerance * want.norm()
+    other = adaln(x.clone(), modulation, 3, 4, pairs, True, torch.float16, "triton")
+    assert (other.double() - want).norm() > 0.1 * want.norm()
+    tiny = torch.full_like(x, 1e-3)
+    got, want = (
+        adaln(one, modulation, 3, 4, rms_eps=1e-5, backend=name) for one, name in ((tiny, "triton"), (tiny, "torch"))
+    )
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def check_split(backend, device="cpu"):
     """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
     for width in (1152, 216, 100):
@@ -73,6 +89,15 @@ def test_the_reference_is_the_formula(branches):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def test_the_rms_reference_is_the_formula():
+    x, modulation, pairs = case(216, 3, 10, 2, torch.float64, "cpu")
+    row = modulation.table[modulation.entry].double()[:, :, None]  # (N, V, 1, D)
+    total = x.double() + sum(row[:, gate] * branch.double() for branch, gate in pairs)
+    want = total / (total.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + row[:, 4]) + row[:, 3]
+    got = adaln(x.double(), wide(modulation), 3, 4, pairs, backend="torch", rms_eps=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 def test_the_split_reference():
     check_split("torch")
 
@@ -87,6 +112,8 @@ def interpret():
                 for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
                     check(width, n, tokens, branches, update, dtype, "cpu", tolerance)
     kernels.tile_config = tile_config
+    check_rms("cpu")
+    check_rms("cpu", 192)
     check_split("triton")
 
 
@@ -98,7 +125,7 @@ def test_interpreted_kernel():
 def test_compiles_ahead_of_time(capability, tmp_path):
     """On any machine, for V100, A100 and H100: neither tensor cores nor bfloat16 where a V100 has none, and 16 bytes a
     load for x and both branches."""
-    for report in compiled_for(capability, ["adaln", "adaln_split"], tmp_path).values():
+    for report in compiled_for(capability, ["adaln", "adaln_rms", "adaln_split"], tmp_path).values():
         assert report["tensor_core"] == 0 and not report["bf16"] and report["wide"] >= 9
 
 
@@ -165,6 +192,13 @@ def test_compiled_kernel(width, branches, update):
         if width in (1152, 216):
             check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3)
             check(width, n, tokens, branches, update, torch.float32, "cuda", 1e-6)
+
+
+@pytest.mark.gpu
+def test_compiled_rms():
+    for width in (192, 1152, 1536, 3072, 4096):
+        for n, tokens in (*SHAPES, (2, 256), (16, 256)):
+            check_rms("cuda", width, n, tokens)
 
 
 @pytest.mark.gpu

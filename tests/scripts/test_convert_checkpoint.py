@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from unprivileged import unprivileged
 
 from accel.diffusers_layout import to_diffusers
+from accel.network import MODELS
 from accel.options import DEMO
 from diffusion import create_diffusion
 from download import find_model
@@ -35,6 +36,21 @@ def test_round_trip_through_all_three(source, tmp_path, run):
         at = tmp_path / name
     got = find_model(at)
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_large_dit_to_and_from_safetensors(tmp_path, run):
+    want, folder = fill(MODELS["Large-DiT-Demo/2"]()).state_dict(), tmp_path / "run"
+    folder.mkdir()
+    torch.save(want, folder / "consolidated_ema.00-of-01.pth")
+    at = folder
+    for name in ("a.safetensors", "b.pt"):
+        done = run("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / name)
+        assert done.returncode == 0 and f"{len(want)} tensors" in done.stdout, done.stderr
+        at = tmp_path / name
+    got = find_model(at)
+    assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+    done = run("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / "folder")
+    assert done.returncode == 2 and "diffusers has no Large-DiT; name a .pt or .safetensors file" in done.stderr
 
 
 def test_diffusers_loads_the_folder(source, tmp_path, run):

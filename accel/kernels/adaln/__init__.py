@@ -9,7 +9,10 @@ sum and both statistics stay in registers; the variance is taken of centred valu
 leaves in the next GEMM's dtype, or split into high and low. Shifts, scales and gates come from a table by an index on
 the device, so that one captured graph serves every step.
 
-    hopper      few tokens on Hopper: x and table float32, half branches and result, widths in 128s up to 2048
+With `rms_eps` the norm is x / √(mean(x²) + ε) (Zhang & Sennrich 2019, arXiv:1910.07467). Its weight belongs in scale's
+projection.
+
+    hopper      few tokens on Hopper: LayerNorm; x and table float32, half branches and result, widths in 128s to 2048
     triton      any GPU: x and table float32
     torch       the reference, any dtype and device
     auto        for float32 on a GPU hopper where it runs and wins, else triton; torch elsewhere
@@ -35,15 +38,17 @@ def adaln(
     update: bool = False,
     dtype: torch.dtype | None = None,
     backend: str = "auto",
+    rms_eps: float | None = None,
 ) -> Tensor:
     """LayerNorm(x + Σ gate·branch)·(1 + scale) + shift → (N, T, D) in `dtype`, x's if not given.
 
     x (N, T, D): the residual stream. branches: up to two pairs (branch (N, T, D), index of its gate). shift, scale and
     the gates are vector indices into the modulation's table. update: the sum is written back to x. All are contiguous.
+    rms_eps: RMSNorm with this ε in LayerNorm's place.
     """
     check_backend("adaln", backend, BACKENDS)
     dtype = dtype or x.dtype
-    on_hopper = hopper.runs(x, modulation.table, branches, dtype)
+    on_hopper = rms_eps is None and hopper.runs(x, modulation.table, branches, dtype)
     if backend == "auto":
         few_tokens = x.shape[0] * x.shape[1] <= hopper.FEW_TOKENS
         backend = "hopper" if few_tokens and on_hopper else _portable(x)
@@ -54,8 +59,8 @@ def adaln(
     if backend == "triton":
         from accel.kernels.adaln import triton
 
-        return triton.adaln(x, modulation, shift, scale, branches, update, dtype)
-    return reference.adaln(x, modulation, shift, scale, branches, update).to(dtype)
+        return triton.adaln(x, modulation, shift, scale, branches, update, dtype, rms_eps)
+    return reference.adaln(x, modulation, shift, scale, branches, update, rms_eps).to(dtype)
 
 
 def adaln_split(

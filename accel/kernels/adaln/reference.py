@@ -17,7 +17,15 @@ class Modulation(NamedTuple):
     entry: Tensor  # (N,) int64, on the table's device
 
 
-def adaln(x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool) -> Tensor:
+def adaln(
+    x: Tensor,
+    modulation: Modulation,
+    shift: int,
+    scale: int,
+    branches: Branches,
+    update: bool,
+    rms_eps: float | None = None,
+) -> Tensor:
     """x (N, T, D), overwritten with the sum on `update` → (N, T, D) in x's dtype."""
 
     def vector(index):
@@ -28,5 +36,6 @@ def adaln(x: Tensor, modulation: Modulation, shift: int, scale: int, branches: B
         total = torch.addcmul(total, vector(gate), branch.to(x.dtype))
     if update:
         x.copy_(total)
-    normed = F.layer_norm(total, total.shape[-1:], eps=EPS)
+    width = total.shape[-1:]
+    normed = F.layer_norm(total, width, eps=EPS) if rms_eps is None else F.rms_norm(total, width, eps=rms_eps)
     return torch.addcmul(vector(shift), normed, 1 + vector(scale))

@@ -12,11 +12,18 @@ from accel.kernels.split_linear.triton import store_high_low
 
 
 def adaln(
-    x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool, dtype: torch.dtype
+    x: Tensor,
+    modulation: Modulation,
+    shift: int,
+    scale: int,
+    branches: Branches,
+    update: bool,
+    dtype: torch.dtype,
+    rms_eps: float | None = None,
 ) -> Tensor:
     """As accel.kernels.adaln.adaln, for a float32 x and table."""
     out = torch.empty_like(x, dtype=dtype)
-    _launch(x, modulation, shift, scale, branches, update, out, out, False)
+    _launch(x, modulation, shift, scale, branches, update, out, out, False, rms_eps)
     return out
 
 
@@ -30,7 +37,7 @@ def adaln_split(
     return pair, scales
 
 
-def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low):
+def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low, rms_eps=None):
     table, entry = modulation
     if x.dtype != torch.float32 or table.dtype != torch.float32:
         raise TypeError(f"adaln: backend 'triton' takes a float32 residual and table, got {x.dtype} and {table.dtype}")
@@ -40,7 +47,8 @@ def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low
     (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
     tensors = x, first, second, out, scales, table, entry
     numbers = tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2
-    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=high_low, EPS=EPS)
+    norm = dict(EPS=EPS, CENTRE=True) if rms_eps is None else dict(EPS=rms_eps, CENTRE=False)
+    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=high_low, **norm)
     config = tile_config(width, n * tokens)
     start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -107,6 +115,7 @@ def _adaln(
     UPDATE: tl.constexpr,
     HIGH_LOW: tl.constexpr,
     EPS: tl.constexpr,
+    CENTRE: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
     TURNS: tl.constexpr,
@@ -141,10 +150,12 @@ def _adaln(
             tl.store(x_ptr + row + main, x, here_m)
             if TAIL:
                 tl.store(x_ptr + row + tail, x_t, here_t)
-        x = tl.where(in_main, x - total / WIDTH, 0.0)
+        if CENTRE:
+            x = tl.where(in_main, x - total / WIDTH, 0.0)
         square = tl.sum(x * x, 0)
         if TAIL:
-            x_t = tl.where(in_tail, x_t - total / WIDTH, 0.0)
+            if CENTRE:
+                x_t = tl.where(in_tail, x_t - total / WIDTH, 0.0)
             square += tl.sum(x_t * x_t, 0)
         scaling = tl.rsqrt(square / WIDTH + EPS)
         y = x * scaling * scale_m + shift_m

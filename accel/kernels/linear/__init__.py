@@ -26,15 +26,16 @@ BACKENDS = ("auto", *TUNED, "epilogue", "torch")
 class Linear:
     """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half inputs.
 
-    weight (N, K), bias (N,), contiguous, on one device. gelu: GELU follows. tuner: chooses algorithms, one for all
-    layers of a network; None makes one. The kernel launched just before may write x, but not the weights.
+    weight (N, K), bias (N,) or None, contiguous, on one device. gelu: GELU follows. tuner: chooses algorithms, one for
+    all layers of a network; None makes one. The kernel launched just before may write x, but not the weights.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor, gelu: bool = False, tuner: Tuner | None = None, backend: str = "auto"
+        self, weight: Tensor, bias: Tensor | None, gelu: bool = False, tuner: Tuner | None = None, backend: str = "auto"
     ):
         check_backend("linear", backend, BACKENDS)
-        self.weight, self.bias, self.gelu, self.tuner = weight, bias, gelu, tuner or Tuner()
+        self.weight, self.gelu, self.tuner = weight, gelu, tuner or Tuner()
+        self.bias = weight.new_zeros(len(weight)) if bias is None else bias  # the epilogue adds one in any case
         half_on_gpu = weight.is_cuda and weight.dtype in cuda.HALF
         self.backend = ("tuned" if half_on_gpu else "torch") if backend == "auto" else backend
         # On a CPU torch's fused GELU is the exact one, another function.

@@ -1,0 +1,122 @@
+"""Queries and keys made ready for attention, in place on the packed projection: their norm, then the rotary embedding.
+
+    x ← (x − mean(x)) / √(var(x) + ε) · weight + bias         over all heads jointly, ε = 1e-5; optional
+    x_{2i} + j·x_{2i+1} ← (x_{2i} + j·x_{2i+1}) · exp(j·position·θ^(-2i/d))       (Su et al. 2021, arXiv:2104.09864)
+
+As tensor operations q and k cross memory ten times, here twice. All arithmetic is in float32 or wider.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.kernels import check_backend, cuda
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # on Windows and macOS: the reference is then the only backend
+    triton = None
+
+BACKENDS = ("auto", "triton", "torch")
+EPS = 1e-5
+
+
+def qk_norm_rotary(
+    qkv: Tensor,
+    rotation: Tensor,
+    first: int = 0,
+    norms: Tensor | None = None,
+    backend: str = "auto",
+    average: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """qkv (N, t, 3·D): q, k, v side by side, each head-major; q and k are overwritten. Returns qkv.
+
+    rotation (T, d/2, 2): cosines and sines of every position; the t tokens are those from `first` on. norms (2, 2, D):
+    of q, then of k, weight and bias; None: no norm. backend: "triton" (qkv half precision or float32, the others
+    float32, all contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU. average: over ranks that
+    have other heads of the same tokens; the norm is then done before, by tensor operations.
+    """
+    check_backend("qk_norm_rotary", backend, BACKENDS)
+    if backend == "auto":
+        backend = "triton" if triton and qkv.is_cuda and qkv.dtype != torch.float64 else "torch"
+    if average is not None and norms is not None:
+        _normalise(qkv, norms, average)
+        norms = None
+    (_triton if backend == "triton" else _torch)(qkv, rotation, first, norms)
+    return qkv
+
+
+def _normalise(qkv, norms, average):
+    """The norm alone, with the statistics of all ranks."""
+    x = qkv.unflatten(-1, (3, -1))[..., :2, :]  # q and k, (N, t, 2, D)
+    wide = x.to(norms.dtype)
+    wide = wide - average(wide.mean(-1, keepdim=True))
+    wide = wide * torch.rsqrt(average(wide.square().mean(-1, keepdim=True)) + EPS)
+    x.copy_(wide * norms[:, 0] + norms[:, 1])
+
+
+def _torch(qkv, rotation, first, norms):
+    width = qkv.shape[-1] // 3
+    cos, sin = rotation[first : first + qkv.shape[1], None].unbind(-1)  # each (t, 1, d/2)
+    for part in (0, 1):
+        x = qkv[..., part * width : (part + 1) * width]
+        wide = x.to(rotation.dtype)
+        if norms is not None:
+            wide = F.layer_norm(wide, (width,), *norms[part], eps=EPS)
+        real, imaginary = wide.unflatten(-1, (-1, *rotation.shape[1:])).unbind(-1)  # each (N, t, h, d/2)
+        turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+        x.copy_(turned.flatten(2))
+
+
+def _triton(qkv, rotation, first, norms):
+    others = [rotation] if norms is None else [rotation, norms]
+    if qkv.dtype not in (*cuda.HALF, torch.float32) or any(one.dtype != torch.float32 for one in others):
+        raise TypeError("qk_norm_rotary: backend 'triton' takes qkv in half precision or float32, all else in float32")
+    if not all(one.is_contiguous() for one in (qkv, *others)):
+        raise ValueError("qk_norm_rotary: backend 'triton' takes contiguous tensors")
+    n, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    shape = dict(WIDTH=width, HEAD=2 * rotation.shape[1], NORM=norms is not None, EPS=EPS)
+    with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
+        _qk_norm_rotary[n * tokens, 2](qkv, norms, rotation, tokens, first, **shape, **tile_config(width))
+
+
+def tile_config(width: int) -> dict[str, int]:
+    """Launch constants: a program computes q or k of a token, 16 numbers a thread."""
+    block = 1 << (width - 1).bit_length()
+    return dict(BLOCK=block, num_warps=max(1, min(8, block // 512)))
+
+
+if triton:
+
+    @triton.jit(do_not_specialize=["tokens", "first"])
+    def _qk_norm_rotary(
+        qkv_ptr,
+        norms_ptr,
+        rotation_ptr,
+        tokens,
+        first,
+        WIDTH: tl.constexpr,
+        HEAD: tl.constexpr,
+        NORM: tl.constexpr,
+        EPS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        token, part = tl.program_id(0), tl.program_id(1)
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        place = qkv_ptr + (token.to(tl.int64) * 3 + part) * WIDTH + column
+        x = tl.load(place, inside, 0.0).to(tl.float32)
+        if NORM:
+            x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, inside, 0.0)
+            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, inside, 0.0)
+            x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS) * weight + bias
+        # A line of the table is d numbers, cosine and sine in turn, as x's pairs are.
+        angle = tl.load(rotation_ptr + (first + token % tokens) * HEAD + column % HEAD, inside, 0.0)
+        cos, sin = tl.split(tl.reshape(angle, (BLOCK // 2, 2)))
+        real, imaginary = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+        turned = tl.interleave(real * cos - imaginary * sin, real * sin + imaginary * cos)
+        tl.store(place, turned.to(qkv_ptr.dtype.element_ty), inside)

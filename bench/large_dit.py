@@ -1,0 +1,153 @@
+"""Time Large-DiT's sampling, 25 DDIM steps with guidance at 256 px, beside the plain network in float16.
+
+    python -m bench.large_dit --model Large-DiT-3B/2 --labels 1 8 --output log/large-dit-3b.json
+
+Weights are random and not zero. `fp16` and `bf16` are ours; `eager` is large_dit.DiT_Llama in float16; `compile` is
+that under torch.compile(mode="max-autotune"), guidance included. Every network decodes by the same float16 decoder. A
+run is what a user waits for after loading: conditioning, all steps, and then the decoder, which is timed by itself.
+"""
+
+if not __package__:
+    __import__("_as_module")
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import large_dit
+from accel import vae
+from accel.checkpoint import shapes_only
+from accel.command_line import OneLineParser
+from accel.fast import load
+from accel.network import MODELS, Network, PlainLargeDiT
+from accel.options import positive
+from accel.precision import apply_precision
+from accel.sampler import denoise
+from bench import measure
+from diffusion import create_diffusion
+
+GFLOP_A_ROW = {"Large-DiT-600M/2": 238, "Large-DiT-3B/2": 1881, "Large-DiT-7B/2": 3350}
+TFLOP_S = 700  # of the floor: what an H200 holds on large half-precision GEMMs at its power limit
+NETWORKS = ("fp16", "bf16", "eager", "compile")
+SCALE, ETA = 4.0, 0.0
+
+
+def random_module(name: str, device: torch.device) -> large_dit.DiT_Llama:
+    """A network of random float16 weights, made on `device`; norms have weights about one."""
+    with shapes_only():
+        module = MODELS[name](qk_norm=True)
+    generator, state = torch.Generator(device).manual_seed(0), {}
+    for key, value in module.state_dict().items():
+        scale = value.shape[-1] ** -0.5 if value.ndim > 1 else 0.1
+        one = torch.randn(value.shape, generator=generator, device=device) * scale
+        state[key] = (one + ("norm.weight" in key)).half()
+    module.load_state_dict(state, assign=True)
+    return module.eval().requires_grad_(False)
+
+
+class Half(PlainLargeDiT):
+    """The plain network in float16, as a user would run it: eager, or compiled as a whole."""
+
+    def __init__(self, model: large_dit.DiT_Llama, compiled: bool):
+        super().__init__(model)
+        self._guided = model.forward_with_cfg
+        if compiled:
+            device = model.x_embedder.weight.device
+            # As constants on the device: made inside, tables would come from the CPU, and the compiler would then do
+            # without CUDA graphs.
+            rotation = model.rotation(model.x_embedder.weight)
+            frequencies = large_dit._frequencies(model.t_embedder.frequency_embedding_size // 2, 10000, device)
+            model.rotation, large_dit._frequencies = lambda x: rotation, lambda *_: frequencies
+            self._guided = torch.compile(model.forward_with_cfg, mode="max-autotune", dynamic=False)
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        # A copy: the compiler's graph will overwrite its output.
+        return self._guided(x.half(), t, y, cfg_scale).to(x.dtype, copy=True)
+
+
+def make(kind: str, module: large_dit.DiT_Llama, rows: int, device: torch.device) -> Network:
+    """One of NETWORKS with the weights of `module`."""
+    if kind in ("eager", "compile"):
+        return Half(module, kind == "compile")
+    apply_precision(kind, device)
+    return load(module.state_dict(), module, kind, device, rows)
+
+
+def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> tuple[object, dict]:
+    """What the last `work()` gave, and the spread of its milliseconds after one that is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        measure.synchronize(device)
+        start = time.perf_counter()
+        result = work()
+        measure.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return result, measure.median_and_range(times[1:])
+
+
+def time_network(kind: str, n: int, module: large_dit.DiT_Llama, decoder: vae.CheckedDecoder, args) -> dict:
+    """A network on n labels: a row of the record."""
+    device, classes = module.x_embedder.weight.device, module.y_embedder.num_classes
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    network, diffusion = make(kind, module, 2 * n, device), create_diffusion(str(args.num_sampling_steps))
+    generator = torch.Generator(device).manual_seed(0)
+    z = torch.randn(n, 4, module.input_size, module.input_size, generator=generator, device=device)
+    labels = torch.arange(n, device=device) % classes
+
+    def sample():
+        return denoise(network, diffusion, z, labels, SCALE, classes, eta=ETA)
+
+    started = time.perf_counter()
+    sample()
+    measure.synchronize(device)
+    row = dict(network=kind, labels=n, first_run_s=time.perf_counter() - started)
+    latents, row["sampling_ms"] = seconds(sample, args.repeats, device)
+    # Random weights may give latents of any size; the decoder takes as long for all.
+    _, row["decoding_ms"] = seconds(lambda: vae.decode(decoder, latents / latents.std()), args.repeats, device)
+    row["floor_ms"] = args.num_sampling_steps * 2 * n * GFLOP_A_ROW.get(args.model, 0) / TFLOP_S
+    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    y, t = torch.cat([labels, torch.full_like(labels, classes)]), torch.full((2 * n,), 500, device=device)
+    out = network.forward_with_cfg(torch.cat([z, z]), t, y, SCALE)
+    return row | dict(out=out)
+
+
+def run(args: argparse.Namespace) -> None:
+    """All networks on all numbers of labels, largest difference of their outputs at one timestep included."""
+    device = torch.device(args.device)
+    module, first = random_module(args.model, device), {}
+    decoder = vae.CheckedDecoder(measure.random_decoder(device), "fp16" if device.type == "cuda" else "fp32", "fp32")
+    record = measure.provenance(device, None) | dict(model=args.model, steps=args.num_sampling_steps, runs=[])
+    for kind in args.networks:
+        for n in args.labels:
+            row = time_network(kind, n, module, decoder, args)
+            out = row.pop("out")
+            want = first.setdefault(n, out)
+            row["difference"] = float((out - want).norm() / want.norm())  # from the first network
+            record["runs"].append(row)
+            sampling, decoding = row["sampling_ms"]["median"], row["decoding_ms"]["median"]
+            print(
+                f"{args.model}, {kind}, labels {n}: {sampling:.1f} ms, with the decoder {sampling + decoding:.1f}; "
+                f"floor {row['floor_ms']:.0f}; first {row['first_run_s']:.1f} s; differs by {row['difference']:.1e}",
+                flush=True,
+            )
+            measure.write(args.output, record)
+
+
+def main() -> None:
+    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=[name for name in MODELS if name.startswith("Large")], required=True)
+    parser.add_argument("--labels", type=positive, nargs="+", default=(1, 8), help="pictures at a time (default: 1 8)")
+    parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=NETWORKS, help="default: all")
+    parser.add_argument("--num-sampling-steps", type=positive, default=25, help="default: 25")
+    parser.add_argument("--repeats", type=positive, default=5, help="runs that count (default: 5)")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--output", type=Path, help="JSON file for the record")
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""Large-DiT: the diffusion transformer with LLaMA's block (Alpha-VLLM, LLaMA2-Accessory, Large-DiT-ImageNet).
+
+The mathematics of the network and nothing else, as models.py has it for DiT. Sampler, guidance and latents are DiT's.
+The block differs: RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary position embedding (Su et al. 2021,
+arXiv:2104.09864), SwiGLU (Shazeer 2020, arXiv:2002.05202), and optionally normalised queries and keys. Names,
+constructor arguments and state-dict keys are those of the published checkpoints, which load with ``strict=True``.
+
+Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width, h heads, d head dim.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+def modulate(x, shift, scale):
+    """x·(1 + scale) + shift; x (N, T, D), shift and scale (N, D)."""
+    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
+
+
+def wide(x):
+    """x in float32, or in float64 if it is float64 already: the dtype of norms and rotations."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+#################################################################################
+#                            Embeddings of t, y and x                           #
+#################################################################################
+
+
+@lru_cache(maxsize=None)
+def _frequencies(half, max_period, device):
+    """max_period^(-i/half) for i = 0 … half-1, uploaded once: the sampling loop has no host→device copy."""
+    with torch.inference_mode(False):
+        exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
+        return torch.exp(-math.log(max_period) * exponents).to(device)
+
+
+class TimestepEmbedder(nn.Module):
+    """A timestep as a vector: sinusoid, then a two-layer MLP. (N,) → (N, hidden_size)."""
+
+    def __init__(self, hidden_size, frequency_embedding_size=256):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
+        self.frequency_embedding_size = frequency_embedding_size
+
+    @staticmethod
+    def timestep_embedding(t, dim, max_period=10000):
+        """Sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32; dim is even."""
+        args = t[:, None].float() * _frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
+        return torch.cat([args.cos(), args.sin()], dim=-1)
+
+    def forward(self, t):
+        sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
+        return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    """A class label as a vector. (N,) → (N, hidden_size). The table's last row is the null label of classifier-free
+    guidance (Ho & Salimans 2022, arXiv:2207.12598)."""
+
+    def __init__(self, num_classes, hidden_size, dropout_prob):
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + (dropout_prob > 0), hidden_size)
+        self.num_classes = num_classes
+        self.dropout_prob = dropout_prob
+
+    def forward(self, labels, train):
+        if train and self.dropout_prob > 0:
+            drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
+            labels = torch.where(drop, self.num_classes, labels)
+        return self.embedding_table(labels)
+
+
+def patchify(x, patch_size):
+    """(N, C, H, W) → tokens (N, T, C·p·p) in raster order; inside a token the order is (C, p, p)."""
+    return F.pixel_unshuffle(x, patch_size).flatten(2).transpose(1, 2)
+
+
+@lru_cache(maxsize=None)
+def rotation_table(head_dim, length, dtype, device, theta=10000.0):
+    """Cosines and sines (length, d/2, 2) of position·θ^(-2i/d), for positions 0 … length-1."""
+    with torch.inference_mode(False):
+        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)  # (d/2,)
+        angles = torch.outer(torch.arange(length, dtype=dtype, device="cpu"), frequencies)
+        return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
+
+
+def rotate(x, rotation):
+    """Rotary embedding: x (N, T, h, d), rotation (T, d/2, 2). Pairs (2i, 2i+1) are complex numbers times
+    exp(i·position·θ^(-2i/d))."""
+    pairs = wide(x).unflatten(-1, (-1, 2))  # (N, T, h, d/2, 2)
+    real, imaginary = pairs.unbind(-1)
+    cos, sin = rotation[:, None].unbind(-1)  # each (T, 1, d/2)
+    turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+#################################################################################
+#                                   The network                                 #
+#################################################################################
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + ε) · weight over the last dimension."""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        normed = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+def attention(qkv, num_heads):
+    """softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+
+    qkv (N, T, 3·D): q, k, v side by side, each head-major → (N, T, D)."""
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with rotary positions. (N, T, D) → (N, T, D).
+
+    With `n_kv_heads` < `n_heads` several query heads share a head of keys and values (Ainslie et al. 2023,
+    arXiv:2305.13245). With `qk_norm` queries and keys pass a LayerNorm over all heads jointly, before the rotation.
+    """
+
+    def __init__(self, dim, n_heads, n_kv_heads=None, qk_norm=False):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads or n_heads, dim // n_heads
+        if dim % n_heads or self.head_dim % 2 or n_heads % self.n_kv_heads:
+            raise ValueError(f"width {dim} does not divide into {n_heads} heads, {self.n_kv_heads} of keys and values")
+        kv_dim = self.n_kv_heads * self.head_dim
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, kv_dim, bias=False)
+        self.wv = nn.Linear(dim, kv_dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+        self.q_norm = nn.LayerNorm(dim) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(kv_dim) if qk_norm else nn.Identity()
+
+    def forward(self, x, rotation, attend=attention):
+        q, k = self.q_norm(self.wq(x)), self.k_norm(self.wk(x))  # (N, T, D), (N, T, kv heads · d)
+        q = rotate(q.unflatten(-1, (self.n_heads, -1)), rotation)  # (N, T, h, d)
+        k = rotate(k.unflatten(-1, (self.n_kv_heads, -1)), rotation)
+        v = self.wv(x).unflatten(-1, (self.n_kv_heads, -1))
+        k, v = (one.repeat_interleave(self.n_heads // self.n_kv_heads, dim=2) for one in (k, v))  # (N, T, h, d)
+        return self.wo(attend(torch.cat([q, k, v], dim=2).flatten(2), self.n_heads))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1·x) ∗ w3·x). The hidden width is 8/3 of `dim`, rounded up to a multiple of `multiple_of`."""
+
+    def __init__(self, dim, multiple_of=256, ffn_dim_multiplier=None):
+        super().__init__()
+        hidden = int(8 * dim / 3)
+        if ffn_dim_multiplier is not None:
+            hidden = int(ffn_dim_multiplier * hidden)
+        hidden = -(-hidden // multiple_of) * multiple_of
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """LLaMA's block with adaptive shifts, scales and gates (adaLN-Zero, arXiv:2212.09748, section 3.2)."""
+
+    def __init__(self, dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier, norm_eps, qk_norm):
+        super().__init__()
+        self.attention = Attention(dim, n_heads, n_kv_heads, qk_norm)
+        self.feed_forward = FeedForward(dim, multiple_of, ffn_dim_multiplier)
+        self.attention_norm = RMSNorm(dim, norm_eps)
+        self.ffn_norm = RMSNorm(dim, norm_eps)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 6 * dim))
+
+    def forward(self, x, c, rotation, attend=attention):
+        """x (N, T, D) tokens, c (N, C) condition, rotation (T, d/2, 2) → (N, T, D)."""
+        vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
+        h = modulate(self.attention_norm(x), shift_msa, scale_msa)
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attention(h, rotation, attend))
+        h = modulate(self.ffn_norm(x), shift_mlp, scale_mlp)
+        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.feed_forward(h))
+
+
+class FinalLayer(nn.Module):
+    """Adaptive LayerNorm and the projection of a token to its patch. (N, T, D) → (N, T, p²·out_channels)."""
+
+    def __init__(self, dim, patch_size, out_channels):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(dim, patch_size * patch_size * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 2 * dim))
+
+    def forward(self, x, c):
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)  # each (N, D)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class DiT_Llama(nn.Module):
+    """Large diffusion transformer over latent patches. Arguments as published; `input_size` is the latent's side."""
+
+    def __init__(
+        self,
+        input_size=32,
+        patch_size=2,
+        in_channels=4,
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=None,
+        multiple_of=256,
+        ffn_dim_multiplier=None,
+        norm_eps=1e-5,
+        class_dropout_prob=0.1,
+        num_classes=1000,
+        learn_sigma=True,
+        qk_norm=False,
+    ):
+        super().__init__()
+        self.learn_sigma = learn_sigma
+        self.input_size = input_size
+        self.in_channels = in_channels
+        self.out_channels = in_channels * 2 if learn_sigma else in_channels
+        self.patch_size = patch_size
+        self.dim = dim
+        self.n_heads = n_heads
+
+        condition = min(dim, 1024)
+        self.x_embedder = nn.Linear(patch_size * patch_size * in_channels, dim)
+        self.t_embedder = TimestepEmbedder(condition)
+        self.y_embedder = LabelEmbedder(num_classes, condition, class_dropout_prob)
+        self.layers = nn.ModuleList(
+            TransformerBlock(dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier, norm_eps, qk_norm)
+            for _ in range(n_layers)
+        )
+        self.final_layer = FinalLayer(dim, patch_size, self.out_channels)
+        self.initialize_weights()
+
+    def initialize_weights(self):
+        """Xavier for the linears, normals of 0.02 for the embeddings, zeros for adaLN and the last layer, so that every
+        block starts as the identity. On the meta device nothing is drawn."""
+        if self.x_embedder.weight.is_meta:
+            return
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for weight in (self.y_embedder.embedding_table.weight, *(self.t_embedder.mlp[i].weight for i in (0, 2))):
+            nn.init.normal_(weight, std=0.02)
+        modulations = [module.adaLN_modulation[-1] for module in (*self.layers, self.final_layer)]
+        for linear in (*modulations, self.final_layer.linear):
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def rotation(self, x):
+        """The rotations of all positions for tokens of x's kind, (T, d/2, 2)."""
+        length, dtype = (self.input_size // self.patch_size) ** 2, torch.promote_types(x.dtype, torch.float32)
+        return rotation_table(self.dim // self.n_heads, length, dtype, x.device)
+
+    def unpatchify(self, x):
+        """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
+        side, p = self.input_size // self.patch_size, self.patch_size
+        x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
+
+    def forward(self, x, t, y):
+        """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); C channels without learned
+        sigma."""
+        if x.shape[-2:] != (self.input_size, self.input_size):
+            raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {(self.input_size,) * 2}")
+        x = self.x_embedder(patchify(x, self.patch_size))  # (N, T, D)
+        c = self.t_embedder(t) + self.y_embedder(y, self.training)  # (N, C)
+        rotation = self.rotation(x)
+        for layer in self.layers:
+            x = layer(x, c, rotation)
+        return self.unpatchify(self.final_layer(x, c))
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)
+        holds the N labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in
+        the first three channels and their own half's output in the rest."""
+        half = x[: len(x) // 2]
+        out = self.forward(torch.cat([half, half]), t, y)
+        eps, rest = out[:, :3], out[:, 3:]
+        cond, uncond = eps.chunk(2)
+        guided = uncond + cfg_scale * (cond - uncond)
+        return torch.cat([torch.cat([guided, guided]), rest], dim=1)
+
+
+#################################################################################
+#                                 Configurations                                #
+#################################################################################
+
+
+def DiT_Llama_600M_patch2(**kwargs):
+    return DiT_Llama(**{**dict(patch_size=2, dim=1536, n_layers=16, n_heads=32), **kwargs})
+
+
+def DiT_Llama_3B_patch2(**kwargs):
+    return DiT_Llama(**{**dict(patch_size=2, dim=3072, n_layers=32, n_heads=32), **kwargs})
+
+
+def DiT_Llama_7B_patch2(**kwargs):
+    return DiT_Llama(**{**dict(patch_size=2, dim=4096, n_layers=32, n_heads=32), **kwargs})
+
+
+def DiT_Llama_Demo_patch2(**kwargs):
+    """Small, trained on drawn pictures, shipped with its weights; head dim 96 as in 3B."""
+    config = dict(patch_size=2, dim=192, n_layers=10, n_heads=2, input_size=16, num_classes=8, qk_norm=True)
+    return DiT_Llama(**{**config, **kwargs})
+
+
+Large_DiT_models = {
+    "Large-DiT-600M/2": DiT_Llama_600M_patch2,
+    "Large-DiT-3B/2": DiT_Llama_3B_patch2,
+    "Large-DiT-7B/2": DiT_Llama_7B_patch2,
+    "Large-DiT-Demo/2": DiT_Llama_Demo_patch2,
+}

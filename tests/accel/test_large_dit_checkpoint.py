@@ -1,0 +1,161 @@
+"""Large-DiT's weights and how they are opened, and the network behind the protocol."""
+
+import argparse
+import os
+
+import pytest
+import torch
+from conftest import fill
+from safetensors.torch import save_file
+
+from accel import engine
+from accel.checkpoint import Checkpoint
+from accel.errors import UsageError
+from accel.network import MODELS, plain
+from accel.options import SamplingOptions
+from large_dit import DiT_Llama
+
+CPU = torch.device("cpu")
+DEMO = "Large-DiT-Demo/2"
+
+
+def options(ckpt, **more):
+    given = dict(model=DEMO, ckpt=str(ckpt), vae="ema", labels=(1, 2), num_sampling_steps=2, device="cpu")
+    return SamplingOptions(**{**given, **more}).resolve()
+
+
+def load(ckpt, **more):
+    resolved = options(ckpt, **more)
+    return engine.load_network(resolved, Checkpoint(resolved.ckpt), "fp32", CPU, 4)
+
+
+def demo(**form):
+    return fill(MODELS[DEMO](**form))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of a training run; `arguments` and `weights` fill it."""
+    return tmp_path
+
+
+def weights(folder, model, name="consolidated_ema.00-of-01.pth"):
+    torch.save(model.state_dict(), folder / name)
+
+
+def arguments(folder, **said):
+    said = {"model": "DiT_Llama_Demo_patch2", "image_size": 128, "num_classes": 8, "vae": "ema", **said}
+    torch.save(argparse.Namespace(**said), folder / "model_args.pth")
+
+
+def test_a_file_and_a_folder_give_the_networks_values(folder, capsys):
+    model = demo()
+    weights(folder, demo(), "consolidated.00-of-01.pth")
+    (folder / "again").mkdir()
+    save_file(model.state_dict(), folder / "file.safetensors")
+    x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([7, 900]), torch.tensor([3, 8])
+    with torch.no_grad():
+        want = model(x, t, y)
+    for name in (folder, folder / "file.safetensors"):
+        assert torch.equal(load(name)(x, t, y), want)
+    other = fill(MODELS[DEMO](), seed=1)
+    weights(folder, other)  # the moving average goes before the weights
+    arguments(folder, qk_norm=True)
+    with torch.no_grad():
+        assert torch.equal(load(folder)(x, t, y), other(x, t, y))
+    assert capsys.readouterr().out == ""  # nothing is said of a run that fits
+    load(folder, image_size=256, vae="mse")
+    said = capsys.readouterr().out
+    assert "trained with --image-size 128, sampling with 256" in said and "--vae ema, sampling with mse" in said
+
+
+def test_qk_norm_follows_from_the_keys(folder):
+    weights(folder, demo(qk_norm=False))
+    assert not load(folder).model.layers[0].attention.q_norm.state_dict()
+    arguments(folder, qk_norm=True)
+    with pytest.raises(UsageError, match="--ckpt .*: model_args.pth says qk_norm, and the weights have none; .*remove"):
+        load(folder)
+    weights(folder, demo())
+    assert load(folder).model.layers[0].attention.q_norm.state_dict()
+    arguments(folder, qk_norm=False)
+    with pytest.raises(UsageError, match="says no qk_norm, and the weights have it"):
+        load(folder)
+
+
+def test_arguments_are_never_executed(folder):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "owned"),)
+
+    weights(folder, demo())
+    for content in (Evil(), argparse.Namespace(model=Evil())):
+        torch.save(content, folder / "model_args.pth")
+        with pytest.raises(UsageError, match="--ckpt .*model_args.pth: refused, loading it would run code"):
+            load(folder)
+    arguments(folder)
+    (folder / "model_args.pth").write_bytes((folder / "model_args.pth").read_bytes()[:-5])
+    with pytest.raises(UsageError, match="truncated or not a checkpoint"):
+        load(folder)
+    torch.save([1], folder / "model_args.pth")
+    with pytest.raises(UsageError, match="holds a list, not the arguments of a training run"):
+        load(folder)
+    assert not (folder / "owned").exists()
+
+
+def test_folders_that_cannot_be_used_are_one_line(folder):
+    arguments(folder)
+    with pytest.raises(UsageError, match="holds neither consolidated_ema.00-of-01.pth nor consolidated.00-of-01.pth"):
+        load(folder)
+    for rank in (0, 1):
+        weights(folder, demo(), f"consolidated_ema.{rank:02d}-of-02.pth")
+    with pytest.raises(UsageError, match=r"consolidated_ema.00-of-02.pth holds a part of each tensor, for 2 processes"):
+        load(folder)
+
+
+def test_another_network_and_other_classes_are_named(folder):
+    weights(folder, demo())
+    name = str(folder)
+    with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of DiT-Demo/2; use --model Large"):
+        load(name, model="DiT-Demo/2")
+    with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of Large-DiT-3B/2; use --model"):
+        load(name, model="Large-DiT-3B/2", num_classes=8, labels=(1,))
+    with pytest.raises(UsageError, match="--num-classes 10: .* know 8 classes; use --num-classes 8"):
+        load(name, num_classes=10)
+    weights(folder, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
+    with pytest.raises(UsageError, match="fits none of DiT-XL/2, .*Large-DiT-Demo/2 .* entries differ"):
+        load(name)
+
+
+def test_published_weights_are_not_fetched_by_name():
+    resolved = SamplingOptions(model="Large-DiT-3B/2").resolve()
+    assert (resolved.image_size, resolved.num_classes, resolved.vae) == (256, 1000, "ema")
+    with pytest.raises(UsageError, match="--ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
+        engine.open_checkpoint(resolved)
+
+
+def test_behind_the_protocol():
+    """Part of the tokens, part of the blocks, latents repeated: as the module gives all of them at once."""
+    model = demo()
+    network = plain(model)
+    assert (network.depth, network.width, network.num_heads, network.patch_size) == (10, 192, 2, 2)
+    x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([7, 7, 30, 30]), torch.tensor([1, 2, 8, 8])
+    with torch.no_grad():
+        assert torch.equal(network.forward(torch.cat([x, x]), t, y), model(torch.cat([x, x]), t, y))
+        guided = network.forward_with_cfg(torch.cat([x, x]), t, y, 3.0)
+        assert torch.equal(guided, model.forward_with_cfg(torch.cat([x, x]), t, y, 3.0))
+        whole, condition = network.embed(x, copies=2), network.condition(t, y)
+        part = slice(16, 48)
+        assert torch.equal(network.embed(x, part, copies=2), whole[:, part])
+        first = network.forward_blocks(whole, condition, blocks=range(4))
+        rest = network.forward_blocks(first, condition, blocks=range(4, 10))
+        torch.testing.assert_close(rest, network.tokens(x, t, y))
+
+        def attend(qkv, num_heads):  # the other tokens' queries, keys and values come with these
+            return network.attention(qkv, num_heads)
+
+        alone = network.forward_blocks(whole[:, part].clone(), condition, attend=attend, tokens=part)
+        shifted = network.forward_blocks(whole[:, part].clone(), condition, attend=attend, tokens=slice(0, 32))
+        # Only differences of positions count, so tokens that attend to no others do not see where they stand.
+        torch.testing.assert_close(alone, shifted, rtol=1e-3, atol=1e-4)
+        assert not torch.equal(alone, shifted)
+    assert "DiT_Llama of 10 blocks of 192" in network.describe() and network.shallow(3).depth == 3

@@ -1,0 +1,83 @@
+"""Norm and rotation of queries and keys against their formulas, the kernel against the reference through Triton's
+interpreter on a CPU and compiled on a GPU; and compiled ahead of time for three GPUs."""
+
+import pytest
+import torch
+from kernel_testing import compiled_for, draw, error, interpreted
+
+from accel.kernels.qk_norm_rotary import qk_norm_rotary
+from large_dit import rotation_table
+
+CASES = ((1, 7, 2, 96), (3, 5, 4, 48), (2, 4, 3, 128))  # N, t, heads, head dim
+LARGE = ((2, 256, 32, 96), (2, 256, 32, 128), (16, 64, 32, 48))
+TOTAL = 300  # positions
+
+
+def case(n, tokens, heads, dim, device="cpu"):
+    width = heads * dim
+    qkv = 3 * draw(n, tokens, 3 * width, device=device) + 1  # with a mean, which a one-pass variance would lose
+    norms = draw(2, 2, width, seed=1, device=device)
+    return qkv, rotation_table(dim, TOTAL, torch.float32, torch.device("cpu")).to(device), norms
+
+
+def check(device, cases=CASES):
+    for shape in cases:
+        qkv, rotation, norms = case(*shape, device)
+        for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 4e-4), (torch.bfloat16, 5e-3)):
+            for norm in (norms, None):
+                for first in (0, 31):
+                    one = qkv.to(dtype)
+                    wide = None if norm is None else norm.double()
+                    want = qk_norm_rotary(one.double(), rotation.double(), first, wide, "torch")
+                    before = one.clone()
+                    got = qk_norm_rotary(one, rotation, first, norm, "triton")
+                    assert got is one and error(got, want) <= tolerance
+                    v = 2 * qkv.shape[-1] // 3
+                    assert torch.equal(got[..., v:], before[..., v:])  # values are not touched
+
+
+@pytest.mark.parametrize("norm", (False, True))
+def test_the_reference_is_the_formula(norm):
+    n, tokens, heads, dim = CASES[0]
+    qkv, _, norms = (one.double() for one in case(*CASES[0]))
+    rotation, first = rotation_table(dim, TOTAL, torch.float64, torch.device("cpu")), 11
+    parts = list(qkv.clone().chunk(3, dim=-1))
+    for part in (0, 1):
+        x = parts[part]
+        if norm:
+            x = x - x.mean(-1, keepdim=True)
+            x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norms[part, 0] + norms[part, 1]
+        numbers = torch.view_as_complex(x.reshape(n, tokens, heads, dim // 2, 2))
+        position, i = torch.arange(first, first + tokens).double(), torch.arange(dim // 2).double()
+        angle = position[:, None, None] * 10000.0 ** (-2 * i / dim)
+        parts[part] = torch.view_as_real(torch.polar(torch.ones_like(angle), angle) * numbers).reshape(x.shape)
+    got = qk_norm_rotary(qkv, rotation, first, norms if norm else None)
+    torch.testing.assert_close(got, torch.cat(parts, -1), rtol=1e-11, atol=1e-11)
+
+
+def test_interpreted_kernel():
+    interpreted("test_qk_norm_rotary.check('cpu')")
+
+
+@pytest.mark.gpu
+def test_compiled_kernel():
+    check("cuda", (*CASES, *LARGE))
+
+
+@pytest.mark.parametrize("capability", (70, 80, 90))
+def test_compiles_ahead_of_time(capability, tmp_path):
+    """On any machine, for V100, A100 and H100: 16 bytes a load and a store, pairs stay in their thread."""
+    [report] = compiled_for(capability, ["qk_norm_rotary"], tmp_path).values()
+    assert report["tensor_core"] == 0 and not report["bf16"] and report["wide"] >= 5
+
+
+def test_wrong_inputs_are_refused():
+    qkv, rotation, norms = case(*CASES[0])
+    with pytest.raises(TypeError, match="half precision or float32"):
+        qk_norm_rotary(qkv.double(), rotation, backend="triton")
+    with pytest.raises(TypeError, match="all else in float32"):
+        qk_norm_rotary(qkv, rotation, norms=norms.half(), backend="triton")
+    with pytest.raises(ValueError, match="contiguous"):
+        qk_norm_rotary(torch.cat([qkv] * 2).transpose(0, 1), rotation, backend="triton")
+    with pytest.raises(ValueError, match="one of auto, triton, torch"):
+        qk_norm_rotary(qkv, rotation, backend="cudnn")

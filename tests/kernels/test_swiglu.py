@@ -1,0 +1,56 @@
+"""SwiGLU against its formula, its kernel against the reference through Triton's interpreter on a CPU and compiled on a
+GPU; and compiled ahead of time for three GPUs."""
+
+import pytest
+import torch
+from kernel_testing import compiled_for, draw, error, interpreted
+
+from accel.kernels.swiglu import swiglu
+
+WIDTHS = (11008, 1024, 768, 100)
+
+
+def check(device, widths=WIDTHS):
+    for width in widths:
+        x = 3 * draw(2, 7, 2 * width, device=device)
+        for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 4e-4), (torch.bfloat16, 5e-3)):
+            one = x.to(dtype)
+            got = swiglu(one, "triton")
+            assert got.dtype == dtype and got.shape == (2, 7, width)
+            assert error(got, swiglu(one.double(), "torch")) <= tolerance
+    large = torch.full((1, 1, 8), 200.0, device=device)
+    large[..., :2] = -200.0  # e^200 is beyond float32
+    assert swiglu(large, "triton").tolist() == [[[0.0, 0.0, 40000.0, 40000.0]]]
+
+
+def test_the_reference_is_the_formula():
+    a, b = draw(3, 5, seed=1).double(), draw(3, 5, seed=2).double()
+    want = a / (1 + torch.exp(-a)) * b
+    torch.testing.assert_close(swiglu(torch.cat([a, b], -1)), want, rtol=1e-12, atol=1e-12)
+    half = torch.cat([a, b], -1).half()
+    assert torch.equal(swiglu(half), swiglu(half.double()).half())  # rounded once
+
+
+def test_interpreted_kernel():
+    interpreted("test_swiglu.check('cpu', (1024, 100))")
+
+
+@pytest.mark.gpu
+def test_compiled_kernel():
+    check("cuda")
+
+
+@pytest.mark.parametrize("capability", (70, 80, 90))
+def test_compiles_ahead_of_time(capability, tmp_path):
+    """On any machine, for V100, A100 and H100: 16 bytes a load and a store."""
+    [report] = compiled_for(capability, ["swiglu"], tmp_path).values()
+    assert report["tensor_core"] == 0 and not report["bf16"] and report["wide"] >= 3
+
+
+def test_wrong_inputs_are_refused():
+    with pytest.raises(TypeError, match="contiguous tensor in half precision or float32"):
+        swiglu(torch.zeros(2, 3, 8).double(), backend="triton")
+    with pytest.raises(TypeError, match="contiguous"):
+        swiglu(torch.zeros(2, 8, 3).transpose(1, 2), backend="triton")
+    with pytest.raises(ValueError, match="one of auto, triton, torch"):
+        swiglu(torch.zeros(2, 3, 8), backend="cudnn")

@@ -1,0 +1,109 @@
+"""--sampler ddim: upstream's ddim_sample_loop with the same seed, for both families, alone and on two ranks."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, fill
+from safetensors.torch import save_file
+
+from accel.errors import UsageError
+from accel.kernels.ancestral_update import ancestral_update
+from accel.network import MODELS, unpatchify
+from accel.options import DistributedOptions, SamplingOptions
+from diffusion import create_diffusion
+
+DEMOS = "DiT-Demo/2", "Large-DiT-Demo/2"
+LABELS, STEPS, SEED, SCALE = (1, 5, 7), 25, 3, 2.5
+
+
+@pytest.fixture(scope="module", params=DEMOS)
+def demo(request, tmp_path_factory):
+    """The flags for a network with random weights, and the network."""
+    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
+    model = fill(MODELS[request.param]())
+    save_file(model.state_dict(), path)
+    labels = "--labels", *map(str, LABELS)
+    what = "--num-sampling-steps", str(STEPS), "--seed", str(SEED), "--cfg-scale", str(SCALE), "--output-type", "latent"
+    return (
+        "--model",
+        request.param,
+        "--ckpt",
+        str(path),
+        "--device",
+        "cpu",
+        *labels,
+        *what,
+        "--sampler",
+        "ddim",
+    ), model
+
+
+def upstream(model, eta):
+    """The usual script: seed, z, twice z, ddim_sample_loop over forward_with_cfg, the first half."""
+    torch.manual_seed(SEED)
+    z = torch.randn(len(LABELS), 4, 16, 16)
+    y = torch.tensor([*LABELS, *[8] * len(LABELS)])
+    loop, how = create_diffusion(str(STEPS)).ddim_sample_loop, dict(y=y, cfg_scale=SCALE)
+    z = torch.cat([z, z])
+    return loop(model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=how, eta=eta).chunk(2)[0]
+
+
+@pytest.mark.parametrize("eta", (0.0, 0.5))
+def test_equals_the_loop_that_people_write(demo, eta, tmp_path, run):
+    flags, model = demo
+    out = "--output", str(tmp_path / "l.npy")
+    done = run("sample.py", *flags, "--eta", eta, *out, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert "25 DDIM steps" in done.stdout
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # other sums round otherwise
+    want = upstream(model, eta).numpy()
+    torch.set_num_threads(threads)
+    assert np.array_equal(np.load(tmp_path / "l.npy"), want) and want.std() > 0.1
+
+
+@pytest.mark.parametrize("parallel", ("off", "tokens=2,exchange=kv"))
+def test_two_ranks_equal_one(demo, parallel, tmp_path):
+    flags, model = demo
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    out = "--parallel", parallel, "--eta", "0.5", "--output", str(tmp_path / "l.npy")
+    done = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "sample_ddp.py"), *flags, *out],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    want = upstream(model, 0.5)
+    assert (torch.from_numpy(np.load(tmp_path / "l.npy")) - want).norm() <= 1e-4 * want.norm()
+
+
+@pytest.mark.parametrize("eta", (0.0, 0.3, 1.0))
+def test_the_fused_update_is_ddim_sample(eta):
+    """By its coefficients: DDIM's step in the ancestral step's form."""
+    diffusion, generator = create_diffusion("25"), torch.Generator().manual_seed(0)
+    tokens = torch.randn(25, 64, 32, generator=generator)
+    x, noise = torch.randn(2, 25, 4, 16, 16, generator=generator)
+    t, out = torch.arange(25), unpatchify(tokens, 2)
+    want = diffusion.ddim_sample(lambda *_: out, x, t, clip_denoised=False, eta=eta, noise=noise)["sample"]
+    got = ancestral_update(tokens, x, noise, t, diffusion.ddim_coefficients(x.device, eta))
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    again = diffusion.ddim_coefficients(x.device, eta)
+    assert again is diffusion.ddim_coefficients(x.device, eta)  # uploaded once
+
+
+def test_settings_that_make_no_sense_are_one_line():
+    for options in (SamplingOptions, DistributedOptions):
+        with pytest.raises(UsageError, match="--eta 0.5: must be from 0 to 1, and is for --sampler ddim"):
+            options(eta=0.5).resolve()
+        for eta in (-0.1, 1.5, float("nan")):
+            with pytest.raises(UsageError, match="--eta"):
+                options(sampler="ddim", eta=eta).resolve()
+        with pytest.raises(UsageError, match="--forecast plan: plans are made for --sampler ddpm"):
+            options(sampler="ddim", forecast="plan").resolve()
+        assert options(sampler="ddim", eta=1.0).resolve().eta == 1.0

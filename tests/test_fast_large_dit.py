@@ -1,0 +1,209 @@
+"""The accelerated Large-DiT against its definition in float64: by the kernels' references on a CPU, by the kernels on a
+GPU."""
+
+import copy
+
+import pytest
+import torch
+from reference_dit import relative_error
+from reference_large_dit import large_dit
+from test_large_dit import FORMS, batch, build
+
+from accel import accelerate, engine, sampler
+from accel.checkpoint import Checkpoint, shapes_only
+from accel.errors import UsageError
+from accel.fast import load
+from accel.fast.large_dit import FastLargeDiT
+from accel.network import guide, plain
+from accel.options import SamplingOptions
+from diffusion import create_diffusion
+from large_dit import DiT_Llama, Large_DiT_models
+
+CPU = torch.device("cpu")
+
+
+def definition(model, x, t, y):
+    return large_dit({name: value.cpu() for name, value in model.state_dict().items()}, x, t, y, model.n_heads)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float64_is_the_definition(form):
+    model = build(**form)
+    fast = FastLargeDiT(model.state_dict(), model, torch.float64, CPU)
+    x, _, y = batch(model)
+    t = torch.zeros(4, dtype=torch.int64)  # of others the sinusoid is float32
+    want = large_dit(model.state_dict(), x, t, y, model.n_heads, model.patch_size)
+    assert relative_error(fast.forward(x.double(), t, y), want) < 1e-10
+
+
+@pytest.mark.parametrize("precision, tolerance", (("fp32", 5e-6), ("fp16", 1e-3), ("bf16", 6e-3)))
+@pytest.mark.parametrize("qk_norm", (False, True))
+def test_tiers_on_the_cpu(precision, tolerance, qk_norm):
+    model = build(qk_norm=qk_norm)
+    fast = accelerate(model, precision)
+    x, t, y = batch(model, 6)
+    got = fast(x, t, y)
+    assert got.dtype == torch.float32 and relative_error(got, definition(model, x, t, y)) < tolerance
+    t[3:] = t[:3]
+    want = guide(definition(model, torch.cat([x[:3], x[:3]]), t, y), 3.5)
+    assert relative_error(fast.forward_with_cfg(x, t, y, 3.5), want) < 4 * tolerance
+
+
+def test_the_model_is_read_not_changed():
+    model = build(qk_norm=True)
+    before = copy.deepcopy(model.state_dict())
+    fast = accelerate(model, "fp16")
+    x, t, y = batch(model)
+    first = fast(x, t, y)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for value in model.parameters():
+        value.data.add_(1)
+    assert torch.equal(fast(x, t, y), first)
+
+
+def test_half_tiers_hold_half_weights():
+    """No projection of a block or of the conditioning is kept in float32."""
+    fast = accelerate(build(qk_norm=True), "fp16")
+    held = [tensor for block in fast.blocks for layer in block for tensor in layer.parameters()]
+    assert all(tensor.dtype == torch.float16 for tensor in [*held, fast.conditioning.weight])
+
+
+def test_a_sampling_run_looks_its_vectors_up():
+    model = build(qk_norm=True)
+    fast, x = accelerate(model, "fp32"), batch(model, 2)[0]
+    t, y = torch.tensor([500, 500]), torch.tensor([3, 10])
+    want = fast.forward(x, t, y)
+    with fast.sampling_run([999, 500, 0], [3, 10]) as advance:
+        advance(1)
+        assert relative_error(fast.forward(x, t, y), want.double()) < 1e-6
+        assert fast.forward(x, torch.tensor([123, 123]), y).isnan().all()  # not announced
+
+
+@pytest.mark.parametrize("eta", (None, 0.0))
+def test_the_loop_gives_the_plain_networks_latents(eta):
+    model = build(qk_norm=True)
+    z, labels = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 7])
+    latents = []
+    for network in (plain(model), accelerate(model, "fp32")):
+        torch.manual_seed(0)
+        latents.append(sampler.denoise(network, create_diffusion("5"), z, labels, 2.0, 10, eta=eta))
+    assert relative_error(latents[1], latents[0].double()) < 1e-4
+
+
+def test_part_of_the_tokens_and_of_the_blocks():
+    model = build(qk_norm=True)
+    fast = FastLargeDiT(model.state_dict(), model, torch.float64, CPU)
+    x, t, y = batch(model, 2)
+    x, part = x.double(), slice(4, 12)
+    condition, seen = fast.condition(t, y), []
+
+    def attend(qkv, num_heads):
+        seen.append(qkv.clone())
+        return fast.attention(qkv, num_heads)
+
+    fast.forward_blocks(fast.embed(x), condition, attend=attend, blocks=range(2))
+    whole, seen = seen[0], []
+    fast.forward_blocks(fast.embed(x, part), condition, attend=attend, blocks=range(2), tokens=part)
+    torch.testing.assert_close(seen[0], whole[:, part])  # rotated by where the tokens stand in the row
+    h = fast.forward_blocks(fast.embed(x), condition, blocks=range(1))
+    got = fast.forward_blocks(h, condition, blocks=range(1, 3))
+    torch.testing.assert_close(got, fast.tokens(x, t, y))
+
+
+def test_exact_and_other_models_are_refused():
+    with pytest.raises(ValueError, match="'exact' is for DiT only"):
+        accelerate(build(), "exact")
+    with pytest.raises(UsageError, match="--precision exact: is for DiT only; use --precision fp32"):
+        SamplingOptions(model="Large-DiT-3B/2", precision="exact").resolve()
+    with pytest.raises(
+        ValueError, match="Linear is not a DiT or Large-DiT: no blocks.0.attn.*no layers.0.attention.wq"
+    ):
+        accelerate(torch.nn.Linear(3, 3))
+
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build()
+
+        def state_dict(self):
+            return self.inner.state_dict()
+
+    with pytest.raises(ValueError, match="Other is not a DiT or Large-DiT: no n_heads, in_channels"):
+        accelerate(Other())
+
+
+#################################################################################
+#                                     GPU                                       #
+#################################################################################
+
+# Head dims 96, 128 and 48, as 3B, 7B and 600M have them, and widths that need more than one tile.
+WIDE = (
+    dict(dim=768, n_heads=8, n_layers=3, input_size=32),
+    dict(dim=1024, n_heads=8, n_layers=3, input_size=32),
+    dict(dim=384, n_heads=8, n_layers=3, input_size=16),
+    dict(dim=3072, n_heads=32, n_layers=1, input_size=32),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", WIDE)
+@pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-5), ("fp16", 2e-3), ("bf16", 2e-2)))
+def test_tiers_on_a_gpu(form, precision, tolerance):
+    model = build(**form, qk_norm=True)
+    if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("a V100 has no bfloat16")
+    x, t, y = batch(model)
+    want = definition(model, x, t, y)
+    fast = accelerate(model, precision, "cuda")
+    got = fast(x.cuda(), t.cuda(), y.cuda())
+    assert got.isfinite().all() and relative_error(got.cpu(), want) < tolerance
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_the_eager_ones():
+    model = build(**WIDE[0], qk_norm=True)
+    z, labels = torch.randn(2, 4, 32, 32, device="cuda"), torch.tensor([1, 7], device="cuda")
+    for eta in (None, 0.0, 0.5):
+        latents = []
+        for captures in (True, False):
+            network = FastLargeDiT(model.state_dict(), model, torch.float16, torch.device("cuda"))
+            network.captures = captures
+            torch.manual_seed(0)
+            latents.append(sampler.denoise(network, create_diffusion("4"), z, labels, 4.0, 10, eta=eta))
+        assert latents[0].isfinite().all() and torch.equal(*latents)
+
+
+@pytest.mark.gpu
+def test_loading_holds_no_float32_copy_on_the_gpu():
+    """Of the blocks' and the conditioning's weights: the peak is two bytes a weight, and a few tensors."""
+    model = build(**{**WIDE[1], "n_layers": 12}, qk_norm=True)
+    with shapes_only():
+        empty = DiT_Llama(**{**WIDE[1], "n_layers": 12, "num_classes": 10, "qk_norm": True})
+    weights = sum(value.numel() for value in model.parameters())
+    largest = max(value.numel() for value in model.parameters())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    network = load(model.state_dict(), empty, "fp16", torch.device("cuda"), 2)
+    peak = torch.cuda.max_memory_allocated() - before
+    block = 2 * 2 * weights / 12  # zeros of one block, and its copy, while kernels compile
+    assert peak <= 2 * weights + block + 16 * largest + (64 << 20), f"{peak / weights:.2f} bytes a weight"
+    x, t, y = batch(model, 2)
+    got = network.forward(x.cuda(), t.cuda(), y.cuda())
+    assert relative_error(got.cpu(), definition(model, x, t, y)) < 2e-3
+
+
+@pytest.mark.gpu
+def test_the_engine_samples_in_half(tmp_path):
+    model = Large_DiT_models["Large-DiT-Demo/2"]()
+    for name, value in model.named_parameters():
+        value.data.normal_(1.0 if "norm.weight" in name else 0.0, 0.03)
+    torch.save(model.state_dict(), tmp_path / "demo.pt")
+    options = dict(model="Large-DiT-Demo/2", ckpt=str(tmp_path / "demo.pt"), output_type="latent", sampler="ddim")
+    latents = {}
+    for precision in ("fp32", "fp16"):
+        resolved = SamplingOptions(**options, num_sampling_steps=25, precision=precision).resolve()
+        running = engine.Engine(resolved)
+        assert isinstance(running.checkpoint, Checkpoint)
+        latents[precision] = running.sample(show=False)
+    assert relative_error(latents["fp16"], latents["fp32"].double()) < 1e-2

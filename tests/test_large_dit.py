@@ -1,0 +1,189 @@
+"""large_dit.py against the network as it is defined, in float64; its names, shapes, guidance and training."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, fill
+from reference_dit import relative_error
+from reference_large_dit import large_dit
+
+import large_dit as module
+from diffusion import create_diffusion
+from large_dit import DiT_Llama, Large_DiT_models
+
+SMALL = dict(input_size=8, dim=144, n_layers=3, n_heads=3, num_classes=10)
+FORMS = (
+    {},
+    {"qk_norm": True},
+    {"qk_norm": True, "n_kv_heads": 1},
+    {"n_heads": 6, "n_kv_heads": 3, "learn_sigma": False, "patch_size": 4},
+    {"multiple_of": 32, "ffn_dim_multiplier": 0.5, "in_channels": 3},
+)
+
+
+def build(**form):
+    """Norm weights near one, as trained ones are; else everything random."""
+    model = fill(DiT_Llama(**{**SMALL, **form}))
+    for name, value in model.named_parameters():
+        if "norm.weight" in name:
+            value.data.add_(1)
+    return model
+
+
+def batch(model, n=4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, model.in_channels, model.input_size, model.input_size, generator=generator)
+    t, y = (torch.randint(0, high, (n,), generator=generator) for high in (1000, model.y_embedder.num_classes + 1))
+    return x, t, y
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_equals_the_definition(form):
+    model = build(**form)
+    x, t, y = batch(model)
+    want = large_dit(model.state_dict(), x, t, y, model.n_heads, model.patch_size)
+    assert want.abs().mean() > 0.1  # not the blind network
+    got = model(x, t, y)
+    assert got.shape == want.shape and relative_error(got, want) < 1e-5
+    wide, zero = build(**form).double(), torch.zeros_like(t)
+    assert relative_error(wide(x.double(), t, y), want) < 1e-5  # the sinusoid stays float32, as in the original
+    want = large_dit(model.state_dict(), x, zero, y, model.n_heads, model.patch_size)
+    assert relative_error(wide(x.double(), zero, y), want) < 1e-10  # at t = 0 it is exact
+
+
+@pytest.mark.parametrize(
+    "part", ("attention_norm.weight", "attention.q_norm.weight", "attention.k_norm.bias", "feed_forward.w3.weight")
+)
+def test_every_part_counts(part):
+    """A change of one tensor by a hundredth shows: the parity above has no blind spot."""
+    model = build(qk_norm=True)
+    x, t, y = batch(model)
+    want = large_dit(model.state_dict(), x, t, y, model.n_heads)
+    model.get_parameter(f"layers.1.{part}").data.mul_(1.01)
+    assert relative_error(model(x, t, y), want) > 3e-5
+
+
+SIZES = {  # dim, layers, heads, hidden width, parameters with qk_norm
+    "600M": (1536, 16, 32, 4096, 609_836_576),
+    "3B": (3072, 32, 32, 8192, 4_237_824_032),
+    "7B": (4096, 32, 32, 11008, 7_293_819_936),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("qk_norm", (False, True))
+def test_configurations_keys_and_shapes(size, qk_norm):
+    dim, depth, heads, hidden, parameters = SIZES[size]
+    c = min(dim, 1024)
+    with torch.device("meta"):
+        model = Large_DiT_models[f"Large-DiT-{size}/2"](qk_norm=qk_norm)
+        same = getattr(module, f"DiT_Llama_{size}_patch2")(qk_norm=qk_norm)
+    want = {
+        "x_embedder.weight": (dim, 16),
+        "x_embedder.bias": (dim,),
+        "t_embedder.mlp.0.weight": (c, 256),
+        "t_embedder.mlp.0.bias": (c,),
+        "t_embedder.mlp.2.weight": (c, c),
+        "t_embedder.mlp.2.bias": (c,),
+        "y_embedder.embedding_table.weight": (1001, c),
+        "final_layer.linear.weight": (32, dim),
+        "final_layer.linear.bias": (32,),
+        "final_layer.adaLN_modulation.1.weight": (2 * dim, c),
+        "final_layer.adaLN_modulation.1.bias": (2 * dim,),
+    }
+    for n in range(depth):
+        block = {
+            **{f"attention.w{name}.weight": (dim, dim) for name in "qkvo"},
+            "feed_forward.w1.weight": (hidden, dim),
+            "feed_forward.w3.weight": (hidden, dim),
+            "feed_forward.w2.weight": (dim, hidden),
+            "attention_norm.weight": (dim,),
+            "ffn_norm.weight": (dim,),
+            "adaLN_modulation.1.weight": (6 * dim, c),
+            "adaLN_modulation.1.bias": (6 * dim,),
+        }
+        if qk_norm:
+            block |= {f"attention.{q}_norm.{kind}": (dim,) for q in "qk" for kind in ("weight", "bias")}
+        want |= {f"layers.{n}.{name}": shape for name, shape in block.items()}
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == want
+    assert (model.n_heads, model.input_size) == (heads, 32) and list(same.state_dict()) == list(model.state_dict())
+    if qk_norm:
+        assert sum(value.numel() for value in model.parameters()) == parameters
+
+
+def test_the_demo():
+    """Small enough to be shipped; its head dim is 3B's."""
+    with torch.device("meta"):
+        model = Large_DiT_models["Large-DiT-Demo/2"]()
+    assert model.dim // model.n_heads == 96 and model.y_embedder.num_classes == 8 and model.input_size == 16
+    assert sum(value.numel() for value in model.parameters()) < 7e6
+    assert "layers.0.attention.q_norm.weight" in model.state_dict()
+
+
+def test_starts_blind():
+    """Gates and the last layer are zero, as DiT's: so every test here fills the network with noise first."""
+    model = DiT_Llama(**SMALL)
+    assert not model(*batch(model)).any()
+
+
+def test_guidance_reads_one_half_and_guides_three_channels():
+    model = build(qk_norm=True)
+    x, t, _ = batch(model, 6)
+    y = torch.tensor([1, 2, 3, 10, 10, 10])
+    t[3:] = t[:3]
+    out = model.forward_with_cfg(x, t, y, 4.0)
+    plain = model(torch.cat([x[:3], x[:3]]), t, y)
+    cond, uncond = plain[:3], plain[3:]
+    want = uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3])
+    assert torch.equal(out[:3, :3], want) and torch.equal(out[3:, :3], want)
+    assert torch.equal(out[:, 3:], plain[:, 3:])
+    other = x.clone()
+    other[3:] = float("nan")
+    assert torch.equal(model.forward_with_cfg(other, t, y, 4.0), out)
+
+
+def test_label_dropout_and_gradients():
+    model = build(qk_norm=True).train()
+    table = model.y_embedder.embedding_table.weight
+    torch.manual_seed(0)
+    found = model.y_embedder(torch.full((4000,), 3), train=True)
+    assert 0.08 < (found == table[10]).all(1).float().mean() < 0.12
+    assert torch.equal(model.y_embedder(torch.arange(4), train=False), table[:4])
+    assert len(DiT_Llama(**SMALL, class_dropout_prob=0.0).y_embedder.embedding_table.weight) == 10
+    x, t, y = batch(model)
+    model(x, t, y % 10).square().mean().backward()
+    without = [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()]
+    assert without == []
+
+
+def test_learns():
+    """A few steps of the usual training loop lower the loss: gradients pass the initial zeros."""
+    torch.manual_seed(0)
+    model, diffusion = DiT_Llama(**{**SMALL, "n_layers": 1, "qk_norm": True}).train(), create_diffusion("")
+    x, y = torch.randn(8, 4, 8, 8), torch.arange(8)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(30):
+        loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))["loss"].mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"\(6, 8\).*\(8, 8\)"):
+        DiT_Llama(**SMALL)(torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match="width 100 does not divide into 3 heads"):
+        DiT_Llama(**{**SMALL, "dim": 100})
+
+
+def test_stands_alone(tmp_path):
+    """Copied to another project, it needs torch and nothing else."""
+    (tmp_path / "large_dit.py").write_text((ROOT / "large_dit.py").read_text())
+    code = "import sys; sys.modules['numpy'] = None; import large_dit; print(*large_dit.Large_DiT_models)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == list(Large_DiT_models)
