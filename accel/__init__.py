@@ -6,7 +6,7 @@
 
 def __getattr__(name: str):
     if name == "accelerate":  # only when asked for: it brings Triton
-        from accel.fast.dit import accelerate
+        from accel.fast import accelerate
 
         return accelerate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from accel.fast import dit, large_dit
-from accel.fast.dit import FastDiT
+from accel.fast.dit import FastDiT, Optimisations
+from accel.graphs import Replayed
 from accel.kernels.linear import Tuner
 from accel.precision import TIERS
 
@@ -33,10 +34,35 @@ def family_of(model: torch.nn.Module) -> Family:
     firsts = [f"{family.blocks}.0.{family.first_weight}" for family in FAMILIES]
     family = next((family for family, first in zip(FAMILIES, firsts) if first in names), None)
     if family is None:
-        raise ValueError(f"{kind} is not a DiT or Large-DiT: no {' and no '.join(firsts)}")
+        raise ValueError(f"{kind} is not a DiT: no {' and no '.join(firsts)}")
     if missing := [name for name in family.attributes if not hasattr(model, name)]:
-        raise ValueError(f"{kind} is not a DiT or Large-DiT: no {', '.join(missing)}")
+        raise ValueError(f"{kind} is not a DiT: no {', '.join(missing)}")
     return family
+
+
+def accelerate(
+    model: torch.nn.Module,
+    precision: str = "fp16",
+    device: torch.device | str | None = None,
+    optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
+) -> FastDiT:
+    """A fast copy of a trained DiT or Large-DiT for sampling, with `forward(x, t, y)` and
+    `forward_with_cfg(x, t, y, cfg_scale)`.
+
+    model: models.DiT, large_dit.DiT_Llama or the original classes: the published state-dict keys, and `num_heads` or
+    what FAMILIES says. Its weights are copied, to `device` or where they are. precision: "fp16", "bf16",
+    "exact" (DiT only), or "fp32" (also on a CPU). Raises ValueError for another precision and for another model.
+    """
+    choices = [name for name, tier in TIERS.items() if tier.accelerated or name == "fp32"]
+    if precision not in choices:
+        raise ValueError(f"precision {precision!r}: choose from {', '.join(choices)}")
+    family, state = family_of(model), model.state_dict()
+    device = state["final_layer.linear.weight"].device if device is None else torch.device(device)
+    network = family.build(state, model, precision, device, optimisations)
+    if optimisations.graph and device.type == "cuda":
+        network.forward = Replayed(network.forward)
+        network.forward_with_cfg = Replayed(network.forward_with_cfg)
+    return network
 
 
 def load(

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from accel.fast.conditioning import Conditioning, ConditioningTable
-from accel.graphs import Replayed
 from accel.kernels.adaln import Modulation, adaln, adaln_split
 from accel.kernels.ancestral_update import ancestral_update
 from accel.kernels.attention import attention
@@ -45,33 +44,6 @@ class Optimisations:
     gemm: str = "auto"  # backend of the GEMMs
     embed_update: str = "auto"  # backend of patch embedding and sampler update
     graph: bool = True  # on a GPU, a step is one CUDA graph
-
-
-def accelerate(
-    model: torch.nn.Module,
-    precision: str = "fp16",
-    device: torch.device | str | None = None,
-    optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
-) -> "FastDiT":
-    """A fast copy of a trained DiT or Large-DiT for sampling, with `forward(x, t, y)` and
-    `forward_with_cfg(x, t, y, cfg_scale)`.
-
-    model: models.DiT, large_dit.DiT_Llama or the original classes: the published state-dict keys, and `num_heads` or
-    what accel.fast.FAMILIES says. Its weights are copied, to `device` or where they are. precision: "fp16", "bf16",
-    "exact" (DiT only), or "fp32" (also on a CPU). Raises ValueError for another precision and for another model.
-    """
-    choices = [name for name, tier in TIERS.items() if tier.accelerated or name == "fp32"]
-    if precision not in choices:
-        raise ValueError(f"precision {precision!r}: choose from {', '.join(choices)}")
-    from accel import fast  # whose families build on this module
-
-    family, state = fast.family_of(model), model.state_dict()
-    device = state["final_layer.linear.weight"].device if device is None else torch.device(device)
-    network = family.build(state, model, precision, device, optimisations)
-    if optimisations.graph and device.type == "cuda":
-        network.forward = Replayed(network.forward)
-        network.forward_with_cfg = Replayed(network.forward_with_cfg)
-    return network
 
 
 def build(
