@@ -7,7 +7,7 @@
 
 def __getattr__(name: str):
     if name == "accelerate":  # only when asked for: it brings Triton
-        from accel.fast.dit import accelerate
+        from accel.fast import accelerate
 
         return accelerate
     if name == "Sampler":

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from accel import engine, precision, vae
 from accel.diffusers_layout import config_of, to_diffusers
+from accel.fast import family_of
 from accel.fast.dit import Optimisations
-from accel.fast.dit import build as build_fast
 from accel.files import atomic_write
-from accel.network import MODELS, Network, PlainDiT, guide
+from accel.network import MODELS, Network, PlainDiT, guide, plain
 from accel.options import ROOT, SamplingOptions, check_writable, positive
 from accel.sampler import denoise
 from accel.vae.decoder import SD_VAE_FT, Decoder
@@ -228,17 +228,18 @@ def gpu_ms(work: Callable) -> float:
 
 def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
     """A state dict of random, non-zero weights on `model`'s device: GEMMs keep a variance of about one."""
-    generator = torch.Generator(model.pos_embed.device).manual_seed(seed)
     state = model.state_dict()
+    generator = torch.Generator(next(iter(state.values())).device).manual_seed(seed)
     for name, value in state.items():
         if name != "pos_embed":
             scale = value[0].numel() ** -0.5 if value.ndim > 1 else 0.1
-            state[name] = torch.randn(value.shape, generator=generator, device=value.device) * scale
+            value = torch.randn(value.shape, generator=generator, device=value.device) * scale
+            state[name] = value + ("norm.weight" in name)  # norms scale by about one
     return state
 
 
 def random_network(model: str, image_size: int, num_classes: int, device: torch.device) -> torch.nn.Module:
-    """A models.DiT with random, non-zero weights, in eval mode."""
+    """A model of MODELS with random, non-zero weights, in eval mode."""
     with torch.device(device):
         network = MODELS[model](input_size=image_size // 8, num_classes=num_classes)
     network.load_state_dict(random_state(network))
@@ -246,12 +247,12 @@ def random_network(model: str, image_size: int, num_classes: int, device: torch.
 
 
 def load_model(options: SamplingOptions, device: torch.device) -> torch.nn.Module:
-    """The models.DiT of `options`, float32, with its weights."""
+    """The model of `options`, float32, with its weights."""
     return engine.load_network(options, engine.open_checkpoint(options), "fp32", device, batch_rows=2).model
 
 
 def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
-    """The models.DiT of `args`, float32: with the weights of --ckpt or the demo's own, else random ones."""
+    """The model of `args`, float32: with the weights of --ckpt or the demo's own, else random ones."""
     if args.ckpt is None:
         return random_network(args.model, args.image_size, args.num_classes, device)
     sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
@@ -259,15 +260,15 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
 
 
 def build(model: torch.nn.Module, tier: str, device: torch.device, switches: Optimisations | None = None) -> Network:
-    """The network of a tier with the weights of `model`, a models.DiT, and the tier's process-wide switches set.
+    """The network of a tier with the weights of `model`, of MODELS, and the tier's process-wide switches set.
 
     switches: of an accelerated tier, default: all optimisations.
     """
     if device.type == "cuda":
         precision.apply_precision(tier, device)
     if not precision.TIERS[tier].accelerated:
-        return PlainDiT(model)
-    return build_fast(model.state_dict(), model.num_heads, tier, device, switches or Optimisations())
+        return plain(model)
+    return family_of(model).build(model.state_dict(), model, tier, device, switches or Optimisations())
 
 
 def sampling(

@@ -346,9 +346,12 @@ def flags_of(options: SamplingOptions) -> str:
     return shlex.join(flags)
 
 
+LEFT_OUT = "forecast", "forecast_plan", "output", "output_type", "repeats", "seed", "seed_list", "sampler", "eta"
+
+
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, leave_out=("forecast", "forecast_plan", "output", "output_type", "repeats", "seed"))
+    add_arguments(parser, leave_out=LEFT_OUT)
     add_flags(parser)
     args = parser.parse_args()
     with user_errors(parser):

@@ -270,7 +270,7 @@ def suggest(args: Namespace, options: SamplingOptions, path: Path, device: torch
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "seed"))
+    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "seed", "seed_list"))
     tiers = tuple(precision.TIERS)
     parser.add_argument(
         "--precision", nargs="+", choices=tiers, help="tiers to verify (default: all that the device has)"

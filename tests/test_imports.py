@@ -91,8 +91,8 @@ RULES = {
     "download.py": {"accel.checkpoint"},
     "pretrained_models/download.py": {"download"},
     "pretrained_models/demo/": {"accel", "diffusion", "evaluate", "large_dit", "models"},
-    "bench/": {"accel", "diffusion", "evaluate", "models"},
-    "scripts/": {"accel", "bench", "diffusion", "evaluate", "models"},
+    "bench/": {"accel", "diffusion", "evaluate", "large_dit", "models"},
+    "scripts/": {"accel", "bench", "diffusion", "evaluate", "large_dit", "models"},
 }
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 
 from accel.fast.conditioning import Conditioning, ConditioningTable
-from accel.graphs import Replayed
 from accel.kernels.adaln import Modulation, adaln, adaln_split
 from accel.kernels.ancestral_update import ancestral_update
 from accel.kernels.attention import attention
@@ -30,8 +29,8 @@ from accel.kernels.linear import Linear, Tuner
 from accel.kernels.patch_embed import patch_embed
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import HighLow, SplitLinear, balance, split
-from accel.network import BlockNetwork, unwrapped
-from accel.precision import TIERS, float32_gemms, true_float32
+from accel.network import BlockNetwork
+from accel.precision import TIERS, true_float32
 
 LAYERS = "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"  # the GEMMs of a block; GELU follows the third
 
@@ -46,39 +45,6 @@ class Optimisations:
     gemm: str = "auto"  # backend of the GEMMs
     embed_update: str = "auto"  # backend of patch embedding and sampler update
     graph: bool = True  # on a GPU, a step is one CUDA graph
-
-
-def accelerate(
-    model: torch.nn.Module,
-    precision: str = "fp16",
-    device: torch.device | str | None = None,
-    optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
-) -> "FastDiT":
-    """A fast copy of a trained DiT or Large-DiT for sampling, with `forward(x, t, y)` and
-    `forward_with_cfg(x, t, y, cfg_scale)`.
-
-    The weights are copied, to `device` or where they are: training `model` further does not change the copy.
-
-    model: models.DiT, large_dit.DiT_Llama or the original classes: the published state-dict keys, and the attributes
-    that accel.fast.FAMILIES names. DataParallel, DistributedDataParallel and torch.compile are unwrapped. precision:
-    "fp16", "bf16", "exact" (DiT only), "tf32" or "fp32". Raises ValueError for another precision or model.
-    """
-    if precision not in TIERS:
-        raise ValueError(f"precision {precision!r}: choose from {', '.join(TIERS)}")
-    from accel import fast  # whose families build on this module
-
-    model = unwrapped(model)
-    family, state = fast.family_of(model), model.state_dict()
-    device = state["final_layer.linear.weight"].device if device is None else torch.device(device)
-    network = family.build(state, model, precision, device, optimisations)
-    network.source = weakref.ref(model)
-    if not TIERS[precision].accelerated:
-        switch = float32_gemms(tf32=precision == "tf32")
-        network.forward, network.forward_with_cfg = switch(network.forward), switch(network.forward_with_cfg)
-    if optimisations.graph and device.type == "cuda":
-        network.forward = Replayed(network.forward)
-        network.forward_with_cfg = Replayed(network.forward_with_cfg)
-    return network
 
 
 def build(

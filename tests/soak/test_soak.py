@@ -20,7 +20,8 @@ import pytest
 import torch
 from conftest import fill
 
-from accel.fast.dit import Optimisations, accelerate
+from accel import accelerate
+from accel.fast.dit import Optimisations
 from accel.files import atomic_write
 from accel.sampler import denoise
 from diffusion import create_diffusion

@@ -115,9 +115,7 @@ def test_exact_and_other_models_are_refused():
         accelerate(build(), "exact")
     with pytest.raises(UsageError, match="--precision exact: is for DiT only; use --precision fp32"):
         SamplingOptions(model="Large-DiT-3B/2", precision="exact").resolve()
-    with pytest.raises(
-        ValueError, match="Linear is not a DiT or Large-DiT: no blocks.0.attn.*no layers.0.attention.wq"
-    ):
+    with pytest.raises(ValueError, match="Linear is not a DiT: no blocks.0.attn.*no layers.0.attention.wq"):
         accelerate(torch.nn.Linear(3, 3))
 
     class Other(torch.nn.Module):
@@ -128,7 +126,7 @@ def test_exact_and_other_models_are_refused():
         def state_dict(self):
             return self.inner.state_dict()
 
-    with pytest.raises(ValueError, match="Other is not a DiT or Large-DiT: no n_heads, in_channels"):
+    with pytest.raises(ValueError, match="Other is not a DiT: no n_heads, in_channels"):
         accelerate(Other())
 
 
