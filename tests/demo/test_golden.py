@@ -1,5 +1,4 @@
-"""The demo model's golden latents and picture, committed beside its weights: what `make sample` makes must stay what it
-is.
+"""The demo models' golden latents and picture, committed beside their weights: what they make must stay what it is.
 
 They were made in float32 on a CPU and on a GPU. Another machine's GEMMs round otherwise, and 250 steps carry that on.
 The bounds are those of the strict criterion (accuracy that no display shows), far below what any change of the
@@ -17,11 +16,11 @@ from accel import vae
 DEMO = ROOT / "pretrained_models" / "demo"
 
 
-def make(kind, run, tmp_path, *flags):
-    """All 250 steps through the command; latents, held against the golden ones."""
-    golden = np.load(DEMO / f"golden-{kind}.npy")
+def make(kind, run, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
+    """All steps through the command; latents, held against the golden ones."""
+    golden = np.load(DEMO / f"{stem}-{kind}.npy")
     output = ["--output-type", "latent", "--output", tmp_path / "z.npy"]
-    done = run("sample.py", "--model", "DiT-Demo/2", "--device", kind, *flags, *output, timeout=900)
+    done = run("sample.py", "--model", model, "--device", kind, *flags, *output, timeout=900)
     assert done.returncode == 0, done.stderr
     made = np.load(tmp_path / "z.npy")
     assert made.shape == golden.shape == (8, 4, 16, 16) and golden.std() > 0.3
@@ -37,6 +36,11 @@ def test_golden_on_the_cpu(run, tmp_path):
     golden = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
     assert grid.shape == golden.shape == (262, 522, 3)
     assert np.abs(grid - golden).mean() <= 0.01 and golden.std() > 20
+
+
+def test_large_dit_on_the_cpu(run, tmp_path):
+    ddim = "--sampler", "ddim", "--num-sampling-steps", "25"
+    make("cpu", run, tmp_path, *ddim, model="Large-DiT-Demo/2", stem="large-dit-golden")
 
 
 @pytest.mark.gpu
