@@ -277,7 +277,7 @@ def summary(values: dict[str, float]) -> str:
     return "   ".join(f"{metric.upper()} {values[metric]:.4f}" for metric in METRICS if metric in values)
 
 
-def json_ready(value):
+def json_ready(value: dict) -> dict:
     """JSON has no inf and no NaN: they become the strings that Python's float() reads back."""
     return json.loads(json.dumps(value), parse_constant=lambda constant: str(float(constant)))
 

@@ -9,19 +9,21 @@ Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)²
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def modulate(x, shift, scale):
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """x·(1 + scale) + shift; x (N, T, D), shift and scale (N, D)."""
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
 
-def wide(x):
+def wide(x: Tensor) -> Tensor:
     """x in float32, or in float64 if it is float64 already: the dtype of norms and rotations."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -42,7 +44,7 @@ def _frequencies(half, max_period, device):
 class TimestepEmbedder(nn.Module):
     """A timestep as a vector: sinusoid, then a two-layer MLP. (N,) → (N, hidden_size)."""
 
-    def __init__(self, hidden_size, frequency_embedding_size=256):
+    def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
         super().__init__()
         self.mlp = nn.Sequential(
             nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
@@ -50,12 +52,12 @@ class TimestepEmbedder(nn.Module):
         self.frequency_embedding_size = frequency_embedding_size
 
     @staticmethod
-    def timestep_embedding(t, dim, max_period=10000):
+    def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
         """Sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32; dim is even."""
         args = t[:, None].float() * _frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
         return torch.cat([args.cos(), args.sin()], dim=-1)
 
-    def forward(self, t):
+    def forward(self, t: Tensor) -> Tensor:
         sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
         return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
 
@@ -64,26 +66,28 @@ class LabelEmbedder(nn.Module):
     """A class label as a vector. (N,) → (N, hidden_size). The table's last row is the null label of classifier-free
     guidance (Ho & Salimans 2022, arXiv:2207.12598)."""
 
-    def __init__(self, num_classes, hidden_size, dropout_prob):
+    def __init__(self, num_classes: int, hidden_size: int, dropout_prob: float):
         super().__init__()
         self.embedding_table = nn.Embedding(num_classes + (dropout_prob > 0), hidden_size)
         self.num_classes = num_classes
         self.dropout_prob = dropout_prob
 
-    def forward(self, labels, train):
+    def forward(self, labels: Tensor, train: bool) -> Tensor:
         if train and self.dropout_prob > 0:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
             labels = torch.where(drop, self.num_classes, labels)
         return self.embedding_table(labels)
 
 
-def patchify(x, patch_size):
+def patchify(x: Tensor, patch_size: int) -> Tensor:
     """(N, C, H, W) → tokens (N, T, C·p·p) in raster order; inside a token the order is (C, p, p)."""
     return F.pixel_unshuffle(x, patch_size).flatten(2).transpose(1, 2)
 
 
 @lru_cache(maxsize=None)
-def rotation_table(head_dim, length, dtype, device, theta=10000.0):
+def rotation_table(
+    head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, theta: float = 10000.0
+) -> Tensor:
     """Cosines and sines (length, d/2, 2) of position·θ^(-2i/d), for positions 0 … length-1."""
     with torch.inference_mode(False):
         frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)  # (d/2,)
@@ -91,7 +95,7 @@ def rotation_table(head_dim, length, dtype, device, theta=10000.0):
         return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
-def rotate(x, rotation):
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotary embedding: x (N, T, h, d), rotation (T, d/2, 2). Pairs (2i, 2i+1) are complex numbers times
     exp(i·position·θ^(-2i/d))."""
     pairs = wide(x).unflatten(-1, (-1, 2))  # (N, T, h, d/2, 2)
@@ -109,17 +113,17 @@ def rotate(x, rotation):
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + ε) · weight over the last dimension."""
 
-    def __init__(self, dim, eps):
+    def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         normed = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
 
 
-def attention(qkv, num_heads):
+def attention(qkv: Tensor, num_heads: int) -> Tensor:
     """softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
     qkv (N, T, 3·D): q, k, v side by side, each head-major → (N, T, D)."""
@@ -134,7 +138,7 @@ class Attention(nn.Module):
     arXiv:2305.13245). With `qk_norm` queries and keys pass a LayerNorm over all heads jointly, before the rotation.
     """
 
-    def __init__(self, dim, n_heads, n_kv_heads=None, qk_norm=False):
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int | None = None, qk_norm: bool = False):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads or n_heads, dim // n_heads
         if dim % n_heads or self.head_dim % 2 or n_heads % self.n_kv_heads:
@@ -147,7 +151,7 @@ class Attention(nn.Module):
         self.q_norm = nn.LayerNorm(dim) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(kv_dim) if qk_norm else nn.Identity()
 
-    def forward(self, x, rotation, attend=attention):
+    def forward(self, x: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
         q, k = self.q_norm(self.wq(x)), self.k_norm(self.wk(x))  # (N, T, D), (N, T, kv heads · d)
         q = rotate(q.unflatten(-1, (self.n_heads, -1)), rotation)  # (N, T, h, d)
         k = rotate(k.unflatten(-1, (self.n_kv_heads, -1)), rotation)
@@ -159,7 +163,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1·x) ∗ w3·x). The hidden width is 8/3 of `dim`, rounded up to a multiple of `multiple_of`."""
 
-    def __init__(self, dim, multiple_of=256, ffn_dim_multiplier=None):
+    def __init__(self, dim: int, multiple_of: int = 256, ffn_dim_multiplier: float | None = None):
         super().__init__()
         hidden = int(8 * dim / 3)
         if ffn_dim_multiplier is not None:
@@ -169,14 +173,23 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(hidden, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class TransformerBlock(nn.Module):
     """LLaMA's block with adaptive shifts, scales and gates (adaLN-Zero, arXiv:2212.09748, section 3.2)."""
 
-    def __init__(self, dim, n_heads, n_kv_heads, multiple_of, ffn_dim_multiplier, norm_eps, qk_norm):
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int | None,
+        multiple_of: int,
+        ffn_dim_multiplier: float | None,
+        norm_eps: float,
+        qk_norm: bool,
+    ):
         super().__init__()
         self.attention = Attention(dim, n_heads, n_kv_heads, qk_norm)
         self.feed_forward = FeedForward(dim, multiple_of, ffn_dim_multiplier)
@@ -184,7 +197,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, norm_eps)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 6 * dim))
 
-    def forward(self, x, c, rotation, attend=attention):
+    def forward(self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
         """x (N, T, D) tokens, c (N, C) condition, rotation (T, d/2, 2) → (N, T, D)."""
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
@@ -197,13 +210,13 @@ class TransformerBlock(nn.Module):
 class FinalLayer(nn.Module):
     """Adaptive LayerNorm and the projection of a token to its patch. (N, T, D) → (N, T, p²·out_channels)."""
 
-    def __init__(self, dim, patch_size, out_channels):
+    def __init__(self, dim: int, patch_size: int, out_channels: int):
         super().__init__()
         self.norm_final = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
         self.linear = nn.Linear(dim, patch_size * patch_size * out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 2 * dim))
 
-    def forward(self, x, c):
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)  # each (N, D)
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
@@ -213,20 +226,20 @@ class DiT_Llama(nn.Module):
 
     def __init__(
         self,
-        input_size=32,
-        patch_size=2,
-        in_channels=4,
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=None,
-        multiple_of=256,
-        ffn_dim_multiplier=None,
-        norm_eps=1e-5,
-        class_dropout_prob=0.1,
-        num_classes=1000,
-        learn_sigma=True,
-        qk_norm=False,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        dim: int = 4096,
+        n_layers: int = 32,
+        n_heads: int = 32,
+        n_kv_heads: int | None = None,
+        multiple_of: int = 256,
+        ffn_dim_multiplier: float | None = None,
+        norm_eps: float = 1e-5,
+        class_dropout_prob: float = 0.1,
+        num_classes: int = 1000,
+        learn_sigma: bool = True,
+        qk_norm: bool = False,
     ):
         super().__init__()
         self.learn_sigma = learn_sigma
@@ -248,7 +261,7 @@ class DiT_Llama(nn.Module):
         self.final_layer = FinalLayer(dim, patch_size, self.out_channels)
         self.initialize_weights()
 
-    def initialize_weights(self):
+    def initialize_weights(self) -> None:
         """Xavier for the linears, normals of 0.02 for the embeddings, zeros for adaLN and the last layer, so that every
         block starts as the identity. On the meta device nothing is drawn."""
         if self.x_embedder.weight.is_meta:
@@ -265,18 +278,18 @@ class DiT_Llama(nn.Module):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
-    def rotation(self, x):
+    def rotation(self, x: Tensor) -> Tensor:
         """The rotations of all positions for tokens of x's kind, (T, d/2, 2)."""
         length, dtype = (self.input_size // self.patch_size) ** 2, torch.promote_types(x.dtype, torch.float32)
         return rotation_table(self.dim // self.n_heads, length, dtype, x.device)
 
-    def unpatchify(self, x):
+    def unpatchify(self, x: Tensor) -> Tensor:
         """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
         side, p = self.input_size // self.patch_size, self.patch_size
         x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
-    def forward(self, x, t, y):
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); C channels without learned
         sigma."""
         if x.shape[-2:] != (self.input_size, self.input_size):
@@ -288,7 +301,7 @@ class DiT_Llama(nn.Module):
             x = layer(x, c, rotation)
         return self.unpatchify(self.final_layer(x, c))
 
-    def forward_with_cfg(self, x, t, y, cfg_scale):
+    def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
         """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)
         holds the N labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in
         the first three channels and their own half's output in the rest."""
@@ -305,19 +318,19 @@ class DiT_Llama(nn.Module):
 #################################################################################
 
 
-def DiT_Llama_600M_patch2(**kwargs):
+def DiT_Llama_600M_patch2(**kwargs) -> DiT_Llama:
     return DiT_Llama(**{**dict(patch_size=2, dim=1536, n_layers=16, n_heads=32), **kwargs})
 
 
-def DiT_Llama_3B_patch2(**kwargs):
+def DiT_Llama_3B_patch2(**kwargs) -> DiT_Llama:
     return DiT_Llama(**{**dict(patch_size=2, dim=3072, n_layers=32, n_heads=32), **kwargs})
 
 
-def DiT_Llama_7B_patch2(**kwargs):
+def DiT_Llama_7B_patch2(**kwargs) -> DiT_Llama:
     return DiT_Llama(**{**dict(patch_size=2, dim=4096, n_layers=32, n_heads=32), **kwargs})
 
 
-def DiT_Llama_Demo_patch2(**kwargs):
+def DiT_Llama_Demo_patch2(**kwargs) -> DiT_Llama:
     """Small, trained on drawn pictures, shipped with its weights; head dim 96 as in 3B."""
     config = dict(patch_size=2, dim=192, n_layers=10, n_heads=2, input_size=16, num_classes=8, qk_norm=True)
     return DiT_Llama(**{**config, **kwargs})

@@ -6,10 +6,15 @@ An FID job that was stopped or killed resumes when the same command is given aga
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
 
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import STOPPED
 from accel.options import DistributedOptions
+
+if TYPE_CHECKING:  # torch is slow to import
+    from accel.engine import Engine
+    from accel.parallel.processes import Job
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
@@ -61,7 +66,7 @@ def stop_at_once(*_) -> None:
     os._exit(STOPPED)
 
 
-def load(options: DistributedOptions, job, batch_rows: int, **how):
+def load(options: DistributedOptions, job: "Job", batch_rows: int, **how) -> "Engine":
     """The engine on this rank. What any rank lacks is named before anything is sampled."""
     from accel.engine import Engine, open_checkpoint
 
@@ -75,8 +80,8 @@ def load(options: DistributedOptions, job, batch_rows: int, **how):
 
 
 def sample_grid(options: DistributedOptions, job) -> None:
-    """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than ranks,
-    a part of every network evaluation (--parallel). All ranks draw the same random stream."""
+    """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than
+    ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
     from accel.engine import empty_model
     from accel.parallel.planner import OFF, Planner
     from accel.parallel.rows import gather_rows, share

@@ -1,4 +1,5 @@
-"""From options to pictures: choose the device, load the weights, denoise, decode, save. Commands are thin around this."""
+"""From options to pictures: choose the device, load the weights, denoise, decode, save. Commands are thin around
+this."""
 
 import gc
 import statistics
@@ -233,8 +234,8 @@ class Engine:
             raise UsageError(self.options.smaller_batch) from None
 
     def denoise(self, z: torch.Tensor, labels: torch.Tensor, **how) -> torch.Tensor:
-        """Noise z (n, C, L, L) and labels (n,) → latents; `how` as sampler.denoise has it. Raises UsageError, naming the
-        step and a remedy, if they are not finite."""
+        """Noise z (n, C, L, L) and labels (n,) → latents; `how` as sampler.denoise has it. Raises UsageError, naming
+        the step and a remedy, if they are not finite."""
         options, on_step = self.options, how.pop("on_step", None)
         sums = torch.zeros(self.diffusion.num_timesteps, device=self.device)  # read once, after the loop
 
@@ -249,8 +250,8 @@ class Engine:
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
             raise UsageError(
-                f"--precision {self.precision}: the latents are not finite from step {int(failed[0]) + 1} of {len(sums)} "
-                f"on; {self._remedy()}"
+                f"--precision {self.precision}: the latents are not finite from step {int(failed[0]) + 1} of "
+                f"{len(sums)} on; {self._remedy()}"
             )
         return latents
 
@@ -278,7 +279,8 @@ class Engine:
         return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
     def sample(self, rows: slice = slice(None), show: bool = True) -> torch.Tensor:
-        """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process prints."""
+        """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process
+        prints."""
         runs, times = self.options.repeats, []
         captured = self.device.type == "cuda" and self.network is not None and self.network.captures
         if runs > 1 or captured:  # the first step compiles and is recorded: the bar should not learn its pace from it
@@ -324,8 +326,8 @@ class Engine:
         return self.decoder
 
     def _load_decoder_beside(self):
-        """On a GPU, load the VAE and compile for it in a thread while the GPU denoises. The weights wait on the CPU until
-        the network's memory is free."""
+        """On a GPU, load the VAE and compile for it in a thread while the GPU denoises. The weights wait on the CPU
+        until the network's memory is free."""
         if self.vae_folder is None or self.device.type != "cuda" or self.decoder or self._loading_decoder:
             return
 
@@ -344,8 +346,8 @@ class Engine:
         self._loading_decoder = ThreadPoolExecutor(1).submit(load)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents, finite → pixels (n, 3, H, W), about (-1, 1). Raises UsageError if one picture does not fit in memory, or
-        if the decoder makes pixels that are not finite, which would become black ones."""
+        """Latents, finite → pixels (n, 3, H, W), about (-1, 1). Raises UsageError if one picture does not fit in
+        memory, or if the decoder makes pixels that are not finite, which would become black ones."""
         with self.watch.phase("decode"):
             try:
                 pixels = vae.decode(self.load_decoder(), latents)
@@ -357,8 +359,8 @@ class Engine:
                 ) from None
             if not pixels.isfinite().all():
                 raise UsageError(
-                    f"--vae {self.options.vae}: decodes finite latents to pixels that are not finite; check its weights, "
-                    "or choose another"
+                    f"--vae {self.options.vae}: decodes finite latents to pixels that are not finite; check its "
+                    "weights, or choose another"
                 )
             return pixels
 

@@ -13,8 +13,8 @@ from typing import IO
 def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False) -> Iterator[IO]:
     """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C removes it.
 
-    durable: its bytes are on disk before it gets the name. A symbolic link keeps pointing where it does, and a file that
-    is replaced passes on its permissions. No two writers share a temporary name.
+    durable: its bytes are on disk before it gets the name. A symbolic link keeps pointing where it does, and a file
+    that is replaced passes on its permissions. No two writers share a temporary name.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}-{threading.get_ident()}.part")

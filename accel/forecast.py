@@ -1,5 +1,5 @@
-"""Plans: at which steps of a run the network is evaluated. scripts/calibrate.py makes them, diffusion/strides.py has the
-mathematics."""
+"""Plans: at which steps of a run the network is evaluated. scripts/calibrate.py makes them, diffusion/strides.py has
+the mathematics."""
 
 import hashlib
 import json
@@ -36,8 +36,8 @@ def settings_of(options: SamplingOptions, checkpoint: Checkpoint) -> dict:
 
 
 def read_plan(options: SamplingOptions, checkpoint: Checkpoint) -> list[Stride]:
-    """The strides of the options' plan. Raises UsageError if there is none, if it is damaged, or if it was made for other
-    weights, steps, guidance, size or model."""
+    """The strides of the options' plan. Raises UsageError if there is none, if it is damaged, or if it was made for
+    other weights, steps, guidance, size or model."""
     path = plan_path(options, checkpoint)
     flag, remedy = f"--forecast-plan {path}", "make one with scripts/calibrate.py, or use --forecast off"
     try:

@@ -34,7 +34,8 @@ def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 
 def guide(out: torch.Tensor, cfg_scale: float) -> torch.Tensor:
-    """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) on the first three channels of out (2n, C', H, W).
+    """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) on the first three channels of out (2n, C', H,
+    W).
 
     The first n rows are conditional, the others not. Both halves get uncond + cfg_scale · (cond − uncond); the other
     channels pass.
@@ -71,7 +72,8 @@ class Network(ABC):
 
     @abstractmethod
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x (n, C, H, W); t, y (N,), N a multiple of n: the latents are repeated → last layer's tokens (N, T, p·p·C')."""
+        """x (n, C, H, W); t, y (N,), N a multiple of n: the latents are repeated → last layer's tokens (N, T,
+        p·p·C')."""
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,8 @@ class Network(ABC):
         yield lambda *evaluations: None
 
     def replayed(self, key: Any, step: Callable) -> Callable:
-        """`step` as a CUDA graph, kept under `key`: each holds memory, so only the KEPT ones that were used last are."""
+        """`step` as a CUDA graph, kept under `key`: each holds memory, so only the KEPT ones that were used last
+        are."""
         replayed = self._replayed.pop(key, None) or Replayed(step)
         self._replayed = {**dict(list(self._replayed.items())[1 - KEPT :]), key: replayed}
         return replayed
@@ -117,8 +120,9 @@ class Network(ABC):
 class BlockNetwork(Network):
     """A network of transformer blocks, which ranks can share by batch rows, by tokens or by blocks.
 
-    attention(qkv, num_heads): its own attention, packed (N, T, 3·D) → (N, T, D), for tokens that are all on this device.
-    exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep its accuracy, the fastest first.
+    attention(qkv, num_heads): its own attention, packed (N, T, 3·D) → (N, T, D), for tokens that are all on this
+    device. exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep its accuracy, the fastest
+    first.
     """
 
     depth: int

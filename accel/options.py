@@ -88,7 +88,8 @@ class SamplingOptions:
     vae_precision: str = flag(
         "auto",
         "the decoder's arithmetic. fp16: a fraction of the time and memory, used if a check of its weights passes; "
-        "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 beside fp16 and bf16, else as --precision",
+        "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 for fp16 and bf16, else as "
+        "--precision",
         SPEED,
         choices=("auto", "fp32", "tf32", "fp16"),
     )
@@ -243,7 +244,8 @@ class SamplingOptions:
 
 @dataclass
 class DistributedOptions(SamplingOptions):
-    """Options of one job over many processes. With `num_fid_samples` it makes a folder for FID, else one picture grid."""
+    """Options of one job over many processes. With `num_fid_samples` it makes a folder for FID, else one picture
+    grid."""
 
     seed: int = flag(
         0,
@@ -279,7 +281,8 @@ class DistributedOptions(SamplingOptions):
     )
     parallel: str = flag(
         "auto",
-        "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a picture; "
+        "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a "
+        "picture; "
         "or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how tokens attend "
         "(kv, push, ulysses, ring). weights=4 divides every layer, for a network that does not fit in one GPU; "
         "stages=4,patches=8,warmup=25 is PipeFusion, which is approximate",
@@ -335,12 +338,14 @@ class DistributedOptions(SamplingOptions):
             )
         elif wrong := self._given("sample_dir", "per_proc_batch_size", "balanced_labels"):
             raise UsageError(
-                f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; add --num-fid-samples, "
+                f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; add "
+                "--num-fid-samples, "
                 "or drop it"
             )
         if self.mesh is not None and "stages" in self.mesh and self.forecast != "off":
             raise UsageError(
-                f"--forecast {self.forecast}: its evaluations lie further apart than PipeFusion's reuse of the last step "
+                f"--forecast {self.forecast}: its evaluations lie further apart than PipeFusion's reuse of the last "
+                "step "
                 "allows; drop one of them"
             )
         return super().resolve()
@@ -362,8 +367,8 @@ class DistributedOptions(SamplingOptions):
             valid = value in EXCHANGES if name == "exchange" else number
             if not valid or len(given) < len(items) or not any(given.keys() <= family for family in LAYOUTS):
                 raise UsageError(
-                    f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, rows=N,tokens=N,exchange="
-                    f"{'|'.join(EXCHANGES)}, or weights=N, or stages=N,patches=N,warmup=N"
+                    f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, "
+                    f"rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N, or stages=N,patches=N,warmup=N"
                 )
         for name, of in (("exchange", "tokens"), ("patches", "stages"), ("warmup", "stages")):
             if name in given and of not in given:

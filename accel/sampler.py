@@ -66,7 +66,9 @@ def denoise(
     return loop(network, diffusion, how, x, y, scale, noise_of_step, steps, on_step)
 
 
-def evaluate(network: Network, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float | None):
+def evaluate(
+    network: Network, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float | None
+) -> torch.Tensor:
     """The network at x (n, C, L, L), t (n,), y (n,) or with guidance (2n,) → (n, C', L, L)."""
     if cfg_scale is None:
         return network.forward(x, t, y)

@@ -63,7 +63,7 @@ class Half(PlainLargeDiT):
             model.rotation, large_dit._frequencies = lambda x: rotation, lambda *_: frequencies
             self._guided = torch.compile(model.forward_with_cfg, mode="max-autotune", dynamic=False)
 
-    def forward_with_cfg(self, x, t, y, cfg_scale):
+    def forward_with_cfg(self, x, t, y, cfg_scale) -> torch.Tensor:
         # A copy: the compiler's graph will overwrite its output.
         return self._guided(x.half(), t, y, cfg_scale).to(x.dtype, copy=True)
 

@@ -332,17 +332,17 @@ class CompiledDiT(PlainDiT):
         self._forward = torch.compile(model.forward, mode=mode, dynamic=False)
         self._guided = torch.compile(model.forward_with_cfg, mode=mode, dynamic=False)
 
-    def forward(self, x, t, y):
+    def forward(self, x, t, y) -> torch.Tensor:
         # A copy: the compiler's graph will overwrite its output.
         return self._forward(x.to(self.dtype), t, y).to(x.dtype, copy=True)
 
-    def forward_with_cfg(self, x, t, y, cfg_scale):
+    def forward_with_cfg(self, x, t, y, cfg_scale) -> torch.Tensor:
         return self._guided(x.to(self.dtype), t, y, cfg_scale).to(x.dtype, copy=True)
 
 
 class DiffusersDiT(PlainDiT):
-    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (shift 1), so its
-    output is not quite that of the published model."""
+    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (shift 1), so
+    its output is not quite that of the published model."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         from diffusers import DiTTransformer2DModel
@@ -355,9 +355,9 @@ class DiffusersDiT(PlainDiT):
         self.transformer, self.dtype = self.transformer.to(dtype).eval().requires_grad_(False), dtype
 
     @torch.no_grad()
-    def forward(self, x, t, y):
+    def forward(self, x, t, y) -> torch.Tensor:
         return self.transformer(x.to(self.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
 
-    def forward_with_cfg(self, x, t, y, cfg_scale):
+    def forward_with_cfg(self, x, t, y, cfg_scale) -> torch.Tensor:
         half = x[: len(x) // 2]
         return guide(self.forward(torch.cat([half, half]), t, y), cfg_scale)

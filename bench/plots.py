@@ -18,7 +18,7 @@ KINDS = {  # colour, hatch
 }
 
 
-def canvas(rows, width: float, height: float, panels: int = 1):
+def canvas(rows: list, width: float, height: float, panels: int = 1) -> tuple[Figure, list]:
     """A figure without pyplot, which would look for a display, and its axes. Raises ValueError for no rows."""
     if not rows:
         raise ValueError("nothing measured: no figure is drawn")

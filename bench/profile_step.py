@@ -55,12 +55,12 @@ class UploadingDiffusion(SpacedDiffusion):
             self._at(name, t, x_t)
         return super()._posterior_mean(x_start, x_t, t)
 
-    def original_timesteps(self, t):
+    def original_timesteps(self, t: torch.Tensor) -> torch.Tensor:
         return torch.tensor(self.timestep_map, device=t.device)[t]
 
 
 @torch.inference_mode()
-def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, *, on_step):
+def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, *, on_step) -> torch.Tensor:
     """Upstream's loop: 2n batch rows updated; timesteps, tables and frequencies sent from the host at every step."""
     x = torch.cat([z, z])
     kwargs = dict(y=torch.cat([labels, torch.full_like(labels, null_label)]), cfg_scale=cfg_scale)

@@ -3,9 +3,9 @@
     python bench/winners.py --output output/winners.json
     python bench/winners.py --batch-rows 16 4 2 1 --record
 
-All candidates take turns in replayed graphs of 28 launches with as many weights, more than the cache holds, as in a step.
-The fastest of them then run alone for seconds each: at its power limit a GPU lowers its clock, and the algorithm that
-takes the least energy wins. --record puts the winners into known.json, where the GPU's runs find them."""
+All candidates take turns in replayed graphs of 28 launches with as many weights, more than the cache holds, as in a
+step. The fastest of them then run alone for seconds each: at its power limit a GPU lowers its clock, and the algorithm
+that takes the least energy wins. --record puts the winners into known.json, where the GPU's runs find them."""
 
 if not __package__:
     __import__("_as_module")

@@ -229,7 +229,7 @@ class GaussianDiffusion:
         ANCESTRAL."""
         return self._tables(device)["ancestral"]
 
-    def ddim_coefficients(self, device, eta):
+    def ddim_coefficients(self, device: torch.device | str, eta: float) -> Tensor:
         """
         ddim_sample in p_sample's form for such a model: float32 (T, 6) on `device`, columns as in ANCESTRAL.
 

@@ -106,7 +106,7 @@ def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfi
     print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")
 
 
-def main():
+def main() -> None:
     parser = OneLineParser(description="Convert DiT weights and prove the round trip.")
     parser.add_argument("--ckpt", required=True, help="file, diffusers' folder, published name or hub id (owner/name)")
     parser.add_argument("--output", required=True, help="NAME.pt, NAME.safetensors, or a folder for diffusers' layout")

@@ -44,8 +44,8 @@ def test_forward_equals_the_papers_equations(config):
 
 
 def test_parity_would_fail_if_adaln_stayed_zero():
-    """With adaLN and the last layer at their initial zeros every network agrees with every other, even a broken one: the
-    parity tests above measure something only because `fill` removes those zeros."""
+    """With adaLN and the last layer at their initial zeros every network agrees with every other, even a broken one:
+    the parity tests above measure something only because `fill` removes those zeros."""
     model = DiT(**SMALL).eval()
     x, t, y = batch()
     broken = copy.deepcopy(model)
@@ -172,8 +172,8 @@ def test_label_dropout_and_training():
 
 
 def test_learns():
-    """A few steps of the usual training loop lower the loss: gradients flow through every part with the initial zeros in
-    place."""
+    """A few steps of the usual training loop lower the loss: gradients flow through every part with the initial zeros
+    in place."""
     from diffusion import create_diffusion
 
     torch.manual_seed(0)

@@ -110,8 +110,8 @@ class ConditioningTable:
             raise ValueError(f"{len(self.labels)} labels do not fit in a table of {self.capacity} entries")
         self.label_offset.fill_(self.capacity)
         self.label_offset[self.labels] = torch.arange(len(self.labels), device=device)
-        # By the usual size, not by what a larger batch once asked for: the GEMMs of a chunk round by its size, and a job
-        # that is started again must give the same bits.
+        # By the usual size, not by what a larger batch once asked for: the GEMMs of a chunk round by its size, and a
+        # job that is started again must give the same bits.
         self.chunk = max(self.usual // len(self.labels), at_once)
         self.ready = range(0)
         self.advance(0)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from accel.labels import DEMO as CLASSES
 
 SIZE = 128  # pixels
+Map = torch.Tensor  # (B, S, S) a value a pixel, or (B, 3, S, S) a colour
 FINE = 2 * SIZE  # pictures are drawn at twice the size, then averaged down
 
 
@@ -58,7 +59,7 @@ class Canvas:
         self.paint(torch.zeros_like(self.image), coverage)
 
 
-def hsv(hue, saturation, value):
+def hsv(hue: Map, saturation: Map | float, value: Map | float) -> Map:
     """Colour from hue (any real, period 1), saturation and value, tensors or numbers: (B, …) each → (B, 3, …)."""
     saturation, value = (x if torch.is_tensor(x) else torch.full_like(hue, x) for x in (saturation, value))
     sectors = [(offset + hue * 6) % 6 for offset in (5, 3, 1)]
@@ -66,47 +67,47 @@ def hsv(hue, saturation, value):
     return torch.stack(torch.broadcast_tensors(*channels), 1)
 
 
-def mix(first, second, weight):
+def mix(first: Map, second: Map, weight: Map) -> Map:
     """Colours blended by the map `weight`, 0–1."""
     return torch.lerp(first, second, weight.unsqueeze(1))
 
 
-def shade(colour, light):
+def shade(colour: Map, light: Map) -> Map:
     """A colour under light of strength `light` (a map), 1 being neutral; beyond 1 it goes towards white."""
     light = light.unsqueeze(1)
     return torch.where(light < 1, colour * light, colour + (1 - colour) * (light - 1).clamp(0, 1))
 
 
-def inside(distance, softness=2 / FINE):
+def inside(distance: Map, softness: float = 2 / FINE) -> Map:
     """Coverage, 0–1, of a shape given by its signed distance (negative inside), its edge blurred over `softness`."""
     return (0.5 - distance / (2 * softness)).clamp(0, 1)
 
 
-def overlap(a, b, *more):
+def overlap(a: Map, b: Map, *more: Map) -> Map:
     """The signed distance of what shapes have in common, from theirs."""
     return overlap(torch.maximum(a, b), *more) if more else torch.maximum(a, b)
 
 
-def smooth(low, high, value):
+def smooth(low: float, high: float, value: Map) -> Map:
     """0 below `low`, 1 above `high`, a smooth cubic between."""
     t = ((value - low) / (high - low)).clamp(0, 1)
     return t * t * (3 - 2 * t)
 
 
-def length(x, y):
+def length(x: Map, y: Map) -> Map:
     return (x**2 + y**2).sqrt()
 
 
-def rotate(x, y, angle):
+def rotate(x: Map, y: Map, angle: Map) -> tuple[Map, Map]:
     return x * angle.cos() + y * angle.sin(), y * angle.cos() - x * angle.sin()
 
 
-def sphere(x, y):
+def sphere(x: Map, y: Map) -> Map:
     """Height z of the unit sphere's surface over (x, y), 0 outside."""
     return (1 - x * x - y * y).clamp(min=0).sqrt()
 
 
-def draw_planet(c):
+def draw_planet(c: Canvas) -> None:
     """A banded planet with a ring, among stars."""
     hue = c.rand(0, 1)
     c.paint(hsv(c.rand(0.58, 0.82), c.rand(0.5, 0.8), 0.13 + 0.09 * c.noise(2, 2).clamp(-1.2, 2)))
@@ -135,7 +136,7 @@ def draw_planet(c):
     c.paint(ring_colour, cover * inside(-along, 0.01))
 
 
-def draw_mountains(c):
+def draw_mountains(c: Canvas) -> None:
     """Mountain ranges in the haze, one behind the other, under a low sun."""
     sky, warm = c.rand(0.5, 0.85), c.rand(0.02, 0.15)  # sky: from turquoise to violet
     low = hsv(warm, c.rand(0.2, 0.5), c.rand(0.95, 1.0))
@@ -162,7 +163,7 @@ def draw_mountains(c):
             c.paint(torch.lerp(far, c.white, 0.75), 0.9 * cap)
 
 
-def draw_flower(c):
+def draw_flower(c: Canvas) -> None:
     """A flower with two wreaths of petals on a stem, before blurred green."""
     green, blur = c.rand(0.2, 0.44), c.noise(2, 2, 2)
     saturation, value = c.rand(0.4, 0.7), (c.rand(0.38, 0.62) + 0.13 * blur - 0.1 * c.y).clamp(0.05, 1)
@@ -201,7 +202,7 @@ def draw_flower(c):
     c.paint(shade(heart, light), inside((away - radius) * size))
 
 
-def draw_room(c, horizon):
+def draw_room(c: Canvas, horizon: Map) -> None:
     """Wall and floor in soft light."""
     hue = c.rand(0, 1)
     wall = hsv(hue, c.rand(0.25, 0.55), c.rand(0.75, 0.97))
@@ -211,7 +212,7 @@ def draw_room(c, horizon):
     c.paint(shade(floor, 0.72 + 0.35 * (c.y - horizon) + 0.03 * c.noise(12, 3, 3)), inside(horizon - c.y, 0.015))
 
 
-def draw_ball(c):
+def draw_ball(c: Canvas) -> None:
     """A beach ball on the floor."""
     horizon, radius = c.rand(0.05, 0.35), c.rand(0.44, 0.62)
     draw_room(c, horizon)
@@ -233,7 +234,7 @@ def draw_ball(c):
     c.paint(shade(colour, light), inside(length(nx, ny) * radius - radius))
 
 
-def draw_block(c):
+def draw_block(c: Canvas) -> None:
     """A toy block, each face with its own colour and mark, seen from above."""
     draw_room(c, c.rand(-0.25, 0.1))
     yaw, pitch, half = c.rand(0.3, 1.27), c.rand(0.45, 0.7), c.rand(0.36, 0.46)
@@ -270,7 +271,7 @@ def draw_block(c):
         c.paint(shade(colour, tone), (enter[face] >= near).float() * inside(-thickness, 0.012))
 
 
-def draw_sea(c):
+def draw_sea(c: Canvas) -> None:
     """A sailing boat before the setting sun."""
     horizon, warm, high = c.rand(-0.02, 0.2), c.rand(-0.06, 0.07), c.rand(0.55, 0.92)
     low = hsv(warm, c.rand(0.45, 0.75), c.rand(0.95, 1.0))
@@ -302,7 +303,7 @@ def draw_sea(c):
     c.paint(shade(sail, 0.82 - 0.2 * x), inside(jib * unit * 0.7))
 
 
-def draw_balloon(c):
+def draw_balloon(c: Canvas) -> None:
     """A striped hot-air balloon among clouds."""
     hue = c.rand(0.5, 0.62)
     top = hsv(hue, c.rand(0.55, 0.8), c.rand(0.7, 0.95))
@@ -337,7 +338,7 @@ def draw_balloon(c):
     c.paint(hsv(torch.full_like(hue, 0.07), 0.6, 0.33), inside(brim * radius))
 
 
-def draw_mushroom(c):
+def draw_mushroom(c: Canvas) -> None:
     """A spotted toadstool on mossy ground."""
     green, blur = c.rand(0.24, 0.4), c.noise(3, 3, 2)
     saturation, value = c.rand(0.35, 0.6), (c.rand(0.2, 0.5) + 0.09 * blur - 0.2 * c.y).clamp(0.03, 1)

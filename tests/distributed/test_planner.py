@@ -43,7 +43,7 @@ def planner(parallel, job, model=MODEL, **more):
         ),
         (
             "rows=0",
-            "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses|ring, or weights=N, or ",
+            "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses|ring, or weights=N",
         ),
         ("stages=4,patches=7", "--parallel patches=7: does not divide the 1024 tokens of a row"),
         ("stages=3,rows=2", "stages=3: give"),

@@ -149,7 +149,8 @@ class Soak:
         poison()
 
     def launch(self, networks: list[Running]) -> None:
-        """Queue launches of `networks` and of foreign kernels in turns, then compare all bits with the first results."""
+        """Queue launches of `networks` and of foreign kernels in turns, then compare all bits with the first
+        results."""
         names = self.random.sample(list(self.others), 2)
         self.note("launch")
         self.last.append(", ".join([*names, *(str(tuple(one.case)) for one in networks)]))

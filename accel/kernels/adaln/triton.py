@@ -80,15 +80,15 @@ def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: t
 
 
 @triton.jit
-def _vectors(vector_ptr, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr):
+def _vectors(start, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr):
     """A tile of shift, 1 + scale and the gates in use."""
-    shift = tl.load(vector_ptr + shift * WIDTH + column, inside, 0.0)
-    scale = 1 + tl.load(vector_ptr + scale * WIDTH + column, inside, 0.0)
+    shift = tl.load(start + shift * WIDTH + column, inside, 0.0)
+    scale = 1 + tl.load(start + scale * WIDTH + column, inside, 0.0)
     first, second = shift, shift
     if BRANCHES > 0:
-        first = tl.load(vector_ptr + gate1 * WIDTH + column, inside, 0.0)
+        first = tl.load(start + gate1 * WIDTH + column, inside, 0.0)
     if BRANCHES > 1:
-        second = tl.load(vector_ptr + gate2 * WIDTH + column, inside, 0.0)
+        second = tl.load(start + gate2 * WIDTH + column, inside, 0.0)
     return shift, scale, first, second
 
 
@@ -124,18 +124,14 @@ def _adaln(
     if START_NEXT:
         gdc_launch_dependents()
     sample = tl.program_id(1)
-    vector_ptr = table_ptr + tl.load(entry_ptr + sample) * entry_stride
+    start = table_ptr + tl.load(entry_ptr + sample) * entry_stride
     main = tl.arange(0, MAIN)
     in_main = main < WIDTH
-    shift_m, scale_m, gate1_m, gate2_m = _vectors(
-        vector_ptr, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES
-    )
+    shift_m, scale_m, gate1_m, gate2_m = _vectors(start, main, in_main, shift, scale, gate1, gate2, WIDTH, BRANCHES)
     if TAIL:
         tail = MAIN + tl.arange(0, TAIL)
         in_tail = tail < WIDTH
-        shift_t, scale_t, gate1_t, gate2_t = _vectors(
-            vector_ptr, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES
-        )
+        shift_t, scale_t, gate1_t, gate2_t = _vectors(start, tail, in_tail, shift, scale, gate1, gate2, WIDTH, BRANCHES)
     for turn in range(TURNS):
         token = tl.program_id(0) * TURNS + turn
         row = (sample.to(tl.int64) * tokens + token) * WIDTH
@@ -165,8 +161,7 @@ def _adaln(
             largest = tl.max(tl.abs(y), 0)
             if TAIL:
                 largest = tl.maximum(largest, tl.max(tl.abs(y_t), 0))
-            # The power of two that brings the largest value between 2¹⁴ and 2¹⁵, from its exponent bits; and its
-            # inverse.
+            # The power of two that brings the largest value between 2¹⁴ and 2¹⁵, from its exponent bits.
             exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
             factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
             inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)

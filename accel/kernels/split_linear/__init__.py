@@ -73,8 +73,8 @@ class SplitLinear:
             self.pair, _ = split(hopper.arrange(weight))
 
     def prepare(self, m: int) -> None:
-        """Compile and load what M tokens need, by a launch on zeros. What gives high_low follows a norm in a block, whose
-        split has scales."""
+        """Compile and load what M tokens need, by a launch on zeros. What gives high_low follows a norm in a block,
+        whose split has scales."""
         self(HighLow(self.pair.new_zeros(2, m, self.depth), self.scale.new_ones(m) if self.high_low else None))
 
     def parameters(self) -> Iterator[Tensor]:
