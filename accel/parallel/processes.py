@@ -260,7 +260,7 @@ def launched_job(program: str) -> Iterator[Job]:
         job.leave(status)
     except BaseException as error:
         _fail(job, program, error)
-    if status:
+    if status or job.world > 1:  # gloo's threads may abort a process that ends in the interpreter's own way
         _exit(status)
 
 

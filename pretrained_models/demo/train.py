@@ -33,7 +33,8 @@ from models import DiT_models
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 
 FOLDER = Path(__file__).resolve().parent
-# Name → stem of the weights' file, and a constructor: nn.Module with forward(x, t, y), the demo's classes and latents.
+# Name → stem of the weights' file, and a constructor: nn.Module with forward(x, t, y) for the demo's classes and
+# latents, and x_embedder.
 NETWORKS = {
     "DiT-Demo/2": ("dit", DiT_models["DiT-Demo/2"]),
     "Large-DiT-Demo/2": ("large-dit", Large_DiT_models["Large-DiT-Demo/2"]),

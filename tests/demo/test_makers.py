@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from accel import vae
 from accel.engine import Engine
+from accel.network import MODELS
 from accel.options import SamplingOptions
 from models import DiT_models
 from pretrained_models.demo import score, train
@@ -138,11 +139,12 @@ class Tiny(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.x_embedder = torch.nn.Identity()
         self.blocks = torch.nn.ModuleList([torch.nn.Conv2d(4, 8, 1)])
         self.labels = torch.nn.Embedding(9, 8)
 
     def forward(self, x, t, y):
-        return self.blocks[0](x) + self.labels(y)[:, :, None, None]
+        return self.blocks[0](self.x_embedder(x)) + self.labels(y)[:, :, None, None]
 
 
 def test_another_network_is_trained_on_the_same_latents(monkeypatch, tmp_path):
@@ -193,7 +195,11 @@ def test_spoiled_pictures_keep_their_pixels_but_not_their_place(fresh):
 
 
 def test_committed_weights_are_small_and_trained():
-    assert sum(file.stat().st_size for file in DEMO.rglob("*.safetensors")) <= 25_000_000
+    for name in ("dit.safetensors", "large-dit.safetensors", "vae/diffusion_pytorch_model.safetensors"):
+        assert (DEMO / name).stat().st_size <= 25_000_000, name
+    large = load_file(DEMO / "large-dit.safetensors")
+    assert all(value.dtype == torch.float16 and value.isfinite().all() for value in large.values())
+    MODELS["Large-DiT-Demo/2"](qk_norm=True).load_state_dict(large, strict=True)
     state = load_file(DEMO / "dit.safetensors")
     model = DiT_models["DiT-Demo/2"]()
     model.load_state_dict(state, strict=True)

@@ -233,10 +233,10 @@ def test_of_two_jobs_one_is_refused(other, delay, demo, tmp_path):
 
 def test_a_second_job_while_the_first_is_at_work(demo, undisturbed, tmp_path):
     first = start(2, *demo, *FID, "--sample-dir", tmp_path)
-    assert wait_for_pictures(tmp_path, 4, first)
+    assert wait_for_pictures(tmp_path, 2, first)
+    ranks = ranks_of(first)  # which may be done by the time that the second is refused
     text = run(2, *demo, *FID, "--num-sampling-steps", 19, "--sample-dir", tmp_path, status=USAGE)
-    assert any(f"(process {rank} on {socket.gethostname()} since " in text for rank in ranks_of(first)), text
-    assert first.poll() is None
+    assert any(f"(process {rank} on {socket.gethostname()} since " in text for rank in ranks), text
     finish(first)
     assert files(tmp_path) == undisturbed
 

@@ -92,7 +92,7 @@ def test_the_original_class_is_accelerated():
 
 
 def test_what_is_not_a_dit_is_refused():
-    with pytest.raises(ValueError, match="Linear is not a DiT or Large-DiT: no blocks.0.attn"):
+    with pytest.raises(ValueError, match="Linear is not a DiT: no blocks.0.attn"):
         accelerate(torch.nn.Linear(3, 3))
     with pytest.raises(ValueError, match="precision 'int8': choose from .*fp16"):
         accelerate(build("DiT-S/8"), "int8")
