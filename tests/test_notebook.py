@@ -23,7 +23,7 @@ def test_it_is_committed_without_outputs():
 
 @pytest.mark.timeout(600)
 def test_it_runs_on_a_cpu_with_the_demo(tmp_path, monkeypatch):
-    for name in ("accel", "diffusion", "models.py", "pretrained_models"):
+    for name in ("accel", "diffusion", "models.py", "large_dit.py", "pretrained_models"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(NOTEBOOK, tmp_path)
     for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("OMP_NUM_THREADS", "1"), ("JUPYTER_PLATFORM_DIRS", "1")):
