@@ -61,7 +61,7 @@ DIVISIONS = {
 
 
 class OwnHeads(torch.nn.Module):
-    """A norm over all heads, x (…, D), of which a rank goes on with its own (…, D/s)."""
+    """A norm over all heads, x (…, D), of which a rank keeps its own (…, D/s)."""
 
     def __init__(self, norm: torch.nn.Module, mesh: DeviceMesh):
         super().__init__()
