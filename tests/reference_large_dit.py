@@ -1,5 +1,5 @@
-"""Large-DiT written straight from its definition, in float64 and plain tensor operations, from a state dict. It shares no
-line with large_dit.py; slow and exact, it is what every faster network is held to."""
+"""Large-DiT written straight from its definition, in float64 and plain tensor operations, from a state dict. It shares
+no line with large_dit.py; slow and exact, it is what every faster network is held to."""
 
 import math
 
