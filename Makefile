@@ -12,7 +12,7 @@ sample: $(VENV)/ready
 	  $(BIN)/python evaluate.py pretrained_models/demo/golden-$$kind.png sample.png --metrics mae psnr ssim
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 # Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
 $(VENV)/ready: requirements.txt

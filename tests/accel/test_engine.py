@@ -113,7 +113,8 @@ def test_runs_repeat_and_ranks_have_their_rows(weights):
     run = engine.Engine(options_of(weights, labels=(1, 5, 2), output_type="latent"))
     latents = run.run()
     assert latents.shape == (3, 4, 16, 16) and torch.equal(run.run(), latents)
-    assert torch.allclose(run.run(slice(1, 3)), latents[1:], atol=1e-4) and not len(run.run(slice(3, 3)))
+    part = run.run(slice(1, 3))  # fewer rows: other GEMMs, which add in another order
+    assert (part - latents[1:]).abs().max() <= 1e-5 * latents.abs().max() and not len(run.run(slice(3, 3)))
     assert "3 labels" in run.describe() and "5 steps" in run.describe() and "fp32" in run.describe()
 
 

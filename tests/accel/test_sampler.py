@@ -34,7 +34,8 @@ def test_random_stream_draw_by_draw(monkeypatch):
     assert all(torch.equal(a, b[:3]) for a, b in zip(seen, want[1:], strict=True))
     assert torch.equal(torch.get_rng_state(), after)
     part = run(rows=slice(1, 3))
-    assert torch.equal(torch.get_rng_state(), after) and torch.allclose(part, whole[1:], atol=1e-4)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert (part - whole[1:]).abs().max() <= 1e-5 * whole.abs().max()  # other GEMMs, which add in another order
     seen.clear()
     run(1.0, guided=False)  # n rows a step without guidance
     torch.manual_seed(11)

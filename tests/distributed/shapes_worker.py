@@ -1,6 +1,5 @@
 """sample_ddp.py as it is; each rank leaves in a file what its engine was prepared for and its network evaluated."""
 
-import atexit
 import json
 import os
 from pathlib import Path
@@ -15,11 +14,13 @@ prepare, evaluate = Engine.__init__, PlainDiT.forward_blocks
 
 def prepare_and_note(self, options, batch_rows=None, *more, **how):
     found["prepared"] = batch_rows
+    leave()
     prepare(self, options, batch_rows, *more, **how)
 
 
 def evaluate_and_note(self, h, condition, **how):
     found["evaluated"].add(len(h))
+    leave()
     return evaluate(self, h, condition, **how)
 
 
@@ -30,5 +31,4 @@ def leave():
 
 if __name__ == "__main__":
     Engine.__init__, PlainDiT.forward_blocks = prepare_and_note, evaluate_and_note
-    atexit.register(leave)
     sample_ddp.main()
