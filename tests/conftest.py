@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ def fill(model, seed=0):
         scale = 1.0 / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.1
         value.data = torch.randn(value.shape, generator=generator).mul_(scale).to(value)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def opener_of_its_own(monkeypatch):
+    """urllib keeps the proxies of the environment in which it was first used."""
+    monkeypatch.setattr(urllib.request, "_opener", None)
 
 
 @pytest.fixture
