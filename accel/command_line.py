@@ -22,13 +22,13 @@ codecs.register_error("plain", _plain_characters)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line; exit status 2. A command's own flag replaces an option's.
+    """An argument parser whose errors are one line; exit status 2.
 
     A terminal that cannot show a character shows a plain one, whatever the command prints.
     """
 
     def __init__(self, **how):
-        super().__init__(conflict_handler="resolve", formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="plain")

@@ -77,16 +77,17 @@ def evaluate(
 
 def _each_step(network, diffusion, eta, x, y, cfg_scale, noise_of_step, steps, on_step):
     """One network evaluation a step."""
-    if eta is None:
-        coefficients = diffusion.ancestral_coefficients(x.device)
-    else:
-        coefficients = diffusion.ddim_coefficients(x.device, eta)
+    fused = network.fuses_update and diffusion.learns_range
+    if fused:
+        from accel.kernels.ancestral_update import ancestral_update  # brings Triton: other tiers need not wait for it
+
+        if eta is None:
+            coefficients = diffusion.ancestral_coefficients(x.device)
+        else:
+            coefficients = diffusion.ddim_coefficients(x.device, eta)
 
     def step(x, t, y, noise):
-        if network.fuses_update and diffusion.learns_range:
-            # Brings Triton; other tiers need not wait for it.
-            from accel.kernels.ancestral_update import ancestral_update
-
+        if fused:
             tokens = network.tokens(x, diffusion.original_timesteps(t).repeat(len(y) // len(x)), y)
             return ancestral_update(tokens, x, noise, t, coefficients, cfg_scale)
 

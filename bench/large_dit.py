@@ -19,7 +19,6 @@ import torch
 
 import large_dit
 from accel import vae
-from accel.checkpoint import shapes_only
 from accel.command_line import OneLineParser
 from accel.fast import load
 from accel.network import MODELS, Network, PlainLargeDiT
@@ -37,14 +36,9 @@ SCALE, ETA = 4.0, 0.0
 
 def random_module(name: str, device: torch.device) -> large_dit.DiT_Llama:
     """A network of random float16 weights, made on `device`; norms have weights about one."""
-    with shapes_only():
-        module = MODELS[name](qk_norm=True)
-    generator, state = torch.Generator(device).manual_seed(0), {}
-    for key, value in module.state_dict().items():
-        scale = value.shape[-1] ** -0.5 if value.ndim > 1 else 0.1
-        one = torch.randn(value.shape, generator=generator, device=device) * scale
-        state[key] = (one + ("norm.weight" in key)).half()
-    module.load_state_dict(state, assign=True)
+    with torch.device(device):
+        module = MODELS[name](qk_norm=True).half()
+    module.load_state_dict(measure.random_state(module))
     return module.eval().requires_grad_(False)
 
 

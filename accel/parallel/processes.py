@@ -171,8 +171,9 @@ class Job:
             self.store.set("stop", "")
         return self._stop or self.store.check(["stop"])
 
-    def leave(self, status: int = 0) -> None:
-        """Wait for all ranks and close the process group; this process then exits with `status`."""
+    def leave(self) -> None:
+        """Wait for all ranks and close the process group. The process must then end by `_exit`: gloo's threads may
+        abort one that ends in the interpreter's own way, and NCCL waits for CUDA graphs that hold its kernels."""
         if self.world == 1:
             return
         self.wait_for_collectives()
@@ -181,8 +182,6 @@ class Job:
         closing = Thread(target=self._close, daemon=True)
         closing.start()
         closing.join(5)
-        if closing.is_alive():  # NCCL waits for CUDA graphs that hold its kernels; the work is done all the same
-            _exit(status)
 
     def _close(self):
         if self._gpu is not None:
@@ -257,10 +256,10 @@ def launched_job(program: str) -> Iterator[Job]:
             status = STOPPED
             if job.rank == 0:
                 print(f"{program}: {stopped}", file=sys.stderr)
-        job.leave(status)
+        job.leave()
     except BaseException as error:
         _fail(job, program, error)
-    if status or job.world > 1:  # gloo's threads may abort a process that ends in the interpreter's own way
+    if status or job.world > 1:
         _exit(status)
 
 
