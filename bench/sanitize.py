@@ -3,9 +3,10 @@
     python bench/sanitize.py --output output/sanitize.json
     python bench/sanitize.py --tool racecheck --mode captured --batch-rows 2 --side 32
 
-One block of XL/2's width: fp16 by each of our tiles and by cuBLASLt, exact, a sampling step, a decoded picture. First
-without a tool, which compiles everything; then each tool in a process of its own, eager and captured. Eager, every
-tensor is an allocation of its own, so that memcheck sees where it ends. Exit status 1: a tool found something."""
+One block of XL/2's width: fp16 by each of our tiles and by cuBLASLt, exact, a sampling step, a decoded picture; and a
+block of Large-DiT. First without a tool, which compiles everything; then each tool in a process of its own, eager and
+captured. Eager, every tensor is an allocation of its own, so that memcheck sees where it ends. Exit status 1: a tool
+found something."""
 
 if not __package__:
     __import__("_as_module")
@@ -23,6 +24,7 @@ from contextlib import suppress
 
 import torch
 
+from accel import accelerate
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.fast.dit import FastDiT, Optimisations, build
@@ -34,6 +36,7 @@ from accel.sampler import denoise
 from accel.vae.half import HalfDecoder
 from bench import measure
 from diffusion import create_diffusion
+from large_dit import DiT_Llama
 from models import DiT
 
 TOOLS = "memcheck", "racecheck", "synccheck", "initcheck"
@@ -65,7 +68,9 @@ def work(args: Namespace, device: torch.device) -> None:
     tokens, switches = (args.side // 2) ** 2, Optimisations(graph=captured)
     with torch.device(device):
         model = DiT(input_size=args.side, depth=1, hidden_size=1152, num_heads=16)
+        large = DiT_Llama(input_size=args.side, n_layers=1, dim=768, n_heads=8, qk_norm=True)  # head dim 96, as 3B
     state, diffusion = measure.random_state(model), create_diffusion("2")
+    large.load_state_dict(measure.random_state(large))
 
     def run(what, function, *inputs):
         outputs = (Replayed(function) if captured else function)(*inputs)
@@ -84,6 +89,8 @@ def work(args: Namespace, device: torch.device) -> None:
                 run(f"{tier}, {rows} rows, algorithm {number}", network.forward, x, t, y)
             if rows % 2 == 0:
                 denoise(network, diffusion, x[: rows // 2], y[: rows // 2], 4.0, 1000)
+        network = accelerate(large.eval(), "fp16", optimisations=Optimisations(graph=False))
+        run(f"Large-DiT, {rows} rows", network.forward, x, t, y)
         qkv = torch.randn(rows, tokens // 2, 3 * 1152, generator=generator, device=device).half()
         kv = torch.randn(rows, tokens, 2 * 1152, generator=generator, device=device).half()
         run("attention_to", lambda qkv, kv: attention_to(qkv, kv, 16), qkv, kv)
