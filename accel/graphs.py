@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from accel.kernels import cuda
+
 
 def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
     """Record `step` on the current GPU and return its replay.
@@ -23,7 +25,7 @@ def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
     # torch keeps a workspace of cuBLAS for each stream, and a graph has its address. What is left of an earlier graph's
     # memory would serve here, and is freed with that graph or by torch.compile: each graph makes its own.
     torch._C._cuda_clearCublasWorkspaces()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads load and save
+    with cuda.recording(graph, stream):
         step()
     torch._C._cuda_clearCublasWorkspaces()  # nobody else works in this graph's memory
     return graph.replay

@@ -5,8 +5,10 @@ processes load some 50 KB.
 """
 
 import ctypes
+import gc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +62,22 @@ def call(function: Callable, *arguments: Any) -> Any:
     if status:
         raise RuntimeError(f"{function.__name__} failed: {status.name}")
     return values[0] if values else None
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture into `graph` on `stream` what is launched inside. Other threads may load and save meanwhile.
+
+    The garbage collector rests: an old graph that it frees on this thread would void the one that is being captured.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 #################################################################################

@@ -1,10 +1,12 @@
 """The memory that a captured graph works in lives as long as the graph, and on the graph's GPU."""
 
+import gc
+
 import pytest
 import torch
 from conftest import ROOT
 
-from accel.graphs import Replayed
+from accel.graphs import Replayed, capture
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +49,24 @@ def test_capture_on_the_tensors_gpu():
         double = Replayed(lambda x: 2 * x)
         for value in (1.0, 2.0):
             assert double(torch.full((3,), value, device=device)).tolist() == [2 * value] * 3
+
+
+def test_garbage_graphs_do_not_void_a_capture():
+    """A graph in a cycle of references is freed by the garbage collector, which may run at any allocation."""
+    x, cycle = torch.zeros(4, device="cuda"), []
+    cycle += [cycle, Replayed(torch.sin)]
+    cycle[1](x)
+    del cycle
+    thresholds = gc.get_threshold()
+
+    def step():
+        if torch.cuda.is_current_stream_capturing():
+            gc.set_threshold(1, 1, 1)
+        kept = [[] for _ in range(100)]  # each would start a collection
+        return kept, x.add_(1)
+
+    try:
+        capture(step)()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled() and x.tolist() == [2.0] * 4  # once before the capture, once by the replay

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel import gpu
 from accel.files import cache_folder
-from accel.kernels import keep
+from accel.kernels import cuda, keep
 from accel.kernels.linear import cublaslt, hopper
 
 GEMMS = {"cublaslt": cublaslt.Gemm, "hopper": hopper.Gemm}
@@ -149,8 +149,8 @@ def _milliseconds(choices, m, n, k, gelu, dtype, device):
     out, graphs, times = torch.empty(m, n, dtype=dtype, device=device), [], []
     for choice in choices:
         choice.run(x, weight, bias, out)  # loads the kernel
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # other threads load weights
+        graph = torch.cuda.CUDAGraph()
+        with cuda.recording(graph, torch.cuda.current_stream()):
             for _ in range(5):
                 choice.run(x, weight, bias, out)
         graphs.append(graph)
