@@ -228,7 +228,7 @@ def main() -> None:
     measure.add_arguments(parser, network=False)
     args = parser.parse_args()
     with user_errors(parser):
-        device = measure.require_gpu(args, "likeness to others is rehearsed")
+        device = measure.require_gpu(args, "kernels are rehearsed")
     if args.work:
         with rehearsal(args.seen_as):
             measure.write(args.output, WORK[args.work](args, device))

@@ -108,33 +108,25 @@ def under(tool: str | None, mode: str, args: Namespace) -> dict:
         command = ["compute-sanitizer", *options, *command]
         if mode == "eager":
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    start, status, text = time.monotonic(), None, b""
+    start, status, text = time.monotonic(), None, ""
     with suppress(subprocess.TimeoutExpired):
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         done = subprocess.run(command, env=environment, timeout=args.limit, **pipes)
         status, text = done.returncode, done.stdout
-    text = text.decode(errors="replace")
-    found = [int(number) for number in ERRORS.findall(text)]
-    errors = (0 if status == 0 and not tool else None) if not found else sum(found)
-    report = [line for line in text.splitlines() if line.startswith("=====")] if tool else text.splitlines()
+    found, seconds = [int(number) for number in ERRORS.findall(text)], time.monotonic() - start
+    errors = sum(found) if found else 0 if status == 0 and not tool else None
+    report = [line for line in text.splitlines() if line.startswith("=====") or not tool]
     clean = errors == 0 and status == 0
-    return dict(
-        tool=tool,
-        mode=mode,
-        status=status,
-        errors=errors,
-        seconds=time.monotonic() - start,
-        clean=clean,
-        report=[] if clean else report[:200] + report[-5:],
-    )
+    row = dict(tool=tool, mode=mode, status=status, errors=errors, seconds=seconds, clean=clean)
+    return row | dict(report=[] if clean else report[:200] + report[-5:])
 
 
 def line(row: dict) -> str:
     """A record as it is printed."""
-    problem = "ran out of time" if row["status"] is None else f"status {row['status']}, {row['errors']} errors"
-    return (
-        f"{row['tool'] or 'no tool':10} {row['mode']:9} {row['seconds']:6.1f} s  {'clean' if row['clean'] else problem}"
-    )
+    verdict = "clean" if row["clean"] else f"status {row['status']}, {row['errors']} errors"
+    if row["status"] is None:
+        verdict = "ran out of time"
+    return f"{row['tool'] or 'no tool':10} {row['mode']:9} {row['seconds']:6.1f} s  {verdict}"
 
 
 def main() -> None:
