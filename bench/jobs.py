@@ -191,9 +191,8 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus on a CPU: 25)")
     parser.add_argument("--repeats", type=positive, help="runs of each (default: 3 of --contest, else 2; CPU: 1)")
     parser.add_argument("--fid-steps", type=positive, help="steps of an FID picture (default: 25; CPU: 5)")
-    parser.add_argument(
-        "--batch", type=positive, help="pictures a rank and FID batch (default: sample_ddp.py's; CPU: 2)"
-    )
+    batch = f"pictures a rank and FID batch (default: {DistributedOptions.per_proc_batch_size}; CPU: 2)"
+    parser.add_argument("--batch", type=positive, help=batch)
     return parser, parser.parse_args()
 
 
@@ -205,10 +204,10 @@ def complete(args: Namespace) -> torch.device:
         raise UsageError("--start: a GPU's start is measured, and there is none here")
     if args.gpus == 1:
         raise UsageError("--gpus 1: is compared with one GPU; give 2 or more")
-    for flag, tiers in (("--contest", args.contest or ()), ("--precision", [args.precision] * bool(args.precision))):
-        for tier in tiers:
-            if not precision.supports(tier, device):
-                raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
+    asked = [("--contest", tier) for tier in args.contest or ()]
+    for flag, tier in [*asked, ("--precision", args.precision)]:
+        if tier and not precision.supports(tier, device):
+            raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
     args.steps = args.steps or (25 if args.gpus and not on_gpu else SamplingOptions.num_sampling_steps)
     args.repeats = args.repeats or (1 if not on_gpu else 2 if args.contest is None else 3)
     args.fid_steps = args.fid_steps or (25 if on_gpu else 5)
@@ -220,15 +219,11 @@ def main() -> None:
     parser, args = parse()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
         device, folder = complete(args), Path(folder)
-        kind, work = next(
-            (kind, work)
-            for kind, work, asked in (
-                ("contest", contest, args.contest is not None),
-                ("cold start", start, args.start),
-                ("ddp", against_one, args.gpus),
-            )
-            if asked
-        )
+        kind, work = "ddp", against_one
+        if args.start:
+            kind, work = "cold start", start
+        elif args.contest is not None:
+            kind, work = "contest", contest
         about = dict(kind=kind, **measure.provenance(device, args.commit), model=args.model, image_size=args.image_size)
         about |= dict(pictures=8, weights=Path(args.ckpt).name if args.ckpt else "random, seed 0", steps=args.steps)
         if args.gpus:

@@ -12,16 +12,13 @@ timed by itself.
 if not __package__:
     __import__("_as_module")
 
-import argparse
-import time
-from collections.abc import Callable
-from pathlib import Path
+from argparse import Namespace
 
 import torch
 
 import large_dit
 from accel import vae
-from accel.command_line import OneLineParser
+from accel.command_line import OneLineParser, user_errors
 from accel.fast import load
 from accel.graphs import Replayed
 from accel.network import MODELS, Network, PlainLargeDiT
@@ -35,14 +32,6 @@ GFLOP_A_ROW = {"Large-DiT-600M/2": 238, "Large-DiT-3B/2": 1881, "Large-DiT-7B/2"
 TFLOP_S = 700  # of the floor: what an H200 holds on large half-precision GEMMs at its power limit
 NETWORKS = ("fp16", "bf16", "eager", "compile")
 SCALE, ETA = 4.0, 0.0
-
-
-def random_module(name: str, device: torch.device) -> large_dit.DiT_Llama:
-    """A network of random float16 weights, made on `device`; norms have weights about one."""
-    with torch.device(device):
-        module = MODELS[name](qk_norm=True).half()
-    module.load_state_dict(measure.random_state(module))
-    return module.eval().requires_grad_(False)
 
 
 class Half(PlainLargeDiT):
@@ -68,65 +57,58 @@ def make(kind: str, module: large_dit.DiT_Llama, rows: int, device: torch.device
     return load(module.state_dict(), module, kind, device, rows)
 
 
-def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> tuple[object, dict]:
-    """What the last `work()` gave, and the spread of its milliseconds after one that is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        measure.synchronize(device)
-        start = time.perf_counter()
-        result = work()
-        measure.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - start))
-    return result, measure.median_and_range(times[1:])
-
-
 def time_network(kind: str, n: int, module: large_dit.DiT_Llama, decoder: vae.CheckedDecoder, args) -> dict:
-    """A network on n labels: a row of the record."""
-    device, classes = module.x_embedder.weight.device, module.y_embedder.num_classes
+    """A network on n labels: a row of the record, and `out`, its output at one timestep."""
+    device, classes = module.x_embedder.weight.device, args.num_classes
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     network, diffusion = make(kind, module, 2 * n, device), create_diffusion(str(args.num_sampling_steps))
     generator = torch.Generator(device).manual_seed(0)
     z = torch.randn(n, 4, module.input_size, module.input_size, generator=generator, device=device)
-    labels = torch.arange(n, device=device) % classes
+    labels, latents = torch.arange(n, device=device) % classes, None
 
     def sample():
-        return denoise(network, diffusion, z, labels, SCALE, classes, eta=ETA)
+        nonlocal latents
+        latents = denoise(network, diffusion, z, labels, SCALE, classes, eta=ETA)
 
-    started = time.perf_counter()
-    sample()
-    measure.synchronize(device)
-    row = dict(network=kind, labels=n, first_run_s=time.perf_counter() - started)
-    latents, row["sampling_ms"] = seconds(sample, args.repeats, device)
-    # Random weights may give latents of any size; the decoder takes as long for all.
-    _, row["decoding_ms"] = seconds(lambda: vae.decode(decoder, latents / latents.std()), args.repeats, device)
-    row["floor_ms"] = args.num_sampling_steps * 2 * n * GFLOP_A_ROW.get(args.model, 0) / TFLOP_S
-    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    def decode():
+        # Random weights may give latents of any size; the decoder takes as long for all.
+        vae.decode(decoder, latents / latents.std())
+
+    first, _, *times = [measure.elapsed_ms(sample, device) for _ in range(args.repeats + 2)]
+    _, *decoding = [measure.elapsed_ms(decode, device) for _ in range(args.repeats + 1)]
     y, t = torch.cat([labels, torch.full_like(labels, classes)]), torch.full((2 * n,), 500, device=device)
-    out = network.forward_with_cfg(torch.cat([z, z]), t, y, SCALE)
-    return row | dict(out=out)
+    return dict(
+        network=kind,
+        labels=n,
+        first_run_s=first / 1e3,
+        sampling_ms=measure.median_and_range(times),
+        decoding_ms=measure.median_and_range(decoding),
+        floor_ms=args.num_sampling_steps * 2 * n * GFLOP_A_ROW.get(args.model, 0) / TFLOP_S,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        out=network.forward_with_cfg(torch.cat([z, z]), t, y, SCALE),
+    )
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace, device: torch.device) -> None:
     """All networks on all numbers of labels, largest difference of their outputs at one timestep included."""
-    device = torch.device(args.device)
-    module, first = random_module(args.model, device), {}
+    module = measure.random_network(args.model, args.image_size, args.num_classes, device, qk_norm=True).half()
     decoder = vae.CheckedDecoder(measure.random_decoder(device), "fp16" if device.type == "cuda" else "fp32", "fp32")
-    record = measure.provenance(device, None) | dict(model=args.model, steps=args.num_sampling_steps, runs=[])
-    for kind in args.networks:
-        for n in args.labels:
-            row = time_network(kind, n, module, decoder, args)
-            out = row.pop("out")
-            want = first.setdefault(n, out)
-            row["difference"] = float((out - want).norm() / want.norm())  # from the first network
-            record["runs"].append(row)
-            sampling, decoding = row["sampling_ms"]["median"], row["decoding_ms"]["median"]
-            print(
-                f"{args.model}, {kind}, labels {n}: {sampling:.1f} ms, with the decoder {sampling + decoding:.1f}; "
-                f"floor {row['floor_ms']:.0f}; first {row['first_run_s']:.1f} s; differs by {row['difference']:.1e}",
-                flush=True,
-            )
-            measure.write(args.output, record)
+    record = measure.provenance(device, args.commit) | dict(model=args.model, steps=args.num_sampling_steps, runs=[])
+    first = {}
+    for kind, n in ((kind, n) for kind in args.networks for n in args.labels):
+        row = time_network(kind, n, module, decoder, args)
+        out = row.pop("out")
+        want = first.setdefault(n, out)
+        row["difference"] = float((out - want).norm() / want.norm())  # from the first network
+        record["runs"].append(row)
+        sampling, decoding = row["sampling_ms"]["median"], row["decoding_ms"]["median"]
+        print(
+            f"{args.model}, {kind}, labels {n}: {sampling:.1f} ms, with the decoder {sampling + decoding:.1f}; "
+            f"floor {row['floor_ms']:.0f}; first {row['first_run_s']:.1f} s; differs by {row['difference']:.1e}",
+            flush=True,
+        )
+        measure.write(args.output, record)
 
 
 def main() -> None:
@@ -136,9 +118,12 @@ def main() -> None:
     parser.add_argument("--networks", choices=NETWORKS, nargs="+", default=NETWORKS, help="default: all")
     parser.add_argument("--num-sampling-steps", type=positive, default=25, help="default: 25")
     parser.add_argument("--repeats", type=positive, default=5, help="runs that count (default: 5)")
-    parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--output", type=Path, help="JSON file for the record")
-    run(parser.parse_args())
+    measure.add_arguments(parser, network=False)
+    args = parser.parse_args()
+    args.image_size = args.num_classes = args.ckpt = None
+    with user_errors(parser):
+        device = measure.prepare(args)
+    run(args, device)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ if not __package__:
 
 import gc
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -180,7 +179,7 @@ def share_pictures(args: Namespace, job: Job, device: torch.device, layouts: lis
                 rows.append(table.auto(rows))
                 print(f"auto: {rows[-1]['chosen']}; {rows[-1]['reason']}", flush=True)
             record["plans"] += rows
-            measure.write(args.output if job.rank == 0 else None, record)
+            measure.write(args.output, record)
             del table
             gc.collect()
         del model, network
@@ -207,7 +206,7 @@ def judge_layouts(args: Namespace, job: Job, device: torch.device, layouts: list
             verdict = ", ".join(f"{name} {'PASS' if result[name] else 'FAIL'}" for name in ("contest", "strict"))
             print(f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}", flush=True)
             gc.collect()
-    measure.write(args.output if job.rank == 0 else None, record)
+    measure.write(args.output, record)
 
 
 #################################################################################
@@ -215,12 +214,13 @@ def judge_layouts(args: Namespace, job: Job, device: torch.device, layouts: list
 #################################################################################
 
 
-def time_link(args: Namespace, job: Job, device: torch.device, record: dict) -> None:
+def time_link(job: Job, device: torch.device, record: dict) -> None:
     """Fill `record` with microseconds of collectives among two ranks and among all."""
-    cases = [(ranks, size) for ranks in dict.fromkeys((2, job.world)) for size in args.sizes]
+    on_gpu = device.type == "cuda"
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in dict.fromkeys((2, job.world))}
+    cases = [(ranks, size) for ranks in groups for size in (SIZES if on_gpu else SIZES[:4])]
     for ranks, size in tqdm(cases, desc="sizes", leave=False, disable=job.rank > 0):
-        mine = torch.randn(size // 2, device=device).to(torch.float16 if device.type == "cuda" else torch.bfloat16)
+        mine = torch.randn(size // 2, device=device).to(torch.float16 if on_gpu else torch.bfloat16)
         every, back, among = mine.new_empty(ranks * len(mine)), mine.clone(), groups[ranks]
         collectives = {
             "all-gather": lambda: dist.all_gather_into_tensor(every, mine, group=among),
@@ -228,14 +228,12 @@ def time_link(args: Namespace, job: Job, device: torch.device, record: dict) -> 
             "all-reduce": lambda: dist.all_reduce(back, group=among),
         }
         for name, call in collectives.items():
-            active = job.rank < ranks
-            [us] = job.max_over_ranks([time_collective(call, args.repeats, device, among) if active else 0.0])
+            [us] = job.max_over_ranks([time_collective(call, device) if job.rank < ranks else 0.0])
             record["link"].append(dict(collective=name, ranks=ranks, bytes=size, us=us))
             tqdm.write(f"{name:11} {ranks} ranks {size / 2**20:8.2f} MiB {us:10.1f} µs")
-    measure.write(args.output if job.rank == 0 else None, record)
 
 
-def time_collective(call: Callable, repeats: int, device: torch.device, among) -> float:
+def time_collective(call: Callable, device: torch.device) -> float:
     """Median microseconds of one call, after a warm-up."""
 
     def many():
@@ -243,17 +241,9 @@ def time_collective(call: Callable, repeats: int, device: torch.device, among) -
             call()
 
     many()
-    if device.type == "cuda":
-        replay = capture(many)
-        times = [measure.gpu_ms(replay) for _ in range(repeats + 3)][3:]
-        return 1e3 * statistics.median(times) / CALLS
-    times = []
-    for _ in range(repeats):
-        dist.barrier(among)
-        start = time.perf_counter()
-        many()
-        times.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(times) / CALLS
+    replay, repeats = (capture(many), 30) if device.type == "cuda" else (many, 3)
+    times = [measure.elapsed_ms(replay, device) for _ in range(3 + repeats)][3:]
+    return 1e3 * statistics.median(times) / CALLS
 
 
 def parse() -> tuple[OneLineParser, Namespace]:
@@ -264,20 +254,9 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)")
     plans = dict(nargs="*", default=PLANS, metavar="rows=N,tokens=N,exchange=NAME")
     parser.add_argument("--plans", **plans, help="plans to time besides auto's choice")
-    parser.add_argument("--load", type=measure.seconds, default=1.0, help="seconds of steps before those that count")
-    parser.add_argument("--window", type=measure.seconds, default=0.5, help="seconds of steps that count")
+    measure.add_seconds(parser, load=1.0, window=0.5)
     parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")
     parser.add_argument("--link", action="store_true", help="instead: time the link's collectives")
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=positive,
-        metavar="BYTES",
-        help="bytes a rank of --link (64 KiB to 64 MiB; CPU: 4 MiB)",
-    )
-    parser.add_argument(
-        "--repeats", type=positive, help="timings of a collective, of which the median counts (default: 30; CPU: 3)"
-    )
     measure.add_arguments(parser, network=False)
     return parser, parser.parse_args()
 
@@ -293,26 +272,25 @@ def main() -> None:
             raise UsageError(f"there is nothing to share with one process: {launcher}")
     with launched_job("many_gpus.py") as job:
         job.run_collectively(lambda: args.output and check_writable(args.output), only=0)
+        args.output = args.output if job.rank == 0 else None
         name = job.device(args.device)
         device = torch.device(name)
         on_gpu = device.type == "cuda"
         args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
         args.image_size = args.image_size or [DEFAULTS_OF.get(args.model, {}).get("image_size", 512)]
         args.precision = args.precision or [precision.default_tier(device)]
-        args.repeats = args.repeats or (30 if on_gpu else 3)
-        args.sizes = args.sizes or (SIZES if on_gpu else SIZES[:4])
         if not on_gpu:
             print(f"{job.world} processes over gloo share this machine's processor; times say nothing about GPUs")
         job.open_collectives(name)
         job.wait_for_collectives()
-        kind = "link" if args.link else "parallel"
-        record = dict(kind=kind, **measure.provenance(device, args.commit), gpus=job.world)
+        record = dict(kind="link" if args.link else "parallel", **measure.provenance(device, args.commit))
         if args.link:
-            record |= dict(backend="nccl" if on_gpu else "gloo", link=[])
-            time_link(args, job, device, record)
+            record |= dict(gpus=job.world, backend="nccl" if on_gpu else "gloo", link=[])
+            time_link(job, device, record)
         else:
-            record |= dict(model=args.model, load_seconds=args.load, plans=[], judged=[])
+            record |= dict(gpus=job.world, model=args.model, load_seconds=args.load, plans=[], judged=[])
             share_pictures(args, job, device, layouts, record)
+        measure.write(args.output, record)
 
 
 if __name__ == "__main__":

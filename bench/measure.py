@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from accel import engine, precision, vae
 from accel.diffusers_layout import config_of, to_diffusers
+from accel.errors import UsageError
 from accel.fast import family_of
 from accel.fast.dit import Optimisations
 from accel.files import atomic_write
@@ -50,11 +51,32 @@ def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = Tr
         parser.add_argument("--cfg-scale", type=float, default=SamplingOptions.cfg_scale, help="strength of guidance")
     if network and batch:
         parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two rows each")
-        parser.add_argument("--load", type=seconds, help="seconds of steps before those that count (5; CPU: 0.5)")
-        parser.add_argument("--window", type=seconds, help="seconds of steps that count (default: 3; CPU: 1)")
+        add_seconds(parser)
     parser.add_argument("--device", help="where to measure (default: a GPU if there is one)")
     parser.add_argument("--output", help="JSON file to write")
     parser.add_argument("--commit", help="commit to record (default: git's)")
+
+
+def add_seconds(parser: ArgumentParser, load: float | None = None, window: float | None = None) -> None:
+    """--load and --window; None: `prepare` fills them in."""
+    before = f"seconds of steps before those that count (default: {load or '5; CPU: 0.5'})"
+    parser.add_argument("--load", type=seconds, default=load, help=before)
+    counted = f"seconds of steps that count (default: {window or '3; CPU: 1'})"
+    parser.add_argument("--window", type=seconds, default=window, help=counted)
+
+
+def require_gpu(args: Namespace, what: str) -> torch.device:
+    """The GPU whose `what` is measured. Raises UsageError without one, or if --output cannot be written."""
+    if not torch.cuda.is_available():
+        raise UsageError(f"a GPU's {what}, and there is none here")
+    device = engine.choose_device(args)
+    if device.type != "cuda":
+        raise UsageError(f"--device {device}: a GPU's {what}")
+    if args.output:
+        check_writable(args.output)
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def prepare(args: Namespace) -> torch.device:
@@ -65,8 +87,7 @@ def prepare(args: Namespace) -> torch.device:
     device = engine.choose_device(args)
     on_gpu = device.type == "cuda"
     args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
-    sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
-    implied = SamplingOptions(model=args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
+    implied = options_of(args)
     engine.empty_model(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
     for name, default in (("load", 5.0 if on_gpu else 0.5), ("window", 3.0 if on_gpu else 1.0)):
@@ -77,6 +98,12 @@ def prepare(args: Namespace) -> torch.device:
     if not on_gpu:
         print(f"On {device} with {torch.get_num_threads()} threads: its times say nothing about a GPU's", flush=True)
     return device
+
+
+def options_of(args: Namespace) -> SamplingOptions:
+    """The options that the flags of a network name, and what they imply."""
+    sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
+    return SamplingOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
@@ -190,35 +217,24 @@ def time_steps(loop: Callable, device: torch.device, load: float, window: float,
     return dict(spread(kept), mean=statistics.fmean(kept), steps=len(kept))
 
 
-def load_gpu(duration: float) -> None:
-    """Keep the GPU at its power limit for `duration` seconds: bursts from cold are faster than any run."""
-    x = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-    end = time.perf_counter() + duration
-    while time.perf_counter() < end:
-        for _ in range(20):
-            x @ x
-        torch.cuda.synchronize()
+def repeated(work: Callable) -> Callable:
+    """`work()` as a step of a sampling run, for `time_steps`."""
+
+    def loop(on_step):
+        work()
+        on_step()
+
+    return loop
 
 
-def in_turns(replays: list[Callable], duration: float = 0.5, least: int = 15) -> list[dict]:
-    """Median and range of each replay's milliseconds. They take turns, so that all see the same clock."""
-    times, total = [[] for _ in replays], 0.0
-    while total < 1e3 * duration or len(times[0]) < least:
-        for replay, mine in zip(replays, times):
-            replay()
-            mine.append(gpu_ms(replay))
-            total += 2 * mine[-1]
-    return [median_and_range(mine) for mine in times]
-
-
-def gpu_ms(work: Callable) -> float:
-    """Milliseconds of what `work` queues on the current stream."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+def elapsed_ms(work: Callable, device: torch.device = torch.device("cuda")) -> float:  # noqa: B008
+    """Milliseconds of `work()`; on a GPU of what it queues on the current stream."""
+    marks = Marks(device)
+    marks()
     work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    marks()
+    synchronize(device)
+    return marks.milliseconds()[0]
 
 
 #################################################################################
@@ -238,10 +254,10 @@ def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
     return state
 
 
-def random_network(model: str, image_size: int, num_classes: int, device: torch.device) -> torch.nn.Module:
-    """A model of MODELS with random, non-zero weights, in eval mode."""
+def random_network(model: str, image_size: int, num_classes: int, device: torch.device, **arguments) -> torch.nn.Module:
+    """A model of MODELS with random, non-zero weights, in eval mode. arguments: others of its constructor."""
     with torch.device(device):
-        network = MODELS[model](input_size=image_size // 8, num_classes=num_classes)
+        network = MODELS[model](input_size=image_size // 8, num_classes=num_classes, **arguments)
     network.load_state_dict(random_state(network))
     return network.eval().requires_grad_(False)
 
@@ -255,8 +271,7 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     """The model of `args`, float32: with the weights of --ckpt or the demo's own, else random ones."""
     if args.ckpt is None:
         return random_network(args.model, args.image_size, args.num_classes, device)
-    sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
-    return load_model(SamplingOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve(), device)
+    return load_model(options_of(args), device)
 
 
 def build(model: torch.nn.Module, tier: str, device: torch.device, switches: Optimisations | None = None) -> Network:

@@ -2,27 +2,31 @@
 
     python bench/profile_step.py --output output/fast.json            # as sample.py runs it
     python bench/profile_step.py --baseline --output output/upstream.json
-    python bench/profile_step.py --compare output/upstream.json output/fast.json
 
-Beside the figures lies a trace for Perfetto (ui.perfetto.dev) or chrome://tracing. bench/read_trace.py reads it.
+Beside the figures lies a trace for Perfetto (ui.perfetto.dev) or chrome://tracing. The figures are those of the
+profiler's own averages: kernels' names tell the kind of GPU work; idle is the time between the first kernel's start and
+the last one's end in which none runs. A host that waits is shown with the operator that made it wait: the time inside
+such a call is the GPU's queue draining, not the call's own work. scripts/report.py shows profiles side by side.
 """
 
 if not __package__:
     __import__("_as_module")
 
-import json
 import os
-import statistics
+import re
 import subprocess
 import tempfile
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.profiler import ProfilerActivity, profile, schedule
 
 import models
 from accel import precision, vae
@@ -31,11 +35,28 @@ from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.options import SamplingOptions, check_writable, positive
 from bench import measure, work
-from bench.read_trace import DRAIN, OTHER, analyse, clip, load
 from diffusion.respace import SpacedDiffusion
 
 MOST_STEPS = 50  # whose trace viewers still open
 WAIT, WARMUP = 1, 2  # steps before those that are recorded
+STEP = "ProfilerStep*"  # the profiler's name for a step
+ITS_OWN = (STEP, "cudaDeviceSynchronize", "Activity Buffer Request")  # what the profiler itself does on the host
+
+# The first kind whose pattern a kernel's name contains. Attention comes first: its kernels are named after GEMMs too.
+KINDS = (
+    ("attention", r"attention|flash|fmha|sdpa|softmax|mha_fwd"),
+    ("communication", r"nccl"),
+    ("copies", r"^Mem(cpy|set)|CatArray|direct_copy|copy_kernel|copy_device|FillFunctor"),
+    ("GEMM", r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv|winograd|implicit"),
+)
+OTHER = "norm/elementwise"
+OPERATORS = (  # the same for operators, where there are no kernels to go by (CPU)
+    ("attention", r"attention|softmax"),
+    ("GEMM", r"addmm|::mm|bmm|linear|matmul|conv"),
+    ("copies", r"copy|::to$|::cat$|clone|contiguous|::fill|::zero"),
+)
+WAITS = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cudaMemcpy(2D)?Async")
+STAGED = 50  # µs: an asynchronous copy from or to the host that takes it longer than this has waited for the GPU
 
 #################################################################################
 #                           What is run and recorded                            #
@@ -76,52 +97,129 @@ def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, *, on_step
     return x
 
 
-def record(loop: Callable, decode: Callable, steps: int, device: torch.device, handler: Callable) -> None:
-    """Profile `steps` warm steps of `loop`, and `decode()` after them. `handler(profiler)` writes the trace."""
+def record(loop: Callable, steps: int, device: torch.device) -> profile:
+    """`steps` warm steps of `loop` under the profiler."""
     # CUPTI must outlive the first profile, or a captured step that is replayed in the second one crashes.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    total, done = WAIT + WARMUP + steps, 0
-
-    def drain():
-        with record_function(DRAIN):
-            measure.synchronize(device)
+    done = 0
 
     def on_step(*_):
         nonlocal done
         done += 1
-        if done in (WAIT + WARMUP, total):
-            drain()
+        if done == WAIT + WARMUP:  # the steps before are not the recorded ones' work
+            measure.synchronize(device)
         profiler.step()
-        if done == total:
+        if done == WAIT + WARMUP + steps:
             raise measure.Enough
 
     with profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
         record_shapes=True,
         profile_memory=True,
-        on_trace_ready=handler,
         acc_events=True,
-        schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps + 1, repeat=1),
+        schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps, repeat=1),
     ) as profiler:
         measure.run_until(loop, on_step)
-        decode()
-        drain()
-        profiler.step()
+    return profiler
 
 
-def copy_tb_s(device: torch.device) -> float:
-    """TB/s read and written by a large copy on the device."""
-    size = 1 << 30 if device.type == "cuda" else 1 << 26
-    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
-    times = []
-    for _ in range(10):
-        measure.synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        measure.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * size / statistics.median(times) / 1e12
+def keep_trace(profiler: profile, args: Namespace) -> None:
+    """The trace beside --output, and in --tensorboard's folder under a name that TensorBoard looks for."""
+    targets = [Path(args.output).with_suffix(".trace.json.gz")] if args.output else []
+    if args.tensorboard:
+        targets.append(Path(args.tensorboard) / f"{args.precision}.{time.time_ns()}.pt.trace.json.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        for target in targets:
+            with atomic_write(target) as file:
+                file.write(trace.read_bytes())
+
+
+#################################################################################
+#                              What the profile says                            #
+#################################################################################
+
+
+def kind_of(name: str, table: tuple = KINDS) -> str:
+    return next((kind for kind, pattern in table if re.search(pattern, name, re.I)), OTHER)
+
+
+def clip(name: str, width: int = 72) -> str:
+    """A kernel's name without what all of torch's have in common, at most `width` long."""
+    name = re.sub(r"void |at::native::|\(anonymous namespace\)::", "", name)
+    return name if len(name) <= width else name[: width - 1] + "…"
+
+
+def on_device(event: FunctionEvent) -> bool:
+    """Whether it is a kernel, a copy or a fill on the GPU; `event` may be an average too."""
+    return event.device_type != DeviceType.CPU and not event.is_user_annotation
+
+
+def analyse(events: EventList, steps: int) -> dict:
+    """Times by kind, the most expensive functions and the host's waits, of `steps` profiled steps. Milliseconds;
+    `kinds` are a step's."""
+    averages, times = events.key_averages(), defaultdict(float)
+    host = [row for row in averages if row.device_type == DeviceType.CPU]
+    device = [row for row in averages if on_device(row)]
+    functions = [row for row in host if row.key not in ITS_OWN]
+    result = dict(steps=steps, host=most_expensive(functions, "self_cpu_time_total"), waits=waits(events, steps))
+    if device:
+        for row in device:
+            times[kind_of(row.key)] += row.self_device_time_total
+        spans = [(event.time_range.start, event.time_range.end) for event in events if on_device(event)]
+        window = max(end for _, end in spans) - min(start for start, _ in spans)
+        times["idle"] = window - union(spans)
+        copied = sum(row.self_device_time_total for row in device if re.match("Memcpy (HtoD|DtoH)", row.key))
+        result |= dict(kernels=most_expensive(device, "self_device_time_total"), host_copies_ms=copied / steps / 1e3)
+        result["launches_per_step"] = sum(row.count for row in device) / steps
+    else:
+        for row in functions:
+            times[kind_of(row.key, OPERATORS)] += row.self_cpu_time_total
+        [whole] = (row for row in host if row.key == STEP)
+        window, times["host, outside operators"] = whole.cpu_time_total, whole.self_cpu_time_total
+    result["window_ms"] = window / steps / 1e3
+    result["kinds"] = {kind: time / steps / 1e3 for kind, time in sorted(times.items(), key=lambda item: -item[1])}
+    return result
+
+
+def most_expensive(averages: list, key: str, count: int = 10) -> list[dict]:
+    """The `count` averages with most time in their field `key`: calls, total and average in ms."""
+    rows = sorted(averages, key=lambda row: -getattr(row, key))[:count]
+    totals = [(row, getattr(row, key) / 1e3) for row in rows]
+    return [dict(name=row.key, calls=row.count, total_ms=ms, average_ms=ms / row.count) for row, ms in totals]
+
+
+def union(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of (start, end)."""
+    total, reach = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    return total
+
+
+def waits(events: EventList, steps: int) -> list[dict]:
+    """Where in a step the host waits for the GPU, longest first."""
+    # A copy within the device is queued like a kernel, however long the host takes to do it.
+    queued = {event.id for event in events if on_device(event) and event.name.startswith("Memcpy DtoD")}
+    found = defaultdict(list)
+    for event in events:
+        if event.device_type != DeviceType.CPU or not WAITS.search(event.name):
+            continue
+        if "Async" in event.name and (event.self_cpu_time_total <= STAGED or event.id in queued):
+            continue
+        outermost, *names = around(event)
+        if outermost == STEP:  # the wait after the last step is the profiler's
+            found[" → ".join(names)].append(event.self_cpu_time_total)
+    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:10]
+    return [dict(where=name, per_step=len(us) / steps, ms_per_step=sum(us) / steps / 1e3) for name, us in longest]
+
+
+def around(event: FunctionEvent) -> list[str]:
+    """The names of the functions around an event, outermost first, and its own."""
+    return [*(around(event.cpu_parent) if event.cpu_parent else []), event.name]
 
 
 def ceilings(tier: str, device: torch.device) -> dict:
@@ -132,16 +230,13 @@ def ceilings(tier: str, device: torch.device) -> dict:
         dtype, parts = torch.float16, 3  # high·high, high·low and low·high
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
-    out, rates, started = torch.empty_like(a), [], time.perf_counter()
-    while time.perf_counter() - started < (2.5 if cuda else 0.2) or len(rates) < 4:
-        measure.synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(5):
-            torch.mm(a, b, out=out)
-        measure.synchronize(device)
-        rates.append(5 * 2 * side**3 / parts / (time.perf_counter() - begin) / 1e12)
-    late = statistics.median(rates[len(rates) // 2 :])
-    return dict(gemm_tflops=late, gemm=f"{side}³ {tier}", copy_tb_s=copy_tb_s(device))
+    out, seconds = torch.empty_like(a), (1.5, 1.0) if cuda else (0.1, 0.1)
+    gemm = measure.time_steps(measure.repeated(lambda: torch.mm(a, b, out=out)), device, *seconds)
+    size = 1 << 30 if cuda else 1 << 26
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
+    copy = measure.time_steps(measure.repeated(lambda: target.copy_(source)), device, load=0.0, window=0.05)
+    tflops, tb_s = 2 * side**3 / parts / gemm["ms"] / 1e9, 2 * size / copy["ms"] / 1e9
+    return dict(gemm_tflops=tflops, gemm=f"{side}³ {tier}", copy_tb_s=tb_s)
 
 
 def rates(result: dict, shape: work.Shape, value_bytes: int, ceiling: dict) -> None:
@@ -158,15 +253,21 @@ def rates(result: dict, shape: work.Shape, value_bytes: int, ceiling: dict) -> N
     result["floor_ms"] = work.floor_ms(shape, value_bytes, ceiling["gemm_tflops"], ceiling["copy_tb_s"])
 
 
-def decoding(args: Namespace, device: torch.device) -> Callable:
-    """Decodes a picture in the arithmetic that goes with `args`; the first run, which chooses algorithms, is over."""
+def decoding_ms(args: Namespace, device: torch.device) -> float:
+    """Milliseconds to decode a picture in the arithmetic that goes with `args`."""
     decoder, side = measure.decoder_of(args, device), args.image_size // 8
     if not args.baseline:
         float32 = precision.float32_decoder(args.precision, device)
         decoder = vae.CheckedDecoder(decoder, precision.decoder_precision("auto", args.precision, device), float32)
     latents = torch.randn(1, 4, side, side, device=device)
-    vae.decode(decoder, latents)
-    return lambda: vae.decode(decoder, latents)
+    loop = measure.repeated(lambda: vae.decode(decoder, latents))
+    return measure.time_steps(loop, device, args.load / 10, args.window / 10)["ms"]
+
+
+def driver() -> str:
+    """The GPU driver's version."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
 
 
 def run(args: Namespace, device: torch.device) -> dict:
@@ -177,27 +278,17 @@ def run(args: Namespace, device: torch.device) -> dict:
         loop = measure.sampling(model, args, device, upstream_loop, UploadingDiffusion)
     else:
         loop = measure.sampling(measure.build(model, args.precision, device), args, device)
-    decode = decoding(args, device)
-    with tempfile.TemporaryDirectory() as folder:
-        timed = measure.time_steps(loop, device, args.load, args.window)
-        ceiling = ceilings(args.precision, device)
-        traces = Path(args.tensorboard or folder)
-        record(loop, decode, args.steps, device, tensorboard_trace_handler(str(traces), use_gzip=True))
-        trace = max(traces.glob("*.pt.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-        result = analyse(load(trace), args.steps)
-        if args.output:
-            with atomic_write(Path(args.output).with_suffix(".trace.json.gz")) as file:
-                file.write(trace.read_bytes())
+    timed = measure.time_steps(loop, device, args.load, args.window)
+    ceiling = ceilings(args.precision, device)
+    profiler = record(loop, args.steps, device)
+    keep_trace(profiler, args)
+    result = analyse(profiler.events(), args.steps)
     shape = work.Shape.of(model, 2 * args.pictures)
     rates(result, shape, precision.TIERS[args.precision].dtype.itemsize, ceiling)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = (
-        subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] if device.type == "cuda" else None
-    )
     return dict(
         kind="profile",
         **measure.provenance(device, args.commit),
-        driver=driver,
+        driver=driver() if device.type == "cuda" else None,
         threads=torch.get_num_threads(),
         model=args.model,
         weights=Path(args.ckpt).name if args.ckpt else "random, seed 0",
@@ -210,6 +301,7 @@ def run(args: Namespace, device: torch.device) -> dict:
         shape=vars(shape),
         timed=timed,
         ceilings=ceiling,
+        decoding_ms=decoding_ms(args, device),
         **result,
     )
 
@@ -226,17 +318,20 @@ def functions(title: str, rows: list[dict]) -> list[str]:
     return [*lines, ""]
 
 
+def kind_line(kind: str, row: dict) -> str:
+    speed = f"{row['tflops']:.3g} TFLOP/s" if "tflops" in row else f"{row['gb_s']:.4g} GB/s" if "gb_s" in row else ""
+    ceiling = f"  {row['of_ceiling']:.0%}" if "of_ceiling" in row else ""
+    return f"  {kind:24}{row['ms']:12.3f}{row['share']:8.1%}   {speed}{ceiling}"
+
+
 def describe(record: dict) -> list[str]:
     """The lines that a profile prints."""
-    timed, ceiling = record["timed"], record["ceilings"]
-    where = (
-        record["gpu"]
-        or f"CPU, {record['threads']} threads, no GPU here: times by operator, nothing about kernels or idle"
-    )
+    timed, ceiling, steps = record["timed"], record["ceilings"], record["num_sampling_steps"]
+    here = f"CPU, {record['threads']} threads, no GPU here: times by operator, nothing about kernels or idle"
     about = "upstream's arithmetic and its host→device copies" if record["baseline"] else "as sample.py runs it"
     lines = [
         " · ".join([record["model"], f"{record['image_size']} px, {record['batch_rows']} batch rows", record["tier"]]),
-        f"{about} · {where}",
+        f"{about} · {record['gpu'] or here}",
         f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled {record['window_ms']:.2f}; "
         f"floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM {ceiling['gemm_tflops']:.3g} TFLOP/s, copy "
         f"{ceiling['copy_tb_s']:.3g} TB/s, both measured here)",
@@ -246,17 +341,11 @@ def describe(record: dict) -> list[str]:
         lines += functions(f"Ten most expensive kernels, {record['steps']} steps", record["kernels"])
     lines += functions(f"Ten most expensive host functions, own time, {record['steps']} steps", record["host"])
     lines += [f"Where time goes, a step{'ms':>15}{'share':>8}   achieved, of the ceiling"]
-    for kind, row in record["kinds"].items():
-        speed = (
-            f"{row['tflops']:.3g} TFLOP/s" if "tflops" in row else f"{row['gb_s']:.4g} GB/s" if "gb_s" in row else ""
-        )
-        ceiling = f"  {row['of_ceiling']:.0%}" if "of_ceiling" in row else ""
-        lines += [f"  {kind:24}{row['ms']:12.3f}{row['share']:8.1%}   {speed}{ceiling}"]
-    job = {kind: row["ms"] * record["num_sampling_steps"] / 1e3 for kind, row in record["kinds"].items()}
-    job["VAE"] = record["decode"]["window_ms"] * record["pictures"] / 1e3
-    parts = " + ".join(f"{kind} {seconds:.2f}" for kind, seconds in sorted(job.items(), key=lambda item: -item[1]))
-    text = f"The job, {record['num_sampling_steps']} steps and {record['pictures']} pictures decoded"
-    lines += [f"{text}: {sum(job.values()):.2f} s = {parts}"]
+    lines += [kind_line(kind, row) for kind, row in record["kinds"].items()]
+    sampling, decoding = steps * timed["ms"] / 1e3, record["pictures"] * record["decoding_ms"] / 1e3
+    lines += [
+        f"The job: {steps} steps {sampling:.2f} s, {record['pictures']} pictures decoded by the VAE {decoding:.2f} s"
+    ]
     if record["gpu"] and not record["waits"]:
         lines += ["", "The host never waits for the GPU in these steps."]
     elif record["gpu"]:
@@ -264,43 +353,11 @@ def describe(record: dict) -> list[str]:
         lines += [
             "",
             f"The host waits for the GPU {times:.1f} times a step, {ms:.2f} ms, while the queue of kernels drains.",
+            f"The copies between host and GPU themselves take {record['host_copies_ms']:.3f} ms a step.",
         ]
-        lines += [f"The copies between host and GPU themselves take {record['host_copies_ms']:.3f} ms a step."]
         lines += [
-            f"  {wait['ms_per_step']:9.3f} ms, {wait['per_step']:.1f} × a step: {wait['where']}"
-            for wait in record["waits"]
+            f"  {one['ms_per_step']:9.3f} ms, {one['per_step']:.1f} × a step: {one['where']}" for one in record["waits"]
         ]
-    return lines
-
-
-def compare(paths: list[str]) -> list[str]:
-    """Two profiles side by side. Raises UsageError for a file that is none."""
-    records = []
-    for path in paths:
-        try:
-            records.append(json.loads(Path(path).read_text()))
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "not JSON"
-            raise UsageError(
-                f"--compare {path}: {reason}; make it with bench/profile_step.py --output {path}"
-            ) from None
-        if not isinstance(records[-1], dict) or records[-1].get("kind") != "profile":
-            raise UsageError(f"--compare {path}: not a file of bench/profile_step.py --output")
-    lines = [f"{'':26}" + "".join(f"{Path(path).stem[:24]:>26}" for path in paths) + f"{'ratio':>9}"]
-    for what in ("gpu", "torch", "model", "image_size", "batch_rows", "tier", "commit"):
-        a, b = (str(record[what])[:24] for record in records)
-        lines.append(f"{what:26}{a:>26}{b:>26}" + "   differ" * (a != b and what not in ("tier", "commit")))
-    rows = {
-        "ms a step": [record["timed"]["ms"] for record in records],
-        "floor, ms": [record["floor_ms"] for record in records],
-    }
-    for kind in dict.fromkeys(kind for record in records for kind in record["kinds"]):
-        rows[f"  {kind}"] = [record["kinds"].get(kind, {}).get("ms", 0.0) for record in records]
-    for name, key in (("host waits, ms", "ms_per_step"), ("host waits, times", "per_step")):
-        rows[name] = [sum(wait[key] for wait in record["waits"]) for record in records]
-    rows["kernels and copies"] = [record.get("launches_per_step", 0.0) for record in records]
-    for name, (a, b) in rows.items():
-        lines.append(f"{name:26}{a:>26.3f}{b:>26.3f}" + (f"{a / b:8.2f}×" if a and b else ""))
     return lines
 
 
@@ -314,14 +371,8 @@ def main() -> None:
     parser.add_argument("--baseline", action="store_true", help="upstream's arithmetic and host→device copies instead")
     parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
     parser.add_argument("--tensorboard", metavar="DIR", help="also leave the trace where TensorBoard's profiler looks")
-    parser.add_argument(
-        "--compare", nargs=2, metavar=("A.json", "B.json"), help="two profiles side by side; runs nothing"
-    )
     args = parser.parse_args()
     with user_errors(parser):
-        if args.compare:
-            print(*compare(args.compare), sep="\n")
-            return
         if args.output and Path(args.output).suffix != ".json":
             raise UsageError(f"--output {args.output}: must end in .json")
         if args.tensorboard:

@@ -1,7 +1,7 @@
 """Other generations of GPUs rehearsed on this one: what each chooses, whether it is right, what a step takes.
 
     python bench/rehearse.py --output output/rehearse.json
-    python bench/rehearse.py --capability 7.0 8.0 --batch-rows 16 --compile --output output/older.json
+    python bench/rehearse.py --capability 7.0 8.0 --batch-rows 16 --output output/older.json
 
 The code sees another compute capability, and Triton compiles for it: the driver makes this GPU's machine code of its
 PTX. For every capability: each tier's pictures of the demo against fp32's, the kernels of a step and a decoded picture
@@ -33,13 +33,14 @@ from accel import engine, gpu, precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.fast.dit import Optimisations
-from accel.options import SamplingOptions, check_writable, positive
+from accel.options import SamplingOptions, positive
 from accel.vae.half import HalfDecoder
 from bench import measure, steps
 from models import DiT
 
 CAPABILITIES = (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 TIMED = (7, 0), (8, 0), (9, 0), (10, 0)  # the others take the same backends as one of these
+TIMED_TIERS = "fp16", "exact"
 OURS = r"^(linear|attention|split_linear|split_attention|adaln)$"  # our kernels for Hopper
 GATES = {"fp16": "contest", "tf32": "contest", "exact": "strict"}  # bf16 is the way out where float16 overflows
 NEWER = {  # what must not be launched before a capability
@@ -73,10 +74,10 @@ def compile_for(capability: tuple[int, int]) -> None:
 
 
 @contextmanager
-def rehearsal(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Inside, this GPU counts as one of `capability`; None: as itself."""
+def rehearsal(capability: tuple[int, int]) -> Iterator[None]:
+    """Inside, this GPU counts as one of `capability`."""
     own = torch.cuda.get_device_capability()
-    if capability in (None, own):
+    if capability == own:
         yield
         return
     if capability < min((9, 0), own):
@@ -122,7 +123,7 @@ def of_newer(names: list[str], capability: tuple[int, int]) -> list[str]:
 
 def check(args: Namespace, device: torch.device) -> dict:
     """Every tier at a capability: refused, or judged and its kernels listed."""
-    capability, judge, tiers = gpu.capability(device), steps.Judge(args.seeds, device), {}
+    capability, judge, tiers = gpu.capability(device), steps.Judge(1, device), {}
     for tier in precision.TIERS:
         try:
             engine.choose_precision(SamplingOptions(precision=tier), device)
@@ -139,46 +140,36 @@ def check(args: Namespace, device: torch.device) -> dict:
 def timing(args: Namespace, device: torch.device) -> dict:
     """Milliseconds of XL/2's steps, by tier and batch rows."""
     model, times = measure.random_network("DiT-XL/2", args.image_size, 1000, device), {}
-    for tier in args.tiers:
+    for tier in TIMED_TIERS:
         network = measure.build(model, tier, device)
         for rows in args.batch_rows:
-            times.setdefault(tier, {})[rows] = _time(network, rows, tier, args, device)
+            case = Namespace(image_size=args.image_size, pictures=rows // 2, num_classes=1000, cfg_scale=4.0)
+            loop = measure.sampling(network, case, device)
+            row = measure.time_steps(loop, device, args.load, args.window, f"{tier}, {rows} rows")
+            times.setdefault(tier, {})[rows] = row
         del network
     return times
 
 
-def compiled(args: Namespace, device: torch.device) -> dict:
-    """The same in half precision under torch.compile, by batch rows; its own choice of kernels, for this GPU."""
-    times = {}
-    for rows in args.batch_rows:
-        model = measure.random_network("DiT-XL/2", args.image_size, 1000, device)
-        network = measure.CompiledDiT(model, torch.float16, args.compile)
-        times[rows] = _time(network, rows, f"compile {args.compile}", args, device)
-    return times
-
-
-def _time(network, rows, name, args, device):
-    case = Namespace(image_size=args.image_size, pictures=rows // 2, num_classes=1000, cfg_scale=4.0)
-    loop = measure.sampling(network, case, device)
-    return measure.time_steps(loop, device, args.load, args.window, f"{name}, {rows} rows")
-
-
-WORK = {"check": check, "timing": timing, "compiled": compiled}
+WORK = {"check": check, "timing": timing}
 
 #################################################################################
 #                                  All of them                                  #
 #################################################################################
 
 
-def in_a_process(work: str, capability: tuple[int, int] | None, folder: Path) -> dict:
+def name_of(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)
+
+
+def in_a_process(work: str, capability: tuple[int, int], folder: Path) -> dict:
     """`work` of these flags at a capability, in a process of its own: Triton keeps a target's state. A process that
     fails gives {"failed": its last lines}."""
-    seen = "own" if capability is None else "{}.{}".format(*capability)
+    seen = name_of(capability)
     environment = dict(os.environ, XDG_CACHE_HOME=str(folder), TRITON_CACHE_DIR=str(folder / f"triton-{seen}"))
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     output = folder / f"{work}-{seen}.json"
-    command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--work", work, "--output", str(output)]
-    command += [] if capability is None else ["--seen-as", seen]
+    command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--work", work, "--seen-as", seen]
+    command += ["--output", str(output)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return json.loads(output.read_text()) if done.returncode == 0 else dict(failed=done.stdout.splitlines()[-15:])
 
@@ -210,17 +201,14 @@ def rehearse(args: Namespace, device: torch.device) -> bool:
     record |= dict(checked={}, times={}, problems={})
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         checks = {one: pool.submit(in_a_process, "check", one, Path(folder)) for one in args.capability}
-        for capability, job in checks.items():
-            seen = "{}.{}".format(*capability)
+        for seen, job in ((name_of(one), job) for one, job in checks.items()):
             record["checked"][seen], record["problems"][seen] = job.result(), problems(job.result())
             refused = [tier for tier, row in job.result().items() if "refused" in row]
             print("\n".join([f"{seen}: refused {refused}", *record["problems"][seen]]), flush=True)
             measure.write(args.output, record)
-        timed = [(one, "timing") for one in args.timed if one in args.capability]
-        for capability, work in timed + [(None, "compiled")] * bool(args.compile):
-            seen = "{}.{}".format(*capability) if capability else f"compile {args.compile}"
-            times = in_a_process(work, capability, Path(folder))
-            record["times"][seen] = times if capability or "failed" in times else {"fp16": times}
+        for capability in (one for one in args.timed if one in args.capability):
+            seen = name_of(capability)
+            record["times"][seen] = in_a_process("timing", capability, Path(folder))
             record["seconds"] = time.monotonic() - start
             measure.write(args.output, record)
             print(line(seen, record["times"][seen]), flush=True)
@@ -232,25 +220,15 @@ def main() -> None:
     several = dict(nargs="+", type=version, metavar="X.Y")
     parser.add_argument("--capability", default=CAPABILITIES, help="compute capabilities to rehearse", **several)
     parser.add_argument("--timed", default=TIMED, help="those of them whose steps are timed", **several)
-    parser.add_argument("--tiers", nargs="+", default=["fp16", "exact"], choices=tuple(precision.TIERS), help="timed")
     parser.add_argument("--batch-rows", nargs="+", type=positive, default=[16, 4, 2], metavar="N", help="timed, even")
     parser.add_argument("--image-size", type=positive, default=512, help="of what is timed, in pixels")
-    parser.add_argument("--seeds", type=positive, default=1, help="of 64 pictures each that are judged")
-    modes = dict(nargs="?", const="default", choices=("default", "max-autotune"))
-    parser.add_argument("--compile", help="also time torch.compile in this mode (minutes)", **modes)
-    parser.add_argument("--load", type=measure.seconds, default=1.0, help="seconds of steps before those that count")
-    parser.add_argument("--window", type=measure.seconds, default=1.0, help="seconds of steps that count")
+    measure.add_seconds(parser, load=1.0, window=1.0)
     parser.add_argument("--work", choices=WORK, help="what this process alone does")
     parser.add_argument("--seen-as", type=version, metavar="X.Y", help="the capability that this process sees")
     measure.add_arguments(parser, network=False)
     args = parser.parse_args()
     with user_errors(parser):
-        if not torch.cuda.is_available():
-            raise UsageError("a GPU rehearses others, and there is none here")
-        device = engine.choose_device(args)
-        device = torch.device("cuda", device.index or 0)
-        if args.output:
-            check_writable(args.output)
+        device = measure.require_gpu(args, "kernels are rehearsed")
     if args.work:
         with rehearsal(args.seen_as):
             measure.write(args.output, WORK[args.work](args, device))

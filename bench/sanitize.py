@@ -31,7 +31,7 @@ from accel.fast.dit import FastDiT, Optimisations, build
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_lse, attention_to
 from accel.kernels.linear import cublaslt, hopper
-from accel.options import check_writable, positive
+from accel.options import positive
 from accel.sampler import denoise
 from accel.vae.half import HalfDecoder
 from bench import measure
@@ -111,37 +111,29 @@ def under(tool: str | None, mode: str, args: Namespace) -> dict:
     command += ["--batch-rows", *map(str, args.batch_rows)]
     environment = dict(os.environ)
     if tool:
-        options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no", *args.options.split()]
+        options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
         command = ["compute-sanitizer", *options, *command]
         if mode == "eager":
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    start, status, text = time.monotonic(), None, b""
+    start, status, text = time.monotonic(), None, ""
     with suppress(subprocess.TimeoutExpired):
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         done = subprocess.run(command, env=environment, timeout=args.limit, **pipes)
         status, text = done.returncode, done.stdout
-    text = text.decode(errors="replace")
-    found = [int(number) for number in ERRORS.findall(text)]
-    errors = (0 if status == 0 and not tool else None) if not found else sum(found)
-    report = [line for line in text.splitlines() if line.startswith("=====")] if tool else text.splitlines()
+    found, seconds = [int(number) for number in ERRORS.findall(text)], time.monotonic() - start
+    errors = sum(found) if found else 0 if status == 0 and not tool else None
+    report = [line for line in text.splitlines() if line.startswith("=====") or not tool]
     clean = errors == 0 and status == 0
-    return dict(
-        tool=tool,
-        mode=mode,
-        status=status,
-        errors=errors,
-        seconds=time.monotonic() - start,
-        clean=clean,
-        report=[] if clean else report[:200] + report[-5:],
-    )
+    row = dict(tool=tool, mode=mode, status=status, errors=errors, seconds=seconds, clean=clean)
+    return row | dict(report=[] if clean else report[:200] + report[-5:])
 
 
 def line(row: dict) -> str:
     """A record as it is printed."""
-    problem = "ran out of time" if row["status"] is None else f"status {row['status']}, {row['errors']} errors"
-    return (
-        f"{row['tool'] or 'no tool':10} {row['mode']:9} {row['seconds']:6.1f} s  {'clean' if row['clean'] else problem}"
-    )
+    verdict = "clean" if row["clean"] else f"status {row['status']}, {row['errors']} errors"
+    if row["status"] is None:
+        verdict = "ran out of time"
+    return f"{row['tool'] or 'no tool':10} {row['mode']:9} {row['seconds']:6.1f} s  {verdict}"
 
 
 def main() -> None:
@@ -151,22 +143,17 @@ def main() -> None:
     parser.add_argument("--batch-rows", nargs="+", type=positive, default=[1, 2, 4, 16], metavar="N")
     parser.add_argument("--side", type=positive, default=32, help="of a latent, even; 64 is a picture of 512 px")
     parser.add_argument("--limit", type=positive, default=120, help="seconds of a run")
-    parser.add_argument("--options", default="", help="more options of compute-sanitizer, in one string")
     parser.add_argument("--work", action="store_true", help="no tool: launch the kernels in this process")
     measure.add_arguments(parser, network=False)
     args = parser.parse_args()
     with user_errors(parser):
-        if not torch.cuda.is_available():
-            raise UsageError("a GPU's kernels are checked, and there is none here")
-        device = torch.device("cuda", 0)
+        device = measure.require_gpu(args, "kernels are checked")
         if args.work:
             for mode in args.mode:
                 work(Namespace(**vars(args) | {"mode": mode}), device)
             return
         if not shutil.which("compute-sanitizer"):
             raise UsageError("no compute-sanitizer on the PATH: CUDA's toolkit brings it")
-        if args.output:
-            check_writable(args.output)
     record, rows = dict(kind="sanitize", **measure.provenance(device, args.commit)), []
     for tool, mode in [(None, mode) for mode in args.mode] + [(tool, mode) for tool in args.tool for mode in args.mode]:
         rows.append(under(tool, mode, args))

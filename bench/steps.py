@@ -24,6 +24,7 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -137,55 +138,52 @@ class Judge:
 
 
 def timed(name: str, loop: Callable, args: Namespace, device: torch.device) -> dict:
-    """time_steps' record and the memory that activations took."""
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    if before:
-        torch.cuda.reset_peak_memory_stats()
+    """time_steps' record and the most GPU memory that was in use."""
+    if device.type != "cuda":
+        return measure.time_steps(loop, device, args.load, args.window, name)
+    torch.cuda.reset_peak_memory_stats()
     row = measure.time_steps(loop, device, args.load, args.window, name)
-    return row | ({"activations_gb": (torch.cuda.max_memory_allocated() - before) / 1e9} if before else {})
+    return row | dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9)
 
 
 #################################################################################
-#                        Ladder, growth, decoder: what is recorded              #
+#                       Ladder, growth, decoder: rows of the record             #
 #################################################################################
 
 
-def climb(args: Namespace, device: torch.device, record: Callable) -> None:
-    """Time and judge the rungs, then the alternatives; `record` is given the results so far after each."""
+def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
+    """The rungs, timed and judged, then the alternatives."""
     model = measure.model_of(args, device)
-    reference, results = Reference(model, args, device), []
-    judge = Judge(args.gate, device) if args.gate else None
+    reference, judge = Reference(model, args, device), Judge(args.gate, device) if args.gate else None
 
-    def add(name, network, judged=None):
+    def rung(name, network, judged=None):
         row = dict(rung=name)
-        results.append(row)
         try:
             row |= timed(name, measure.sampling(network, args, device), args, device)
-            record(results)
             if "max-autotune" not in name:  # the compiler would search again for the reference's two batch rows
                 row["error"] = reference.error(network)
             if judge and judged:
                 row["judged"] = judge.judge(*judged)
         except torch.OutOfMemoryError:
             row["failed"] = "out of memory"
-        record(results)
-        print(line(row), flush=True)
-        gc.collect()
+        return row
 
     for name, tier, switches in rungs_of(args, device):
         judged = (tier, switches) if name != "fp32" else None
-        add(name, measure.build(model, tier, device, switches), judged)
+        yield rung(name, measure.build(model, tier, device, switches), judged)
+        gc.collect()
     if args.vs:
         precision.apply_precision("fp16", device)
     for mode in (what for what in args.vs if what != "diffusers"):
         torch._dynamo.reset()
         mode, started = mode.replace("compile", "default"), time.perf_counter()
-        plain = measure.model_of(args, device)
-        add(f"fp16 + torch.compile {mode}", measure.CompiledDiT(plain, torch.float16, mode))
-        results[-1]["seconds_with_compilation"] = time.perf_counter() - started
-        record(results)
+        compiled = measure.CompiledDiT(measure.model_of(args, device), torch.float16, mode)
+        row = rung(f"fp16 + torch.compile {mode}", compiled)
+        yield row | dict(seconds_with_compilation=time.perf_counter() - started)
+        del compiled  # its memory, before the next is made
+        gc.collect()
     if "diffusers" in args.vs:
-        add("fp16 + diffusers' DiTTransformer2DModel", measure.DiffusersDiT(model, torch.float16, device))
+        yield rung("fp16 + diffusers' DiTTransformer2DModel", measure.DiffusersDiT(model, torch.float16, device))
 
 
 def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
@@ -201,32 +199,15 @@ def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
     return rungs + args.backends
 
 
-def line(row: dict) -> str:
-    """A rung as it is printed."""
-    text = f"{row['rung']:40} " + row.get("failed", "")
-    if "ms" in row:
-        text += f"{row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]"
-    if "error" in row:
-        text += f"   error {row['error']:.1e}"
-    if "judged" in row:
-        judged, worst = row["judged"], row["judged"]["worst"]
-        text += f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255: "
-        text += ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
-    return text
-
-
-def sweep(args: Namespace, device: torch.device, record: Callable) -> None:
+def sweep(args: Namespace, device: torch.device) -> Iterator[dict]:
     """What a step of the last rung costs as pictures grow in number and in size."""
-    cases = dict.fromkeys(
-        [(args.image_size, pictures) for pictures in args.sweep_pictures]
-        + [(size, args.pictures) for size in args.sweep_sizes]
-    )
+    cases = [(args.image_size, pictures) for pictures in args.sweep_pictures]
+    cases += [(size, args.pictures) for size in args.sweep_sizes]
     name, tier, switches = list(ladder(device, args.precision))[-1]
-    results, before, network = [], None, None
-    for size, pictures in cases:
+    before, network = None, None
+    for size, pictures in dict.fromkeys(cases):
         case = Namespace(**{**vars(args), "image_size": size, "pictures": pictures})
         row = dict(image_size=size, pictures=pictures)
-        results.append(row)
         try:
             if before != size:
                 network = None  # its memory first
@@ -237,16 +218,14 @@ def sweep(args: Namespace, device: torch.device, record: Callable) -> None:
             row["ms_a_picture"] = row["ms"] / pictures
         except torch.OutOfMemoryError:
             row["failed"] = "out of memory"
-        record(results)
-        figures = f"{row['ms']:.2f} ms a step, {row['ms_a_picture']:.3f} a picture" if "ms" in row else row["failed"]
-        print(f"{size} px, {pictures} pictures: {figures}", flush=True)
+        yield row
 
 
-def decoding(args: Namespace, device: torch.device, record: Callable) -> None:
+def decoding(args: Namespace, device: torch.device) -> Iterator[dict]:
     """What decoding costs in each arithmetic, and what it loses against fp32; latents are noise."""
     plain, side = measure.decoder_of(args, device), args.image_size // 8
     latents = torch.randn(args.pictures, 4, side, side, generator=torch.Generator(device).manual_seed(0), device=device)
-    results, want = [], None
+    want = None
     for arithmetic in (name for name in ("fp32", "tf32", "fp16") if precision.supports(name, device)):
         decoder = vae.CheckedDecoder(plain, arithmetic, "fp32")
         got = vae.decode(decoder, latents)
@@ -255,19 +234,27 @@ def decoding(args: Namespace, device: torch.device, record: Callable) -> None:
         row = dict(arithmetic=arithmetic, refused=decoder.refusal, error=float((got - want).norm() / want.norm()))
         row["worst_psnr"] = 20 * math.log10(2 / float(error)) if error else None
         del got
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        loop = measure.repeated(partial(vae.decode, decoder, latents))
+        yield row | timed(arithmetic, loop, args, device)
 
-        def loop(on_step, decoder=decoder):
-            vae.decode(decoder, latents)
-            on_step()
 
-        row |= timed(arithmetic, loop, args, device)
-        results.append(row)
-        record(results)
-        memory = f"   {row['activations_gb']:.2f} GB beside the weights" if "activations_gb" in row else ""
-        time = f"{row['ms']:9.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}] for {args.pictures} pictures"
-        print(f"{arithmetic:5}{time}   error {row['error']:.1e}{memory}   {decoder.refusal or ''}", flush=True)
+def line(row: dict) -> str:
+    """A row as it is printed."""
+    what = row.get("rung") or row.get("arithmetic")
+    if "image_size" in row:
+        what = f"{row['image_size']} px, {row['pictures']} pictures"
+    text = f"{what:40} " + row.get("failed", "")
+    if "ms" in row:
+        text += f"{row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]"
+    if "ms_a_picture" in row:
+        text += f"   {row['ms_a_picture']:.3f} a picture"
+    if "error" in row:
+        text += f"   error {row['error']:.1e}"
+    if "judged" in row:
+        judged, worst = row["judged"], row["judged"]["worst"]
+        text += f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255: "
+        text += ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
+    return f"{text}   {row.get('refused') or ''}".rstrip()
 
 
 #################################################################################
@@ -324,15 +311,18 @@ def main() -> None:
         rungs_of(args, device)
         for size in args.sweep_sizes:
             engine.empty_model(SamplingOptions(args.model, image_size=size, labels=(0,)).resolve())
-        kind, results, work = "steps", "rungs", climb
-        if args.decoder or args.sweep_pictures or args.sweep_sizes:
-            kind = results = "decoder" if args.decoder else "sweep"
-            work = decoding if args.decoder else sweep
-        about = dict(kind=kind, **measure.provenance(device, args.commit))
-        print(", ".join(f"{name} {about[name]}" for name in ("gpu", "torch", "commit")), flush=True)
-        about |= dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
-        about |= dict(batch_rows=2 * args.pictures, load_seconds=args.load)
-        work(args, device, lambda rows: measure.write(args.output, about | {results: rows}))
+        kind, work = ("decoder", decoding) if args.decoder else ("steps", climb)
+        if args.sweep_pictures or args.sweep_sizes:
+            kind, work = "sweep", sweep
+        record = dict(kind=kind, **measure.provenance(device, args.commit))
+        print(", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True)
+        record |= dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
+        record |= dict(batch_rows=2 * args.pictures, load_seconds=args.load)
+        rows = record["rungs" if kind == "steps" else kind] = []
+        for row in work(args, device):
+            rows.append(row)
+            measure.write(args.output, record)
+            print(line(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,17 @@ if not __package__:
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from accel.command_line import OneLineParser, user_errors
-from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.graphs import capture
 from accel.kernels.linear import cublaslt, tuner
-from accel.options import check_writable, positive
+from accel.options import positive
 from bench import measure
 
 KNOWN = Path(tuner.__file__).with_name("known.json")
@@ -39,11 +39,22 @@ def name_of(choice: tuner.Choice) -> dict[str, list[int]] | None:
     return {"cublaslt" if library else "hopper": wanted} if choice.gemm.find(wanted) == algorithm else None
 
 
-def alone_ms(replay, duration: float) -> float:
+def in_turns_ms(replays: list[Callable], duration: float = 0.2, least: int = 3) -> list[float]:
+    """Median milliseconds of each replay. They take turns, so that all see the same clock."""
+    times, total = [[] for _ in replays], 0.0
+    while total < 1e3 * duration or len(times[0]) < least:
+        for replay, mine in zip(replays, times):
+            replay()
+            mine.append(measure.elapsed_ms(replay))
+            total += 2 * mine[-1]
+    return [statistics.median(mine) for mine in times]
+
+
+def alone_ms(replay: Callable, duration: float) -> float:
     """Median milliseconds of a replay in the last third of `duration` seconds of it."""
     times, end = [], time.perf_counter() + duration
     while time.perf_counter() < end or len(times) < 3:
-        times.append(measure.gpu_ms(replay))
+        times.append(measure.elapsed_ms(replay))
     return statistics.median(times[2 * len(times) // 3 :])
 
 
@@ -61,10 +72,7 @@ def winner(m: int, n: int, k: int, gelu: bool, load: float) -> dict:
     replays = [
         capture(lambda choice=choice: [choice.run(x, weight, bias, out) for weight in weights]) for choice, _ in named
     ]
-    rows = [
-        dict(algorithm=name, us=1e3 * ms["median"] / DEPTH)
-        for (_, name), ms in zip(named, measure.in_turns(replays, duration=0.2, least=3))
-    ]
+    rows = [dict(algorithm=name, us=1e3 * ms / DEPTH) for (_, name), ms in zip(named, in_turns_ms(replays))]
     for index in sorted(range(len(rows)), key=lambda i: rows[i]["us"])[:FINALISTS]:
         rows[index]["us_alone"] = 1e3 * alone_ms(replays[index], load) / DEPTH
     best = min((row for row in rows if "us_alone" in row), key=lambda row: row["us_alone"])
@@ -93,11 +101,8 @@ def main() -> None:
     measure.add_arguments(parser, network=False)
     args = parser.parse_args()
     with user_errors(parser):
-        if not torch.cuda.is_available():
-            raise UsageError("a GPU's GEMMs are timed, and there is none here")
-        if args.output:
-            check_writable(args.output)
-    record = dict(kind="winners", **measure.provenance(torch.device("cuda", 0), args.commit), load_seconds=args.load)
+        device = measure.require_gpu(args, "GEMMs are timed")
+    record = dict(kind="winners", **measure.provenance(device, args.commit), load_seconds=args.load)
     shapes, gemms = [(rows * args.tokens, *layer) for rows in args.batch_rows for layer in LAYERS], []
     for shape in tqdm(shapes, unit="GEMM"):
         gemms.append(winner(*shape, args.load))

@@ -30,7 +30,7 @@ from accel.options import ROOT, check_writable
 from bench import plots, work
 from bench.jobs import score
 from bench.measure import safe
-from bench.read_trace import clip
+from bench.profile_step import clip
 
 TEMPLATES = ROOT / "scripts" / "report"
 NEEDS = {  # of each section: roles of records, a|b: one of them or both

@@ -11,7 +11,9 @@ from bench import measure
 from models import DiT_models
 
 
-@pytest.mark.parametrize("name", ["steps", "kernels", "jobs", "many_gpus", "profile_step"])
+@pytest.mark.parametrize(
+    "name", ["steps", "jobs", "many_gpus", "profile_step", "large_dit", "rehearse", "sanitize", "winners"]
+)
 def test_help(name, tmp_path, run):
     """From any folder."""
     done = run(f"bench/{name}.py", "--help", cwd=tmp_path)
@@ -19,9 +21,9 @@ def test_help(name, tmp_path, run):
 
 
 def test_a_file_runs_as_its_module_does():
-    for command in (["bench/kernels.py"], ["-m", "bench.kernels"]):
-        done = subprocess.run([sys.executable, *command, "--dtype", "x"], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith("kernels.py: argument --dtype: invalid choice: 'x'")
+    for command in (["bench/steps.py"], ["-m", "bench.steps"]):
+        done = subprocess.run([sys.executable, *command, "--model", "x"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("steps.py: argument --model: invalid choice: 'x'")
 
 
 def test_provenance(monkeypatch):

@@ -1,4 +1,4 @@
-"""The profile: what a trace is read as, and that its tables agree with the run."""
+"""The profile: what torch.profiler's events are read as, and that the tables agree with the run."""
 
 import gzip
 import json
@@ -6,83 +6,79 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from accel.errors import UsageError
-from bench import profile_step, read_trace
+from bench import profile_step
 from models import DiT_models
 
-
-def event(category, name, start, length, thread=1):
-    return dict(ph="X", cat=category, name=name, ts=start, dur=length, tid=thread)
+STEP = profile_step.STEP
 
 
-# Two steps of 1000 us on a GPU, a drain at the end of the last, then a decoded picture. In each step a GEMM and an
-# attention kernel overlap on two streams, an upload makes the host wait, and the end is idle.
-TRACE = [
+def on_host(name, start, length, id=0):
+    return FunctionEvent(id, name, 1, start, start + length, use_device="cuda", stack=[])
+
+
+def on_gpu(name, start, length, id=0, note=False):
+    times = dict(start_us=start, end_us=start + length, stack=[])
+    return FunctionEvent(id, name, 7, **times, use_device="cuda", device_type=DeviceType.CUDA, is_user_annotation=note)
+
+
+def analyse(events, steps):
+    events = EventList(events, use_device="cuda")
+    events._build_tree()
+    return profile_step.analyse(events, steps)
+
+
+# Two steps of 1000 us on a GPU, and the profiler's own wait after the last. In each step a GEMM and an attention kernel
+# overlap on two streams, an upload makes the host wait, and the end is idle.
+EVENTS = [
     one
-    for step in (0, 1)
-    for base in (step * 1000,)
+    for base in (0, 1000)
     for one in (
-        event("user_annotation", f"ProfilerStep#{step + 3}", base, 1000),
-        event("cpu_op", "aten::to", base + 10, 400),
-        event("cpu_op", "aten::copy_", base + 20, 380),
-        event("cuda_runtime", "cudaMemcpyAsync", base + 30, 5),
-        event("cuda_runtime", "cudaStreamSynchronize", base + 40, 350),
-        event("cpu_op", "aten::addmm", base + 500, 20),
-        event("cuda_runtime", "cudaLaunchKernel", base + 505, 5),
-        event("kernel", "nvjet_sm90_hsh_128x128_bias", base + 100, 300, 7),
-        event("kernel", "cudnn_generated_fort_native_sdpa_sm90_flash", base + 300, 200, 8),
-        event("kernel", "_norm_modulate", base + 500, 100, 7),
-        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", base + 600, 2, 7),
-        event("gpu_user_annotation", f"ProfilerStep#{step + 3}", base, 1000, 7),
+        on_host(STEP, base, 1000),
+        on_host("aten::to", base + 10, 400),
+        on_host("aten::copy_", base + 20, 380),
+        on_host("cudaMemcpyAsync", base + 30, 5),
+        on_host("cudaStreamSynchronize", base + 40, 350),
+        on_host("aten::addmm", base + 500, 20),
+        on_host("cudaLaunchKernel", base + 505, 5),
+        on_gpu("nvjet_sm90_hsh_128x128_bias", base + 100, 300),
+        on_gpu("cudnn_generated_fort_native_sdpa_sm90_flash", base + 300, 200),
+        on_gpu("_norm_modulate", base + 500, 100),
+        on_gpu("Memcpy HtoD (Pageable -> Device)", base + 600, 2),
+        on_gpu(STEP, base, 1000, note=True),
     )
-] + [
-    event("kernel", "nvjet of the step before the window", -50, 40, 7),
-    event("user_annotation", read_trace.DRAIN, 1900, 90),
-    event("cuda_runtime", "cudaDeviceSynchronize", 1910, 80),
-    event("user_annotation", "ProfilerStep#5", 2000, 500),
-    event("kernel", "sm80_xmma_fprop_implicit_gemm", 2100, 300, 7),
-    dict(ph="i", name="[memory]", ts=5),
-]
+] + [on_host("cudaDeviceSynchronize", 2010, 80)]
 
 
-def test_a_trace_of_a_gpu():
-    found = read_trace.analyse(TRACE, 2)
+def test_events_of_a_gpu():
+    found = analyse(EVENTS, 2)
     assert found["kinds"] == {
-        "idle": pytest.approx(0.498),
         "GEMM": pytest.approx(0.3),
+        "idle": pytest.approx(0.249),  # between the steps, not before the first kernel
         "attention": pytest.approx(0.2),
         "norm/elementwise": pytest.approx(0.1),
         "copies": pytest.approx(0.002),
     }
-    assert (
-        found["window_ms"] == 1.0
-        and found["launches_per_step"] == 4
-        and found["host_copies_ms"] == pytest.approx(0.002)
-    )
+    assert found["window_ms"] == pytest.approx(0.751) and found["launches_per_step"] == 4
+    assert found["host_copies_ms"] == pytest.approx(0.002)
     [wait] = found[
         "waits"
-    ]  # a copy is queued in 5 us; the wait after it is the queue's, and this script's own drain is none
-    assert wait == dict(
-        where="aten::to → aten::copy_ → cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35)
-    )
-    own = {row["name"]: (row["calls"], row["total_ms"]) for row in found["host"]}
-    assert own["cudaStreamSynchronize (waiting)"] == (2, pytest.approx(0.7)) and own["aten::copy_"] == (
-        2,
-        pytest.approx(0.05),
-    )
-    assert found["kernels"][0] == dict(name="nvjet_sm90_hsh_128x128_bias", calls=2, total_ms=0.6, average_ms=0.3)
-    assert found["decode"] == dict(window_ms=0.5, busy_ms=0.3)
+    ]  # a copy is queued in 5 us; the wait after it is the queue's, and the last is the profiler's
+    where = "aten::to → aten::copy_ → cudaStreamSynchronize"
+    assert wait == dict(where=where, per_step=1, ms_per_step=pytest.approx(0.35))
+    own = {row["name"]: (row["calls"], pytest.approx(row["total_ms"])) for row in found["host"]}
+    assert own["cudaStreamSynchronize"] == (2, 0.7) and own["aten::copy_"] == (2, 0.05)
+    assert not {STEP, "cudaDeviceSynchronize"} & set(own)
+    first = dict(name="nvjet_sm90_hsh_128x128_bias", calls=2, total_ms=0.6, average_ms=0.3)
+    assert found["kernels"][0] == pytest.approx(first)
 
 
-def test_an_asynchronous_copy_that_blocks_is_a_wait():
-    blocked = [
-        event("user_annotation", "ProfilerStep#3", 0, 1000),
-        event("cpu_op", "aten::item", 10, 600),
-        event("cuda_runtime", "cudaMemcpyAsync", 20, 500),
-        event("kernel", "gemm", 0, 500, 7),
-    ]
-    [wait] = read_trace.analyse(blocked, 1)["waits"]
+def test_a_copy_that_blocks_is_a_wait():
+    """An asynchronous copy from pageable memory returns when the queue before it is done."""
+    blocked = [on_host(STEP, 0, 1000), on_host("aten::item", 10, 600), on_host("cudaMemcpyAsync", 20, 500)]
+    [wait] = analyse([*blocked, on_gpu("gemm", 0, 500)], 1)["waits"]
     assert wait["where"] == "aten::item → cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
 
 
@@ -91,18 +87,8 @@ def test_an_asynchronous_copy_that_blocks_is_a_wait():
 )
 def test_a_copy_within_the_device_is_no_wait(copy, waits):
     """It is queued like a kernel, also where the host takes long to do it."""
-    trace = [
-        event("user_annotation", "ProfilerStep#3", 0, 1000),
-        event("cpu_op", "aten::copy_", 10, 90),
-        dict(event("cuda_runtime", "cudaMemcpyAsync", 20, 70), args=dict(correlation=7)),
-        dict(event("gpu_memcpy", copy, 200, 2, 7), args=dict(correlation=7)),
-    ]
-    assert len(read_trace.analyse(trace, 1)["waits"]) == waits
-
-
-def test_a_trace_with_too_few_steps_is_refused():
-    with pytest.raises(UsageError, match="holds 3 steps, not 5"):
-        read_trace.analyse(TRACE, 5)
+    host = [on_host(STEP, 0, 1000), on_host("aten::copy_", 10, 90), on_host("cudaMemcpyAsync", 20, 70, id=7)]
+    assert len(analyse([*host, on_gpu(copy, 200, 2, id=7)], 1)["waits"]) == waits
 
 
 @pytest.mark.parametrize(
@@ -120,7 +106,7 @@ def test_a_trace_with_too_few_steps_is_refused():
     ],
 )
 def test_kinds(kernel, kind):
-    assert read_trace.kind_of(kernel) == kind
+    assert profile_step.kind_of(kernel) == kind
 
 
 def test_on_a_cpu(tmp_path, monkeypatch, capsys):
@@ -143,18 +129,15 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
         record["kinds"]["GEMM"]["tflops"] > 0 and 0 < record["floor_ms"] < 2 * record["timed"]["ms"]
     )  # on a loaded machine either may be slow
     with gzip.open(tmp_path / "a.trace.json.gz") as file:
-        names = [one["name"] for one in json.load(file)["traceEvents"]]
-    assert (
-        names.count("aten::scaled_dot_product_attention") == 2 * 6 + 1
-    )  # two steps of six blocks, and the decoder's one
-    assert any("Input Dims" in str(one.get("args")) for one in read_trace.load(tmp_path / "a.trace.json.gz"))
+        events = json.load(file)["traceEvents"]
+    names = [one["name"] for one in events]
+    assert names.count("aten::scaled_dot_product_attention") == 2 * 6  # two steps of six blocks
+    assert any("Input Dims" in str(one.get("args")) for one in events)
     assert len(list((tmp_path / "board").glob("*.pt.trace.json.gz"))) == 1
 
     # Upstream's loop moves its tables at every step.
     profile("--steps", 1, "--output", tmp_path / "b.json", "--baseline")
-    capsys.readouterr()
-    lines = "\n".join(profile_step.compare([tmp_path / "a.json", tmp_path / "b.json"]))
-    assert "ms a step" in lines and "GEMM" in lines
+    assert "upstream's arithmetic" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         profile("--steps", 500)
     error = capsys.readouterr().err
@@ -206,7 +189,7 @@ def test_on_a_gpu(tmp_path, monkeypatch, capsys):
         profile_step.main()
         records[name] = json.loads((tmp_path / f"{name}.json").read_text())
         assert all(records[name]["kinds"][kind]["ms"] > 0 for kind in ("GEMM", "attention", "norm/elementwise"))
-        assert records[name]["decode"]["busy_ms"] > 0
+        assert records[name]["decoding_ms"] > 0
     assert not records["fast"]["waits"] and "never waits" in capsys.readouterr().out
     waits = records["upstream"]["waits"]
     assert 10 <= sum(wait["per_step"] for wait in waits) <= 12 and "aten::copy_" in waits[0]["where"]
@@ -244,11 +227,3 @@ def test_upstreams_traffic_changes_no_number():
     finally:
         profile_step.UploadingDiffusion._at = monkey
     assert torch.equal(got, want) and len(looked_up) == 3 * 8
-
-
-def test_compare_refuses_what_is_no_profile(tmp_path):
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(UsageError, match="x.json: not a file of bench/profile_step.py"):
-        profile_step.compare([tmp_path / "x.json", tmp_path / "x.json"])
-    with pytest.raises(UsageError, match="missing.json"):
-        profile_step.compare([tmp_path / "missing.json"] * 2)

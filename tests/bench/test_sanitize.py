@@ -22,7 +22,7 @@ def tool(tmp_path, monkeypatch):
     (tmp_path / "compute-sanitizer").write_text(SCRIPT)
     (tmp_path / "compute-sanitizer").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    args = Namespace(side=8, batch_rows=[1, 2], options="--print-limit 5", limit=1)
+    args = Namespace(side=8, batch_rows=[1, 2], limit=1)
     return lambda name, mode="eager": sanitize.under(name, mode, args)
 
 
