@@ -10,7 +10,10 @@ SCRIPT = """#!/bin/sh
 echo "========= COMPUTE-SANITIZER"
 case "$2" in
 memcheck) echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING, $*"; echo "========= ERROR SUMMARY: 0 errors";;
-racecheck) echo "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"; exit 9;;
+racecheck)
+  echo "========= Error: Race reported between Read access at nvjet_sm90_hsh_64x8+0xa50"; hazards=1
+  case "$*" in *eager*) echo "========= Error: Race reported between Read access at linear+0xa50"; hazards=2;; esac
+  echo "========= RACECHECK SUMMARY: $hazards hazards displayed ($hazards errors, 0 warnings)"; exit 9;;
 synccheck) exec sleep 60;;
 initcheck) echo "========= Error: process didn't terminate successfully"; exit 1;;
 esac
@@ -34,6 +37,13 @@ def test_a_run_is_clean_only_if_the_tool_says_so(tool):
     assert "clean" in sanitize.line(rows[0]) and "status 9, 2 errors" in sanitize.line(rows[1])
     assert "ran out of time" in sanitize.line(rows[2])
     assert rows[0]["report"] == [] and "RACECHECK SUMMARY" in rows[1]["report"][-1]
+
+
+def test_races_in_libraries_are_counted_apart(tool):
+    ours, theirs = tool("racecheck"), tool("racecheck", "captured")
+    assert not ours["clean"] and ours["libraries"] == 1
+    assert theirs["clean"] and theirs["errors"] == theirs["libraries"] == 1
+    assert "1 races in libraries" in sanitize.line(theirs)
 
 
 def test_without_a_gpu(run):
