@@ -5,7 +5,7 @@
 
 The code sees another compute capability, and Triton compiles for it: the driver makes this GPU's machine code of its
 PTX. For every capability: each tier's pictures of the demo against fp32's, the kernels of a step and a decoded picture
-by name, tiers that must be refused. Then, at the capabilities of --timed, the time of XL/2's steps with random weights.
+by name, tiers that must be refused, an FID job of the demo on two GPUs if there are as many. Then, at the capabilities of --timed, the time of XL/2's steps with random weights.
 cuBLAS and cuDNN see the GPU that is here; a step by them may be faster than the older GPU's kernels would make it.
 Exit status 1: pictures miss their criteria, a kernel of a newer generation was launched, or a process failed."""
 
@@ -15,6 +15,7 @@ if not __package__:
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -25,15 +26,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import evaluate
 from accel import engine, gpu, precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.fast.dit import Optimisations
-from accel.options import SamplingOptions, positive
+from accel.options import ROOT, SamplingOptions, positive
 from accel.vae.half import HalfDecoder
 from bench import measure, steps
 from models import DiT
@@ -43,6 +46,8 @@ TIMED = (7, 0), (8, 0), (9, 0), (10, 0)  # the others take the same backends as 
 TIMED_TIERS = "fp16", "exact"
 OURS = r"^(linear|attention|split_linear|split_attention|adaln)$"  # our kernels for Hopper
 GATES = {"fp16": "contest", "tf32": "contest", "exact": "strict"}  # bf16 is the way out where float16 overflows
+PSNR = evaluate.GATES["contest"]["psnr"]
+FID_JOB = "--model", "DiT-Demo/2", "--num-fid-samples", 16, "--per-proc-batch-size", 4, "--num-sampling-steps", 50
 NEWER = {  # what must not be launched before a capability
     (8, 0): r"bf16|bfloat16|tf32|flash|^_split_(linear|attention)$",
     (9, 0): r"cudnn.*(sdpa|flash|fmha|attention)",
@@ -151,7 +156,13 @@ def timing(args: Namespace, device: torch.device) -> dict:
     return times
 
 
-WORK = {"check": check, "timing": timing}
+def rank(args: Namespace, device: torch.device) -> None:
+    """A rank of `fid_job`: sample_ddp.py with the arguments that follow."""
+    sys.argv = ["sample_ddp.py", *args.arguments]
+    runpy.run_path(str(ROOT / "sample_ddp.py"), run_name="__main__")
+
+
+WORK = {"check": check, "timing": timing, "rank": rank}
 
 #################################################################################
 #                                  All of them                                  #
@@ -162,23 +173,46 @@ def name_of(capability: tuple[int, int]) -> str:
     return "{}.{}".format(*capability)
 
 
-def in_a_process(work: str, capability: tuple[int, int], folder: Path) -> dict:
-    """`work` of these flags at a capability, in a process of its own: Triton keeps a target's state. A process that
-    fails gives {"failed": its last lines}."""
+def run_as(capability: tuple[int, int], folder: Path, *command: object) -> str | None:
+    """Run a command of this program that sees `capability`, in a process of its own: Triton keeps a target's state.
+    Returns None, or what it printed if it fails."""
     seen = name_of(capability)
     environment = dict(os.environ, XDG_CACHE_HOME=str(folder), TRITON_CACHE_DIR=str(folder / f"triton-{seen}"))
-    output = folder / f"{work}-{seen}.json"
-    command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:], "--work", work, "--seen-as", seen]
-    command += ["--output", str(output)]
+    command = [sys.executable, *map(str, command)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return json.loads(output.read_text()) if done.returncode == 0 else dict(failed=done.stdout.splitlines()[-15:])
+    return done.stdout if done.returncode else None
 
 
-def problems(checked: dict) -> list[str]:
-    """What is wrong with a capability's `check`, a line each."""
-    if "failed" in checked:
-        return ["failed: " + " | ".join(checked["failed"][-3:])]
-    lines = []
+def in_a_process(work: str, capability: tuple[int, int], folder: Path) -> dict:
+    """`work` of these flags at a capability; {"failed": its last lines} if it fails."""
+    seen = name_of(capability)
+    output = folder / f"{work}-{seen}.json"
+    flags = *sys.argv[1:], "--work", work, "--seen-as", seen, "--output", output
+    failure = run_as(capability, folder, os.path.abspath(__file__), *flags)
+    return json.loads(output.read_text()) if failure is None else dict(failed=failure.splitlines()[-15:])
+
+
+def fid_job(capability: tuple[int, int], folder: Path) -> dict:
+    """An FID job of the demo, on two GPUs if there are as many: by tier, the lowest PSNR of its pictures against
+    fp32's."""
+    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={min(2, torch.cuda.device_count())}"
+    program = os.path.abspath(__file__), "--seen-as", name_of(capability), "--work", "rank", "--", *FID_JOB
+    pictures = {}
+    for tier in ("fp32", *TIMED_TIERS):
+        into = folder / f"fid-{name_of(capability)}-{tier}"
+        failure = run_as(capability, folder, *launcher, *program, "--precision", tier, "--sample-dir", into)
+        if failure is not None:
+            return dict(failed=failure.splitlines()[-15:])
+        pictures[tier] = np.load(next(into.glob("*.npz")))["arr_0"]
+    return {tier: min(map(evaluate.psnr, pictures["fp32"], pictures[tier])) for tier in TIMED_TIERS}
+
+
+def problems(checked: dict, fid: dict) -> list[str]:
+    """What is wrong with a capability's `check` and `fid_job`, a line each."""
+    failed = [f"failed: {' | '.join(one['failed'][-3:])}" for one in (checked, fid) if "failed" in one]
+    if failed:
+        return failed
+    lines = [f"{tier}: an FID job's picture has {psnr:.1f} dB" for tier, psnr in fid.items() if psnr <= PSNR]
     for tier, row in checked.items():
         lines += [f"{tier}: launches {name}" for name in row.get("newer", [])]
         if tier in GATES and "judged" in row and not row["judged"][GATES[tier]]:
@@ -198,12 +232,15 @@ def rehearse(args: Namespace, device: torch.device) -> bool:
     """Check all capabilities at once, then time some, one after the other. Whether all is right."""
     start = time.monotonic()
     record = dict(kind="rehearse", **measure.provenance(device, args.commit), image_size=args.image_size)
-    record |= dict(checked={}, times={}, problems={})
+    record |= dict(gpus=torch.cuda.device_count(), checked={}, fid_jobs={}, times={}, problems={})
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         checks = {one: pool.submit(in_a_process, "check", one, Path(folder)) for one in args.capability}
-        for seen, job in ((name_of(one), job) for one, job in checks.items()):
-            record["checked"][seen], record["problems"][seen] = job.result(), problems(job.result())
-            refused = [tier for tier, row in job.result().items() if "refused" in row]
+        jobs = {one: pool.submit(fid_job, one, Path(folder)) for one in args.capability}
+        for one, checked in checks.items():
+            seen, checked, fid = name_of(one), checked.result(), jobs[one].result()
+            record["checked"][seen], record["fid_jobs"][seen] = checked, fid
+            record["problems"][seen] = problems(checked, fid)
+            refused = [tier for tier, row in checked.items() if "refused" in row]
             print("\n".join([f"{seen}: refused {refused}", *record["problems"][seen]]), flush=True)
             measure.write(args.output, record)
         for capability in (one for one in args.timed if one in args.capability):
@@ -224,6 +261,7 @@ def main() -> None:
     parser.add_argument("--image-size", type=positive, default=512, help="of what is timed, in pixels")
     measure.add_seconds(parser, load=1.0, window=1.0)
     parser.add_argument("--work", choices=WORK, help="what this process alone does")
+    parser.add_argument("arguments", nargs="*", help="of sample_ddp.py, for --work rank")
     parser.add_argument("--seen-as", type=version, metavar="X.Y", help="the capability that this process sees")
     measure.add_arguments(parser, network=False)
     args = parser.parse_args()

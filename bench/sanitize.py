@@ -114,7 +114,16 @@ def under(tool: str | None, mode: str, args: Namespace) -> dict:
     command += ["--batch-rows", *map(str, args.batch_rows)]
     environment = dict(os.environ)
     if tool:
-        options = ["--tool", tool, "--error-exitcode", str(FOUND), "--report-api-errors", "no", "--print-limit", "100000"]
+        options = [
+            "--tool",
+            tool,
+            "--error-exitcode",
+            str(FOUND),
+            "--report-api-errors",
+            "no",
+            "--print-limit",
+            "100000",
+        ]
         command = ["compute-sanitizer", *options, *command]
         if mode == "eager":
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"

@@ -42,9 +42,10 @@ def test_problems():
         "bf16": dict(newer=["attention"], kernels=[], judged=fails),
         "exact": dict(newer=[], kernels=[], judged=passes),
     }
-    assert [line.partition(":")[0] for line in rehearse.problems(checked)] == ["bf16", "exact"]
-    assert "attention" in rehearse.problems(checked)[0]
-    assert rehearse.problems(dict(failed=["a", "b"])) == ["failed: a | b"]
+    found = rehearse.problems(checked, dict(exact=80.0, fp16=39.0))
+    assert [line.partition(":")[0] for line in found] == ["fp16", "bf16", "exact"]
+    assert "FID job" in found[0] and "attention" in found[1]
+    assert rehearse.problems(dict(failed=["a", "b"]), dict(failed=["c"])) == ["failed: a | b", "failed: c"]
 
 
 def test_a_process_that_fails_is_recorded(tmp_path, monkeypatch):
@@ -61,4 +62,5 @@ def test_an_older_gpu(run, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "out.json").read_text())
     assert set(record["checked"]) == {"7.0", "8.0"} and record["times"]["8.0"]["fp16"]["2"]["ms"] > 0
+    assert record["fid_jobs"]["7.0"]["exact"] > record["fid_jobs"]["7.0"]["fp16"] > 40
     assert "refused" in record["checked"]["7.0"]["bf16"] and "judged" in record["checked"]["8.0"]["bf16"]
