@@ -99,10 +99,15 @@ def load_network(
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    state, name = checkpoint.state, checkpoint.name
+    state = checkpoint.state
     model = empty_model(options, checkpoint.build or constructor(options.model, state))
     checkpoint.require_fit(options.model, model, options.image_size)
-    checkpoint.compare(options.model, image_size=options.image_size, vae=options.vae)
+    trained_with = checkpoint.trained_with
+    for name in ("image_size", "vae"):
+        here, there = getattr(options, name), trained_with.get(name)
+        if there not in (None, here):
+            flag = name.replace("_", "-")
+            print(f"{options.model}: weights trained with --{flag} {there}, sampling with {here}")
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
         trained = round(table.shape[1] ** 0.5) * model.patch_size * 8
@@ -117,7 +122,7 @@ def load_network(
         try:
             return fast.load(state, model, tier, device, batch_rows, options.guided, Tuner(tuner_folders))
         except ValueError as error:
-            raise UsageError(f"--ckpt {name}: {error}") from None
+            raise UsageError(f"--ckpt {checkpoint.name}: {error}") from None
     # First to the device: of weights in half precision the CPU never holds a float32 copy.
     state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
@@ -170,7 +175,6 @@ class Engine:
             self.checkpoint = held or open_checkpoint(options)
             self.precision, self.decoder_precision = choose_precision(options, self.device)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
-            self.checkpoint.fetch()
             self._prepare_steps(options)
             self._load_network(place or self.device)
 
