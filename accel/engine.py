@@ -52,7 +52,7 @@ def choose_device(options: SamplingOptions) -> torch.device:
 def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[str, str]:
     """Set the tier asked for, or the device's default. Returns its name and the decoder's arithmetic."""
     tier = options.precision or precision.default_tier(device)
-    if tier == "tf32" and options.tf32_permitted and not precision.supports(tier, device):
+    if tier == "tf32" and options.tf32 and not precision.supports(tier, device):
         print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     try:
