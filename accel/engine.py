@@ -22,7 +22,7 @@ from accel.gpu import missing_code
 from accel.network import MODELS, Network, constructor, plain, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
-from accel.sampler import denoise, initial_noise
+from accel.sampler import OnStep, denoise, initial_noise
 from diffusion import create_diffusion
 
 #################################################################################
@@ -237,10 +237,10 @@ class Engine:
         except torch.OutOfMemoryError:
             raise UsageError(self.options.smaller_batch) from None
 
-    def denoise(self, z: torch.Tensor, labels: torch.Tensor, **how) -> torch.Tensor:
-        """Noise z (n, C, L, L) and labels (n,) → latents; `how` as sampler.denoise has it. Raises UsageError, naming
-        the step and a remedy, if they are not finite."""
-        options, on_step = self.options, how.pop("on_step", None)
+    def denoise(self, z: torch.Tensor, labels: torch.Tensor, on_step: OnStep | None = None, **how) -> torch.Tensor:
+        """Noise z (n, C, L, L) and labels (n,) → latents; on_step and `how` as sampler.denoise has them. Raises
+        UsageError, naming the step and a remedy, if they are not finite."""
+        options = self.options
         sums = torch.zeros(self.diffusion.num_timesteps, device=self.device)  # read once, after the loop
 
         def after_step(index, x):
@@ -259,21 +259,20 @@ class Engine:
             )
         return latents
 
-    def run(self, rows: slice = slice(None), **how) -> torch.Tensor:
+    def run(self, rows: slice = slice(None), on_step: OnStep | None = None, **how) -> torch.Tensor:
         """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed; the same on every call.
 
-        With a batch size one slice of them after the other; each draws the noise of all and uses its own.
+        With a batch size one slice of them after the other; each draws the noise of all and uses its own. on_step
+        counts the steps of all slices.
         """
-        options, on_step, latents = self.options, how.pop("on_step", None), []
-        labels = torch.tensor(options.labels, device=self.device)
+        side, latents = self.options.latent_size, []
+        labels = torch.tensor(self.options.labels, device=self.device)
         for part in self._slices(rows):
             with self._memory():
-                z = initial_noise(len(labels), 4, options.latent_size, options.seed, self.device)
-            if on_step is not None:
-                done = len(latents) * self.diffusion.num_timesteps
-                how["on_step"] = lambda index, x, done=done: on_step(done + index, x)
-            latents.append(self.denoise(z, labels, rows=part, **how))
-        side = options.latent_size
+                z = initial_noise(len(labels), 4, side, self.options.seed, self.device)
+            done = len(latents) * self.diffusion.num_timesteps
+            count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
+            latents.append(self.denoise(z, labels, count_on, rows=part, **how))
         return torch.cat(latents) if latents else torch.empty(0, 4, side, side, device=self.device)
 
     def _slices(self, rows):
@@ -286,8 +285,9 @@ class Engine:
         """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process
         prints."""
         runs, times = self.options.repeats, []
-        captured = self.device.type == "cuda" and self.network is not None and self.network.captures
-        if runs > 1 or captured:  # the first step compiles and is recorded: the bar should not learn its pace from it
+        captured = self.device.type == "cuda" and self.network.captures
+        # The first step compiles and is recorded: the bar should not learn its pace from it. Other seeds find it done.
+        if (runs > 1 or captured) and "warm-up" not in self.watch.seconds:
             with self.watch.phase("warm-up"):
                 how = dict(plan=self.plan.each_kind_once()) if self.plan else dict(steps=3 if runs > 1 else 1)
                 for part in self._slices(rows)[:1]:
@@ -302,7 +302,7 @@ class Engine:
                 desc=f"run {index + 1}/{runs}" if runs > 1 else None,
             )
             with self.watch.phase("sample"), bar as queued:
-                latents = self.run(rows, on_step=lambda index, _, queued=queued: queued(index))
+                latents = self.run(rows, lambda index, _, queued=queued: queued(index))
             times.append(time.perf_counter() - start)
         if runs > 1 and show:
             median = statistics.median(times)
