@@ -129,7 +129,7 @@ class BlockNetwork(Network):
     width: int
     num_heads: int
     attention: Callable
-    exchanges = ("push", "kv", "ulysses", "ring")
+    exchanges = ("push", "kv", "ulysses")
 
     @abstractmethod
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:

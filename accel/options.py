@@ -20,7 +20,7 @@ DEFAULTS_OF = {
     "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
     **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
 }
-EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/exchanges.py
+EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
 # Keys of --parallel that go together.
 LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}, {"stages", "patches", "warmup"}
 # Options of a grid that have no meaning in an FID job.
@@ -266,7 +266,7 @@ class DistributedOptions(SamplingOptions):
         "auto",
         "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a "
         "picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how "
-        "tokens attend (kv, push, ulysses, ring). weights=4 divides every layer, for a network that does not fit in "
+        "tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in "
         "one GPU; stages=4,patches=8,warmup=25 is PipeFusion, which is approximate",
         SPEED,
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N|stages=N,patches=N,warmup=N",
