@@ -102,9 +102,8 @@ class ConditioningTable:
         device = self.table.device
         if max(timesteps) >= len(self.step_offset) - 1:
             raise ValueError(f"timestep {max(timesteps)}: the table is for {len(self.step_offset) - 1} steps")
-        self.timesteps = torch.tensor(
-            list(timesteps), device=device
-        )  # uploaded once: the loop never waits for the host
+        # Uploaded once: the loop never waits for the host.
+        self.timesteps = torch.tensor(list(timesteps), device=device)
         self.labels = torch.tensor(sorted(set(labels)), device=device)
         if len(self.labels) * at_once > self.capacity:
             raise ValueError(f"{len(self.labels)} labels do not fit in a table of {self.capacity} entries")

@@ -294,9 +294,8 @@ class ExactDiT(FastDiT):
 
     def __init__(self, state, num_heads, device, optimisations=Optimisations()):  # noqa: B008 (frozen)
         depth = sum(name.endswith(".attn.qkv.weight") for name in state)
-        self.overflow = torch.zeros(
-            depth, 2, 1, dtype=torch.int32, device=device
-        )  # of qkv and fc1, set by their kernels
+        # Of qkv and fc1 of each block; their kernels set it.
+        self.overflow = torch.zeros(depth, 2, 1, dtype=torch.int32, device=device)
         super().__init__(state, num_heads, torch.float32, device, optimisations)
 
     def _block(self, name, take):
@@ -309,16 +308,12 @@ class ExactDiT(FastDiT):
         factor = torch.cat([even, 1 / even, v])  # (3·D,)
         after = balance(fc1, b1)
         of_qkv, of_fc1 = self.overflow[int(name.rpartition(".")[2])]
-        layer, qkv_name, proj_name, fc1_name, fc2_name = (
-            partial(SplitLinear, backend=self.optimisations.gemm),
-            *(f"{name}.{layer}" for layer in LAYERS),
-        )
-        high_low = dict(result="high_low")
+        layer = partial(SplitLinear, backend=self.optimisations.gemm)
         return [
-            layer(qkv * factor[:, None], bq * factor, overflow=of_qkv, name=qkv_name, **high_low),
-            layer(proj / v, bp, name=proj_name),
-            layer(fc1, b1, gelu=True, after=after, overflow=of_fc1, name=fc1_name, **high_low),
-            layer(fc2 / after, b2, name=fc2_name),
+            layer(qkv * factor[:, None], bq * factor, result="high_low", overflow=of_qkv, name=f"{name}.attn.qkv"),
+            layer(proj / v, bp, name=f"{name}.attn.proj"),
+            layer(fc1, b1, gelu=True, after=after, result="high_low", overflow=of_fc1, name=f"{name}.mlp.fc1"),
+            layer(fc2 / after, b2, name=f"{name}.mlp.fc2"),
         ]
 
     def attention(self, qkv: HighLow, num_heads: int) -> HighLow:
