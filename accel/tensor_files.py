@@ -160,11 +160,8 @@ def _read_pickle(path: Path, flag: str) -> object:
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether torch may map the file: a zip archive of uncompressed members, as torch.save writes it."""
+    """Whether torch may map the file: a zip archive of uncompressed members, as torch.save has written since 1.6."""
     if not zipfile.is_zipfile(path):
-        with path.open("rb") as file:
-            if file.read(2) == b"PK":
-                raise EOFError("a zip archive without its directory, which stands at the end")
-        return False  # as written before torch 1.6
+        return False
     with zipfile.ZipFile(path) as archive:
         return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
