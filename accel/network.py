@@ -128,6 +128,7 @@ class BlockNetwork(Network):
     depth: int
     width: int
     num_heads: int
+    dtype: torch.dtype
     attention: Callable
     exchanges = ("push", "kv", "ulysses")
 
@@ -155,13 +156,15 @@ class BlockNetwork(Network):
         a range that lacks the last block gives h (N, t, D). tokens: which tokens of each row h holds.
         """
 
-    @abstractmethod
     def shallow(self, depth: int) -> "BlockNetwork":
         """This network with its first `depth` blocks only, sharing the weights; for measurements."""
+        network = copy.copy(self)
+        network.depth, network._replayed = depth, {}
+        return network
 
-    @abstractmethod
     def describe(self) -> str:
-        """What its speed depends on, in words: class, sizes, dtype. A kept measurement is looked up by it."""
+        """What its speed depends on, in words. A kept measurement is looked up by it."""
+        return f"{type(self).__name__} of {self.depth} blocks of {self.width}, {self.dtype}"
 
     @torch.no_grad()
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -178,18 +181,10 @@ class Plain(BlockNetwork):
         super().__init__()
         self.model, self.blocks, self.num_heads, self.width = model, blocks, num_heads, width
         self.depth, self.patch_size, self.in_channels = len(blocks), model.patch_size, model.in_channels
+        self.dtype = model.final_layer.linear.weight.dtype
 
     def condition(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, C)
-
-    def shallow(self, depth: int) -> "Plain":
-        network = copy.copy(self)
-        network.depth, network._replayed = depth, {}
-        return network
-
-    def describe(self) -> str:
-        dtype = self.model.final_layer.linear.weight.dtype
-        return f"{type(self.model).__name__} of {self.depth} blocks of {self.width}, {dtype}"
 
 
 class PlainDiT(Plain):

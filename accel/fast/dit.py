@@ -10,7 +10,6 @@ GEMMs. What depends on (timestep, label) alone comes from a table. Per block:
     x ← x + gate·a + gate·m,  h ← adaLN(x)     this is already the next block's first kernel
 """
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -242,11 +241,6 @@ class FastDiT(BlockNetwork):
                 outer.bias = outer.bias if rank == 0 else torch.zeros_like(outer.bias)
                 layers[second] = Summed(outer, all_reduce)
 
-    def shallow(self, depth: int) -> "FastDiT":
-        network = copy.copy(self)
-        network.blocks, network.depth, network._replayed = self.blocks[:depth], depth, {}
-        return network
-
     def kernel_calls(self, latents: torch.Tensor, batch_rows: int, guided: bool) -> list[Callable[[], object]]:
         """Every kernel of a sampling step, once, for warming up: an evaluation of `batch_rows` rows on latents
         (n, C, L, L), and an update of a latent."""
@@ -267,9 +261,6 @@ class FastDiT(BlockNetwork):
 
     def _qkv_like(self, h):
         return h.repeat(1, 1, 3).to(self.dtype)
-
-    def describe(self) -> str:
-        return f"{type(self).__name__} of {self.depth} blocks of {self.width}, {self.dtype}"
 
 
 class Summed:

@@ -153,4 +153,4 @@ def test_behind_the_protocol():
         # Only differences of positions count, so tokens that attend to no others do not see where they stand.
         torch.testing.assert_close(alone, shifted, rtol=1e-3, atol=1e-4)
         assert not torch.equal(alone, shifted)
-    assert "DiT_Llama of 10 blocks of 192" in network.describe() and network.shallow(3).depth == 3
+    assert "PlainLargeDiT of 10 blocks of 192" in network.describe() and network.shallow(3).depth == 3
