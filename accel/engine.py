@@ -1,5 +1,4 @@
-"""From options to pictures: choose the device, load the weights, denoise, decode, save. Commands are thin around
-this."""
+"""From options to pictures: choose the device, load the weights, denoise, decode, save."""
 
 import gc
 import statistics
@@ -282,8 +281,7 @@ class Engine:
         return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
     def sample(self, rows: slice = slice(None), show: bool = True) -> torch.Tensor:
-        """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process
-        prints."""
+        """`run` with a bar, repeated and timed as the options say → latents. show: whether this process prints."""
         runs, times = self.options.repeats, []
         captured = self.device.type == "cuda" and self.network.captures
         # The first step compiles and is recorded: the bar should not learn its pace from it. Other seeds find it done.

@@ -227,8 +227,7 @@ class SamplingOptions:
 
 @dataclass
 class DistributedOptions(SamplingOptions):
-    """Options of one job over many processes. With `num_fid_samples` it makes a folder for FID, else one picture
-    grid."""
+    """Options of one job over many processes: a folder for FID with `num_fid_samples`, else one grid."""
 
     seed: int = flag(
         0,

@@ -228,7 +228,7 @@ class FastDiT(BlockNetwork):
         """Keep a rank's part of the blocks' GEMMs, in place: its heads, and its part of the hidden width (Shoeybi et
         al. 2019, arXiv:1909.08053, section 3). all_reduce(x): sums x over the ranks, in place; twice a block."""
 
-        def own(tensor, matrices):  # its part of the rows of each of so many matrices
+        def own(tensor, matrices):  # its part of the rows of each of `matrices` matrices
             return tensor.unflatten(0, (matrices, ranks, -1))[:, rank].flatten(0, 1).clone()
 
         self.num_heads //= ranks
@@ -318,7 +318,7 @@ class ExactDiT(FastDiT):
         return split(h.repeat(1, 1, 3), per_row=False)
 
     def tune(self, row_tokens, share) -> None:
-        return None  # its kernels have one configuration
+        """Nothing to choose: its kernels have one configuration."""
 
     def overflowed(self) -> str | None:
         layers = self.overflow.flatten().nonzero().flatten().tolist()  # waits for the device
