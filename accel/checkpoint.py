@@ -4,14 +4,14 @@ import os
 import re
 import stat
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from http.client import HTTPException
 from math import isqrt
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -35,7 +35,7 @@ LABELS = "y_embedder.embedding_table.weight"
 
 
 class Checkpoint:
-    """The weights that --ckpt names, fetched and opened when they are first needed, and only once. Thread-safe.
+    """The weights that --ckpt names, fetched and opened when they are first needed, and only once.
 
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or as Large-DiT's training leaves
     it, or a hub id (owner/name). Raises UsageError if it names nothing, before anything is fetched.
@@ -46,62 +46,52 @@ class Checkpoint:
     def __init__(self, name: str | Path):
         self.name = str(name)
         self._path = _locate(self.name)  # None: on the hub
-        self._state = self._stamps = self._digest = None
-        self._opening, self._hashing = threading.RLock(), threading.Lock()
-
-    def fetch(self) -> Path:
-        """Download the weights if they are not here yet. Returns where they are. Raises UsageError."""
-        with self._opening:
-            if self._path is None:
-                remedy = f"fetch https://huggingface.co/{self.name} by other means and give its folder"
-                self._path = fetch_from_hub(self.name, "transformer/", "--ckpt", remedy)
-            elif self._path.parent == FOLDER and not self._path.exists():
-                _download(self._path)
-            return self._path
+        self._stamps = None  # of the files that `state` was read from
+        self._digest = None
 
     @property
     def path(self) -> Path:
         """Where the weights are, or where published weights will be. A hub id is fetched for this."""
-        return self._path or self.fetch()
+        if self._path is None:
+            remedy = f"fetch https://huggingface.co/{self.name} by other means and give its folder"
+            self._path = fetch_from_hub(self.name, "transformer/", "--ckpt", remedy)
+        return self._path
 
-    @property
+    def fetch(self) -> Path:
+        """Download the weights if they are not here yet. Returns where they are. Raises UsageError."""
+        if self.path.parent == FOLDER and not self.path.exists():
+            _download(self.path)
+        return self.path
+
+    @cached_property
     def state(self) -> dict[str, torch.Tensor]:
         """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU, memory-mapped where the
         format allows it. Read-only.
 
         Raises UsageError if the file is damaged, holds no weights, or would execute code on load.
         """
-        with self._opening:
-            if self._state is None:
-                self._stamps = self._stamp()  # before opening: what was read is of this version, or of a newer one
-                with path_errors("--ckpt", self.path):
-                    self._state = _open_folder(self.path) if self.path.is_dir() else _open_file(self.path)
-            return self._state
+        self._stamps = self._stamp()  # before opening: what was read is of this version, or of a newer one
+        with path_errors("--ckpt", self.path):
+            return _open_folder(self.path) if self.path.is_dir() else _open_file(self.path)
 
-    def compare(self, model_name: str, **settings) -> None:
-        """Print where the arguments of the training run, if the folder has them, differ from a sampling's settings."""
-        said = consolidated_layout.arguments_of(self.path) if self.path.is_dir() else {}
-        for name, value in settings.items():
-            if said.get(name, value) != value:
-                flag = f"--{name.replace('_', '-')}"
-                print(f"{model_name}: weights trained with {flag} {said[name]}, sampling with {value}")
+    @property
+    def trained_with(self) -> dict[str, Any]:
+        """The arguments of the training run, if the folder has them."""
+        return consolidated_layout.arguments_of(self.path) if self.path.is_dir() else {}
 
     def digest(self) -> str:
         """16 hex digits of all values but the position table's, which are a function of the grid.
 
-        The first call for a file reads all of it (in a thread, this overlaps with loading); the cache folder keeps the
-        result for later runs.
+        The first call for a file reads all of it; the cache folder keeps the result for later runs.
         """
+        if self._digest is None:
+            self._digest = cached_digest(self._stamps or self._stamp(), self._trained)
+        return self._digest
 
-        def trained():
-            return {name: tensor for name, tensor in self.state.items() if name != "pos_embed"}
+    def _trained(self):
+        return {name: tensor for name, tensor in self.state.items() if name != "pos_embed"}
 
-        with self._hashing:
-            if self._digest is None:
-                self._digest = cached_digest(self._stamps or self._stamp(), trained)
-            return self._digest
-
-    def _stamp(self) -> list[tuple]:
+    def _stamp(self):
         """The version of every file that the weights may come from."""
         path = self.fetch()
         with path_errors("--ckpt", path):
@@ -113,11 +103,9 @@ class Checkpoint:
 
         model: the module of `model_name` for pictures of `image_size` pixels, on the meta device.
         """
-        have, want = _shapes(self.state), _shapes(model.state_dict())
-        wrong = [name for name in {**want, **have} if want.get(name) != have.get(name)]
+        have, want, wrong = _compare(self.state, model)
         if not wrong:
             return
-        first = wrong[0]
         classes = have[LABELS][0] - 1 if LABELS in have else 1000
         if wrong == [LABELS] and LABELS in have and have[LABELS][1:] == want[LABELS][1:]:
             raise UsageError(
@@ -131,6 +119,7 @@ class Checkpoint:
                 raise UsageError(
                     f"--ckpt {self.name}: holds the weights of {other}, not of {model_name}; use --model {other}"
                 )
+        first = wrong[0]
         raise UsageError(
             f"--ckpt {self.name}: fits none of {', '.join(MODELS)} ({len(wrong)} entries differ, first {first}: "
             f"{have.get(first, 'missing')}, {model_name} has {want.get(first, 'none')})"
@@ -143,6 +132,8 @@ class Held:
     module: models.DiT or a class with the same state dict and `num_heads`; wrapped or compiled ones are unwrapped.
     `build` makes a model of its shape, as an entry of network.MODELS does. Raises UsageError for another module.
     """
+
+    trained_with = {}  # nothing is known of the training run
 
     def __init__(self, module: torch.nn.Module):
         module = unwrapped(module)
@@ -161,16 +152,9 @@ class Held:
         depth = sum(name.endswith(".attn.qkv.weight") for name in self.state)
         self.build = partial(DiT, **shape, depth=depth, mlp_ratio=(len(fc1) + 0.5) / width)
 
-    def fetch(self) -> None:
-        """There is nothing to fetch."""
-
-    def compare(self, model_name: str, **settings) -> None:
-        """Nothing is known of the training run."""
-
     def require_fit(self, model_name: str, model: torch.nn.Module, image_size: int) -> None:
         """Raise UsageError unless these are all weights of `model`, on the meta device."""
-        have, want = _shapes(self.state), _shapes(model.state_dict())
-        wrong = [name for name in {**want, **have} if want.get(name) != have.get(name)]
+        wrong = _compare(self.state, model)[2]
         if wrong:
             raise UsageError(f"{self.name}: is not a DiT, {len(wrong)} entries differ (first {wrong[0]})")
 
@@ -318,13 +302,17 @@ def _open_folder(folder: Path) -> dict[str, torch.Tensor]:
     if "transformer" in names or "config.json" in names:
         return diffusers_layout.read_folder(folder / "transformer" if "transformer" in names else folder)
     if any(name.startswith("consolidated") for name in names) or consolidated_layout.ARGUMENTS in names:
-        state = _open_file(consolidated_layout.weights_of(folder))
-        consolidated_layout.require_match(folder, state)
-        return state
+        return _open_file(consolidated_layout.weights_of(folder))
     raise UsageError(
         f"--ckpt {folder}: a folder must hold transformer/config.json and its weights (diffusers' layout), or "
         "consolidated.00-of-01.pth (Large-DiT's)"
     )
+
+
+def _compare(state, model):
+    """The shapes that the weights `state` have, those that `model` wants, and the names that differ."""
+    have, want = _shapes(state), _shapes(model.state_dict())
+    return have, want, [name for name in {**want, **have} if want.get(name) != have.get(name)]
 
 
 def _shapes(state: dict[str, torch.Tensor]) -> dict[str, tuple]:

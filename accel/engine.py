@@ -1,5 +1,4 @@
-"""From options to pictures: choose the device, load the weights, denoise, decode, save. Commands are thin around
-this."""
+"""From options to pictures: choose the device, load the weights, denoise, decode, save."""
 
 import gc
 import statistics
@@ -22,7 +21,7 @@ from accel.gpu import missing_code
 from accel.network import MODELS, Network, constructor, plain, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
-from accel.sampler import denoise, initial_noise
+from accel.sampler import OnStep, denoise, initial_noise
 from diffusion import create_diffusion
 
 #################################################################################
@@ -52,7 +51,7 @@ def choose_device(options: SamplingOptions) -> torch.device:
 def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[str, str]:
     """Set the tier asked for, or the device's default. Returns its name and the decoder's arithmetic."""
     tier = options.precision or precision.default_tier(device)
-    if tier == "tf32" and options.tf32_permitted and not precision.supports(tier, device):
+    if tier == "tf32" and options.tf32 and not precision.supports(tier, device):
         print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     try:
@@ -99,10 +98,15 @@ def load_network(
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    state, name = checkpoint.state, checkpoint.name
+    state = checkpoint.state
     model = empty_model(options, checkpoint.build or constructor(options.model, state))
     checkpoint.require_fit(options.model, model, options.image_size)
-    checkpoint.compare(options.model, image_size=options.image_size, vae=options.vae)
+    trained_with = checkpoint.trained_with
+    for name in ("image_size", "vae"):
+        here, there = getattr(options, name), trained_with.get(name)
+        if there not in (None, here):
+            flag = name.replace("_", "-")
+            print(f"{options.model}: weights trained with --{flag} {there}, sampling with {here}")
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
         trained = round(table.shape[1] ** 0.5) * model.patch_size * 8
@@ -117,7 +121,7 @@ def load_network(
         try:
             return fast.load(state, model, tier, device, batch_rows, options.guided, Tuner(tuner_folders))
         except ValueError as error:
-            raise UsageError(f"--ckpt {name}: {error}") from None
+            raise UsageError(f"--ckpt {checkpoint.name}: {error}") from None
     # First to the device: of weights in half precision the CPU never holds a float32 copy.
     state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
@@ -170,7 +174,6 @@ class Engine:
             self.checkpoint = held or open_checkpoint(options)
             self.precision, self.decoder_precision = choose_precision(options, self.device)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
-            self.checkpoint.fetch()
             self._prepare_steps(options)
             self._load_network(place or self.device)
 
@@ -233,10 +236,10 @@ class Engine:
         except torch.OutOfMemoryError:
             raise UsageError(self.options.smaller_batch) from None
 
-    def denoise(self, z: torch.Tensor, labels: torch.Tensor, **how) -> torch.Tensor:
-        """Noise z (n, C, L, L) and labels (n,) → latents; `how` as sampler.denoise has it. Raises UsageError, naming
-        the step and a remedy, if they are not finite."""
-        options, on_step = self.options, how.pop("on_step", None)
+    def denoise(self, z: torch.Tensor, labels: torch.Tensor, on_step: OnStep | None = None, **how) -> torch.Tensor:
+        """Noise z (n, C, L, L) and labels (n,) → latents; on_step and `how` as sampler.denoise has them. Raises
+        UsageError, naming the step and a remedy, if they are not finite."""
+        options = self.options
         sums = torch.zeros(self.diffusion.num_timesteps, device=self.device)  # read once, after the loop
 
         def after_step(index, x):
@@ -255,21 +258,20 @@ class Engine:
             )
         return latents
 
-    def run(self, rows: slice = slice(None), **how) -> torch.Tensor:
+    def run(self, rows: slice = slice(None), on_step: OnStep | None = None, **how) -> torch.Tensor:
         """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed; the same on every call.
 
-        With a batch size one slice of them after the other; each draws the noise of all and uses its own.
+        With a batch size one slice of them after the other; each draws the noise of all and uses its own. on_step
+        counts the steps of all slices.
         """
-        options, on_step, latents = self.options, how.pop("on_step", None), []
-        labels = torch.tensor(options.labels, device=self.device)
+        side, latents = self.options.latent_size, []
+        labels = torch.tensor(self.options.labels, device=self.device)
         for part in self._slices(rows):
             with self._memory():
-                z = initial_noise(len(labels), 4, options.latent_size, options.seed, self.device)
-            if on_step is not None:
-                done = len(latents) * self.diffusion.num_timesteps
-                how["on_step"] = lambda index, x, done=done: on_step(done + index, x)
-            latents.append(self.denoise(z, labels, rows=part, **how))
-        side = options.latent_size
+                z = initial_noise(len(labels), 4, side, self.options.seed, self.device)
+            done = len(latents) * self.diffusion.num_timesteps
+            count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
+            latents.append(self.denoise(z, labels, count_on, rows=part, **how))
         return torch.cat(latents) if latents else torch.empty(0, 4, side, side, device=self.device)
 
     def _slices(self, rows):
@@ -279,11 +281,11 @@ class Engine:
         return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
     def sample(self, rows: slice = slice(None), show: bool = True) -> torch.Tensor:
-        """`run` with a bar, repeated and timed as the options say. Returns latents. show: whether this process
-        prints."""
+        """`run` with a bar, repeated and timed as the options say → latents. show: whether this process prints."""
         runs, times = self.options.repeats, []
-        captured = self.device.type == "cuda" and self.network is not None and self.network.captures
-        if runs > 1 or captured:  # the first step compiles and is recorded: the bar should not learn its pace from it
+        captured = self.device.type == "cuda" and self.network.captures
+        # The first step compiles and is recorded: the bar should not learn its pace from it. Other seeds find it done.
+        if (runs > 1 or captured) and "warm-up" not in self.watch.seconds:
             with self.watch.phase("warm-up"):
                 how = dict(plan=self.plan.each_kind_once()) if self.plan else dict(steps=3 if runs > 1 else 1)
                 for part in self._slices(rows)[:1]:
@@ -298,7 +300,7 @@ class Engine:
                 desc=f"run {index + 1}/{runs}" if runs > 1 else None,
             )
             with self.watch.phase("sample"), bar as queued:
-                latents = self.run(rows, on_step=lambda index, _, queued=queued: queued(index))
+                latents = self.run(rows, lambda index, _, queued=queued: queued(index))
             times.append(time.perf_counter() - start)
         if runs > 1 and show:
             median = statistics.median(times)

@@ -34,11 +34,10 @@ def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 
 def guide(out: torch.Tensor, cfg_scale: float) -> torch.Tensor:
-    """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) on the first three channels of out (2n, C', H,
-    W).
+    """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) on the first three channels of out.
 
-    The first n rows are conditional, the others not. Both halves get uncond + cfg_scale · (cond − uncond); the other
-    channels pass.
+    out (2n, C', H, W): the first n rows are conditional, the others not. Both halves get
+    uncond + cfg_scale · (cond − uncond); the other channels pass.
     """
     eps, rest = out[:, :GUIDED_CHANNELS], out[:, GUIDED_CHANNELS:]
     cond, uncond = eps.chunk(2)  # each (n, 3, H, W)
@@ -72,8 +71,8 @@ class Network(ABC):
 
     @abstractmethod
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x (n, C, H, W); t, y (N,), N a multiple of n: the latents are repeated → last layer's tokens (N, T,
-        p·p·C')."""
+        """x (n, C, H, W), t (N,), y (N,) → the last layer's tokens (N, T, p·p·C'). N is a multiple of n: the latents
+        are repeated."""
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -99,16 +98,15 @@ class Network(ABC):
         yield lambda *evaluations: None
 
     def replayed(self, key: Any, step: Callable) -> Callable:
-        """`step` as a CUDA graph, kept under `key`: each holds memory, so only the KEPT ones that were used last
-        are."""
+        """`step` as a CUDA graph, kept under `key`. Each holds memory: only the KEPT that were used last are kept."""
         replayed = self._replayed.pop(key, None) or Replayed(step)
         self._replayed = {**dict(list(self._replayed.items())[1 - KEPT :]), key: replayed}
         return replayed
 
     def tune(self, row_tokens: Iterable[int], share: Callable[[Callable[[], Any]], Any]) -> None:
-        """Choose the fastest GEMMs for so many tokens at once (batch rows × tokens of a row).
+        """Choose the fastest GEMMs for each of `row_tokens`: batch rows × tokens of a row. Here: nothing to choose.
 
-        share(make): what `make()` returns on rank 0, on every rank; so all ranks choose alike. Here: nothing to choose.
+        share(make): what `make()` returns on rank 0, on every rank; so all ranks choose alike.
         """
         return None
 
@@ -128,8 +126,9 @@ class BlockNetwork(Network):
     depth: int
     width: int
     num_heads: int
+    dtype: torch.dtype
     attention: Callable
-    exchanges = ("push", "kv", "ulysses", "ring")
+    exchanges = ("push", "kv", "ulysses")
 
     @abstractmethod
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
@@ -155,13 +154,15 @@ class BlockNetwork(Network):
         a range that lacks the last block gives h (N, t, D). tokens: which tokens of each row h holds.
         """
 
-    @abstractmethod
     def shallow(self, depth: int) -> "BlockNetwork":
         """This network with its first `depth` blocks only, sharing the weights; for measurements."""
+        network = copy.copy(self)
+        network.depth, network._replayed = depth, {}
+        return network
 
-    @abstractmethod
     def describe(self) -> str:
-        """What its speed depends on, in words: class, sizes, dtype. A kept measurement is looked up by it."""
+        """What its speed depends on, in words. A kept measurement is looked up by it."""
+        return f"{type(self).__name__} of {self.depth} blocks of {self.width}, {self.dtype}"
 
     @torch.no_grad()
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -178,18 +179,10 @@ class Plain(BlockNetwork):
         super().__init__()
         self.model, self.blocks, self.num_heads, self.width = model, blocks, num_heads, width
         self.depth, self.patch_size, self.in_channels = len(blocks), model.patch_size, model.in_channels
+        self.dtype = model.final_layer.linear.weight.dtype
 
     def condition(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, C)
-
-    def shallow(self, depth: int) -> "Plain":
-        network = copy.copy(self)
-        network.depth, network._replayed = depth, {}
-        return network
-
-    def describe(self) -> str:
-        dtype = self.model.final_layer.linear.weight.dtype
-        return f"{type(self.model).__name__} of {self.depth} blocks of {self.width}, {dtype}"
 
 
 class PlainDiT(Plain):
@@ -235,5 +228,5 @@ def plain(model: torch.nn.Module) -> Plain:
 
 
 def constructor(name: str, weights: Container[str]) -> Callable[..., torch.nn.Module]:
-    """The constructor `name` of MODELS, told what follows from the names of a checkpoint's tensors."""
+    """The constructor `name` of MODELS. Whether a Large-DiT has qk-norm follows from the names of its `weights`."""
     return partial(MODELS[name], qk_norm=QK_NORM in weights) if name in Large_DiT_models else MODELS[name]

@@ -20,12 +20,11 @@ DEFAULTS_OF = {
     "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
     **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
 }
-EXCHANGES = ("kv", "push", "ulysses", "ring")  # of accel/parallel/exchanges.py
-LAYOUTS = (
-    {"rows", "tokens", "exchange"},
-    {"weights"},
-    {"stages", "patches", "warmup"},
-)  # keys of --parallel that go together
+EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
+# Keys of --parallel that go together.
+LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}, {"stages", "patches", "warmup"}
+# Options of a grid that have no meaning in an FID job.
+OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode", "seed_list", "batch_size"}
 
 WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # groups of --help
 
@@ -46,6 +45,9 @@ def positive(text: str) -> int:
 @dataclass
 class SamplingOptions:
     """Options of one sampling run. Those left None follow from `model` (see `resolve`)."""
+
+    guided = True  # whether the network is evaluated with guidance, on two rows a picture: a grid always is
+    tf32 = None  # only sample_ddp.py has that flag
 
     model: str = flag("DiT-XL/2", "network, a key of accel.network.MODELS; DiT-Demo/2 ships with its weights", WHAT)
     labels: tuple = flag(
@@ -140,16 +142,6 @@ class SamplingOptions:
         return self.eta if self.sampler == "ddim" else None
 
     @property
-    def guided(self) -> bool:
-        """Whether the network is evaluated with guidance, on two rows a picture. A grid always is."""
-        return True
-
-    @property
-    def tf32_permitted(self) -> bool:
-        """Whether --precision tf32 gives way to fp32 on hardware without TF32."""
-        return False
-
-    @property
     def pictures(self) -> str:
         """What is made, in words."""
         seeds = f" × {len(self.seed_list)} seeds" if self.seed_list else ""
@@ -182,17 +174,8 @@ class SamplingOptions:
         if self.seed_list is None:
             return [self]
         path = Path(self.output)
-        return [
-            replace(
-                self,
-                seed=seed,
-                seed_list=None,
-                output=f"{path}/seed-{seed}/"
-                if self.into_folder
-                else f"{path.with_suffix('')}-seed-{seed}{path.suffix}",
-            )
-            for seed in self.seed_list
-        ]
+        start, end = (f"{path}/", "/") if self.into_folder else (f"{path.with_suffix('')}-", path.suffix)
+        return [replace(self, seed=n, seed_list=None, output=f"{start}seed-{n}{end}") for n in self.seed_list]
 
     def resolve(self) -> "SamplingOptions":
         """Fill in what the model implies, then check all that can be checked without torch. Returns self.
@@ -244,8 +227,7 @@ class SamplingOptions:
 
 @dataclass
 class DistributedOptions(SamplingOptions):
-    """Options of one job over many processes. With `num_fid_samples` it makes a folder for FID, else one picture
-    grid."""
+    """Options of one job over many processes: a folder for FID with `num_fid_samples`, else one grid."""
 
     seed: int = flag(
         0,
@@ -282,10 +264,9 @@ class DistributedOptions(SamplingOptions):
     parallel: str = flag(
         "auto",
         "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a "
-        "picture; "
-        "or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how tokens attend "
-        "(kv, push, ulysses, ring). weights=4 divides every layer, for a network that does not fit in one GPU; "
-        "stages=4,patches=8,warmup=25 is PipeFusion, which is approximate",
+        "picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how "
+        "tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in "
+        "one GPU; stages=4,patches=8,warmup=25 is PipeFusion, which is approximate",
         SPEED,
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N|stages=N,patches=N,warmup=N",
     )
@@ -296,10 +277,6 @@ class DistributedOptions(SamplingOptions):
         ADVANCED,
         choices=("local", "gather"),
     )
-
-    @property
-    def tf32_permitted(self) -> bool:
-        return bool(self.tf32)
 
     @property
     def guided(self) -> bool:
@@ -319,15 +296,13 @@ class DistributedOptions(SamplingOptions):
         if self.tf32 is not None:
             tier = "tf32" if self.tf32 else "fp32"
             if self.precision not in (None, tier):
-                raise UsageError(
-                    f"--{'no-' * (not self.tf32)}tf32: conflicts with --precision {self.precision}; give one"
-                )
+                name = "--tf32" if self.tf32 else "--no-tf32"
+                raise UsageError(f"{name}: conflicts with --precision {self.precision}; give one")
             self.precision = tier
         if self.per_proc_batch_size < 1:
             raise UsageError(f"--per-proc-batch-size {self.per_proc_batch_size}: must be at least 1")
         if self.num_fid_samples is not None:
-            of_a_grid = "labels", "output", "repeats", "output_type", "parallel", "decode", "seed_list", "batch_size"
-            if wrong := self._given(*of_a_grid):
+            if wrong := self._given(OF_A_GRID):
                 raise UsageError(
                     f"{wrong}: has no meaning with --num-fid-samples, which draws its labels and fills a folder; "
                     "drop one of them"
@@ -336,21 +311,19 @@ class DistributedOptions(SamplingOptions):
             raise UsageError(
                 "--world-independent-noise: a grid is the same on any number of ranks; use it with --num-fid-samples"
             )
-        elif wrong := self._given("sample_dir", "per_proc_batch_size", "balanced_labels"):
+        elif wrong := self._given({"sample_dir", "per_proc_batch_size", "balanced_labels"}):
             raise UsageError(
-                f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; add "
-                "--num-fid-samples, "
-                "or drop it"
+                f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; "
+                "add --num-fid-samples, or drop it"
             )
         if self.mesh is not None and "stages" in self.mesh and self.forecast != "off":
             raise UsageError(
-                f"--forecast {self.forecast}: its evaluations lie further apart than PipeFusion's reuse of the last "
-                "step "
-                "allows; drop one of them"
+                f"--forecast {self.forecast}: its evaluations lie further apart than PipeFusion's reuse of the "
+                "last step allows; drop one of them"
             )
         return super().resolve()
 
-    def _given(self, *names):
+    def _given(self, names):
         """The flag of the first of these fields that is not at its default, or None."""
         given = (item for item in fields(self) if item.name in names and getattr(self, item.name) != item.default)
         return next((flag_names(type(self), item.name)[-1] for item in given), None)

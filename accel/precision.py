@@ -95,26 +95,21 @@ def switches_kept() -> Iterator[None]:
 @contextmanager
 def convolutions(name: str) -> Iterator[None]:
     """The decoder's float32 inside: `name` is tf32, or fp32 without TF32 anywhere."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = name == "tf32"
-    torch.backends.cuda.matmul.allow_tf32 = name == "tf32" and before[1]
-    try:
+    with switches_kept():
+        torch.backends.cudnn.allow_tf32 = name == "tf32"
+        if name != "tf32":
+            torch.backends.cuda.matmul.allow_tf32 = False
         yield
-    finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def true_float32() -> AbstractContextManager[None]:
-    """Float32 GEMMs without TF32 inside, whatever the tier: half precision keeps its few float32 GEMMs exact."""
-    return float32_gemms(tf32=False)
 
 
 @contextmanager
 def float32_gemms(tf32: bool) -> Iterator[None]:
     """Float32 GEMMs inside, and whether they may use TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    try:
+    with switches_kept():
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def true_float32() -> AbstractContextManager[None]:
+    """Float32 GEMMs without TF32 inside, whatever the tier: half precision keeps its few float32 GEMMs exact."""
+    return float32_gemms(tf32=False)

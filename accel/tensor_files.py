@@ -13,8 +13,8 @@ import stat
 import time
 import warnings
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -36,8 +36,7 @@ def mode_of(path: Path, flag: str) -> int:
 
 def read_tensors(path: Path, flag: str) -> dict:
     """What a .safetensors file or a pickle (.pt, .ckpt, .bin) holds, on the CPU. Raises UsageError about `flag`."""
-    _require_file(path, flag)
-    with path_errors(flag, path):
+    with _regular_file(path, flag):
         content = _read_safetensors(path, flag) if path.suffix == ".safetensors" else _read_pickle(path, flag)
     if not isinstance(content, dict):
         raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not a state dict")
@@ -46,8 +45,7 @@ def read_tensors(path: Path, flag: str) -> dict:
 
 def read_namespace(path: Path, flag: str) -> dict:
     """The arguments of a training run, an argparse.Namespace that torch.save wrote. Raises UsageError about `flag`."""
-    _require_file(path, flag)
-    with path_errors(flag, path):
+    with _regular_file(path, flag):
         content = _read_pickle(path, flag)
     if not isinstance(content, argparse.Namespace):
         raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not the arguments of a training run")
@@ -56,8 +54,7 @@ def read_namespace(path: Path, flag: str) -> dict:
 
 def read_json(path: Path, flag: str) -> dict:
     """The object in a JSON file. Raises UsageError about `flag`."""
-    _require_file(path, flag)
-    with path_errors(flag, path):
+    with _regular_file(path, flag):
         text = path.read_bytes()
     try:
         content = json.loads(text)
@@ -111,8 +108,8 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
             return found
     found = digest(state())
     newest = max(ctime for *_, ctime in stamps)
-    with suppress(OSError):
-        if time.time_ns() - newest > SETTLED:
+    if time.time_ns() - newest > SETTLED:
+        with suppress(OSError):
             kept = cache_folder() / name
             kept.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(kept, "w") as file:
@@ -120,11 +117,14 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
     return found
 
 
-def _require_file(path: Path, flag: str) -> None:
+@contextmanager
+def _regular_file(path: Path, flag: str) -> Iterator[None]:
+    """A file is read inside. UsageError about `flag` if it is none, or if it cannot be read."""
     with path_errors(flag, path):
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
             raise UsageError(f"{flag} {path}: is a folder, a pipe, a socket or a device; give a file")
-        path.open("rb").close()
+        path.open("rb").close()  # permissions are checked here: safetensors reports them otherwise
+        yield
 
 
 def _read_safetensors(path: Path, flag: str) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ def _read_pickle(path: Path, flag: str) -> object:
         # Training scripts store their parsed arguments beside the weights: a Namespace is plain data.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
     except pickle.UnpicklingError as error:
         if "truncated" in str(error) or "Ran out of input" in str(error):
             raise damaged from None
@@ -157,15 +157,11 @@ def _read_pickle(path: Path, flag: str) -> object:
         raise
     except Exception:  # an unpickler ends in whatever the bytes happen to mean
         raise damaged from None
-    return content
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether torch may map the file: a zip archive of uncompressed members, as torch.save writes it."""
+    """Whether torch may map the file: a zip archive of uncompressed members, as torch.save has written since 1.6."""
     if not zipfile.is_zipfile(path):
-        with path.open("rb") as file:
-            if file.read(2) == b"PK":
-                raise EOFError("a zip archive without its directory, which stands at the end")
-        return False  # as written before torch 1.6
+        return False
     with zipfile.ZipFile(path) as archive:
         return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())

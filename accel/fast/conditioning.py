@@ -96,15 +96,12 @@ class ConditioningTable:
             self.label_offset = torch.full((len(c.labels),), self.capacity, device=c.bias.device)
 
     def begin(self, timesteps: list[int], labels: list[int], at_once: int = 1) -> None:
-        """Start a run. timesteps: of each evaluation, in order (original timesteps); labels: all that occur, the null
-        label included; at_once: the most evaluations that one call of `advance` announces. ValueError if the table is
-        too small."""
+        """Start a run; arguments as Network.sampling_run has them. ValueError if the table is too small."""
         device = self.table.device
         if max(timesteps) >= len(self.step_offset) - 1:
             raise ValueError(f"timestep {max(timesteps)}: the table is for {len(self.step_offset) - 1} steps")
-        self.timesteps = torch.tensor(
-            list(timesteps), device=device
-        )  # uploaded once: the loop never waits for the host
+        # Uploaded once: the loop never waits for the host.
+        self.timesteps = torch.tensor(list(timesteps), device=device)
         self.labels = torch.tensor(sorted(set(labels)), device=device)
         if len(self.labels) * at_once > self.capacity:
             raise ValueError(f"{len(self.labels)} labels do not fit in a table of {self.capacity} entries")

@@ -10,7 +10,6 @@ GEMMs. What depends on (timestep, label) alone comes from a table. Per block:
     x ← x + gate·a + gate·m,  h ← adaLN(x)     this is already the next block's first kernel
 """
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -229,7 +228,7 @@ class FastDiT(BlockNetwork):
         """Keep a rank's part of the blocks' GEMMs, in place: its heads, and its part of the hidden width (Shoeybi et
         al. 2019, arXiv:1909.08053, section 3). all_reduce(x): sums x over the ranks, in place; twice a block."""
 
-        def own(tensor, matrices):  # its part of the rows of each of so many matrices
+        def own(tensor, matrices):  # its part of the rows of each of `matrices` matrices
             return tensor.unflatten(0, (matrices, ranks, -1))[:, rank].flatten(0, 1).clone()
 
         self.num_heads //= ranks
@@ -241,11 +240,6 @@ class FastDiT(BlockNetwork):
                 outer.weight = outer.weight.unflatten(1, (ranks, -1))[:, rank].clone()
                 outer.bias = outer.bias if rank == 0 else torch.zeros_like(outer.bias)
                 layers[second] = Summed(outer, all_reduce)
-
-    def shallow(self, depth: int) -> "FastDiT":
-        network = copy.copy(self)
-        network.blocks, network.depth, network._replayed = self.blocks[:depth], depth, {}
-        return network
 
     def kernel_calls(self, latents: torch.Tensor, batch_rows: int, guided: bool) -> list[Callable[[], object]]:
         """Every kernel of a sampling step, once, for warming up: an evaluation of `batch_rows` rows on latents
@@ -267,9 +261,6 @@ class FastDiT(BlockNetwork):
 
     def _qkv_like(self, h):
         return h.repeat(1, 1, 3).to(self.dtype)
-
-    def describe(self) -> str:
-        return f"{type(self).__name__} of {self.depth} blocks of {self.width}, {self.dtype}"
 
 
 class Summed:
@@ -294,9 +285,8 @@ class ExactDiT(FastDiT):
 
     def __init__(self, state, num_heads, device, optimisations=Optimisations()):  # noqa: B008 (frozen)
         depth = sum(name.endswith(".attn.qkv.weight") for name in state)
-        self.overflow = torch.zeros(
-            depth, 2, 1, dtype=torch.int32, device=device
-        )  # of qkv and fc1, set by their kernels
+        # Of qkv and fc1 of each block; their kernels set it.
+        self.overflow = torch.zeros(depth, 2, 1, dtype=torch.int32, device=device)
         super().__init__(state, num_heads, torch.float32, device, optimisations)
 
     def _block(self, name, take):
@@ -309,16 +299,12 @@ class ExactDiT(FastDiT):
         factor = torch.cat([even, 1 / even, v])  # (3·D,)
         after = balance(fc1, b1)
         of_qkv, of_fc1 = self.overflow[int(name.rpartition(".")[2])]
-        layer, qkv_name, proj_name, fc1_name, fc2_name = (
-            partial(SplitLinear, backend=self.optimisations.gemm),
-            *(f"{name}.{layer}" for layer in LAYERS),
-        )
-        high_low = dict(result="high_low")
+        layer = partial(SplitLinear, backend=self.optimisations.gemm)
         return [
-            layer(qkv * factor[:, None], bq * factor, overflow=of_qkv, name=qkv_name, **high_low),
-            layer(proj / v, bp, name=proj_name),
-            layer(fc1, b1, gelu=True, after=after, overflow=of_fc1, name=fc1_name, **high_low),
-            layer(fc2 / after, b2, name=fc2_name),
+            layer(qkv * factor[:, None], bq * factor, result="high_low", overflow=of_qkv, name=f"{name}.attn.qkv"),
+            layer(proj / v, bp, name=f"{name}.attn.proj"),
+            layer(fc1, b1, gelu=True, after=after, result="high_low", overflow=of_fc1, name=f"{name}.mlp.fc1"),
+            layer(fc2 / after, b2, name=f"{name}.mlp.fc2"),
         ]
 
     def attention(self, qkv: HighLow, num_heads: int) -> HighLow:
@@ -332,7 +318,7 @@ class ExactDiT(FastDiT):
         return split(h.repeat(1, 1, 3), per_row=False)
 
     def tune(self, row_tokens, share) -> None:
-        return None  # its kernels have one configuration
+        """Nothing to choose: its kernels have one configuration."""
 
     def overflowed(self) -> str | None:
         layers = self.overflow.flatten().nonzero().flatten().tolist()  # waits for the device

@@ -72,9 +72,8 @@ class FastLargeDiT(FastDiT):
         self.patches = take("x_embedder.weight")  # (D, C·p·p)
         self.width = len(self.patches)
         self.position = take("x_embedder.bias").expand(self.row_tokens, -1).contiguous()  # (T, D)
-        self.rotation = rotation_table(
-            self.width // self.num_heads, self.row_tokens, self.stream_dtype, self.device
-        )  # (T, d/2, 2)
+        side = self.width // self.num_heads
+        self.rotation = rotation_table(side, self.row_tokens, self.stream_dtype, self.device)  # (T, d/2, 2)
         self.blocks = [self._block(f"layers.{i}", take) for i in range(self.depth)]
         self.norms = [self._norms(f"layers.{i}.attention", state, take) for i in range(self.depth)]
         self.final = take("final_layer.linear.weight"), take("final_layer.linear.bias")

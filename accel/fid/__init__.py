@@ -64,7 +64,7 @@ def tuner_folders(options: DistributedOptions) -> list[Path]:
 
 def batch_rows(options: DistributedOptions) -> int:
     """Batch rows of one network evaluation on a rank: guidance doubles the pictures of a batch."""
-    return len(Batches(options, rank=0, world=1).pictures(0)) * (2 if options.cfg_scale > 1 else 1)
+    return len(Batches(options, rank=0, world=1).pictures(0)) * (2 if options.guided else 1)
 
 
 def run(engine: "Engine", job: "Job") -> None:
@@ -97,7 +97,7 @@ def run(engine: "Engine", job: "Job") -> None:
 
 def _make_pictures(engine, job, journal, todo, already):
     """Make and record the batches `todo` until done or asked to stop; returns those that are left."""
-    batches, guided = journal.batches, engine.options.cfg_scale > 1
+    batches = journal.batches
     noise = (PictureNoise if batches.independent else UpstreamNoise)(engine, batches)
     with (
         tqdm(total=batches.total, initial=already, unit="picture", smoothing=0.1, disable=job.rank > 0) as bar,
@@ -108,7 +108,7 @@ def _make_pictures(engine, job, journal, todo, already):
             batch, *todo = todo
             z, labels, draw = noise.batch(batch, journal.states.get(batch - batches.world))
             with engine.watch.phase("sample"):
-                latents = engine.denoise(z, labels, guided=guided, draw=draw)
+                latents = engine.denoise(z, labels, guided=engine.options.guided, draw=draw)
             pixels = to_uint8(engine.decode(latents)).numpy()
             if written is not None:
                 written.result()

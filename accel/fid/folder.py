@@ -16,13 +16,11 @@ from PIL import Image
 from accel import kernels, vae
 from accel.errors import UsageError
 from accel.files import atomic_write
-from accel.options import DEFAULTS_OF, DistributedOptions, flag_names
+from accel.options import DEFAULTS_OF, OF_A_GRID, DistributedOptions, flag_names
 
 if TYPE_CHECKING:
     from accel.engine import Engine
 
-# An FID job refuses them.
-OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode", "seed_list", "batch_size"}
 # Recorded as what they came to.
 RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
 CODE = "this code's kernels"

@@ -6,8 +6,6 @@ all T for them (N, t, D). What a rank receives a layer, in bytes; e = bytes an e
     kv       all-gather of keys and values            2·N·(T−t)·D·e       one collective
     push     the same, written over NVLink            2·N·(T−t)·D·e       no collective: one kernel
     ulysses  all-to-all over heads and back           4·N·t·D·e·(s−1)/s   two   (Jacobs et al. 2023, arXiv:2309.14509)
-    ring     keys and values pass from rank to rank   2·N·(T−t)·D·e       s−1 sends, concurrent with the attention
-                                                                          (Liu et al. 2023, arXiv:2310.01889)
 """
 
 import os
@@ -16,19 +14,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from accel.kernels.attention import attention_lse, attention_to
+from accel.kernels.attention import attention_to
 from accel.kernels.split_linear import HighLow
 
 
 def traffic(exchange: str, rows: int, t: int, ranks: int, width: int, element: int) -> tuple[int, int]:
     """(collectives, bytes that a rank receives) a layer; t tokens a rank, `element` bytes a value."""
     others = rows * t * (ranks - 1) * width * element  # one vector of each token that lies elsewhere
-    return {
-        "kv": (1, 2 * others),
-        "push": (0, 2 * others),
-        "ring": (0, 2 * others),
-        "ulysses": (2, 4 * others // ranks),
-    }[exchange]
+    return {"kv": (1, 2 * others), "push": (0, 2 * others), "ulysses": (2, 4 * others // ranks)}[exchange]
 
 
 class Exchange:
@@ -86,50 +79,6 @@ class Ulysses(Exchange):
         return mine.permute(1, 2, 0, 3).reshape(n, total // self.size, self.size * width)
 
 
-class Ring(Exchange):
-    """Keys and values pass from rank to rank; the results of each part are merged by their log-sum-exp."""
-
-    def __call__(self, qkv: torch.Tensor, num_heads: int, attention: Callable) -> torch.Tensor:
-        kv = qkv[..., qkv.shape[-1] // 3 :].contiguous()
-        out = lse = None
-        for turn in range(self.size):
-            last = turn + 1 == self.size
-            following, pending = (kv, []) if last else self._pass_on(kv)
-            part, part_lse = attention_lse(qkv, kv, num_heads)  # (N, t, D), (N, h, t)
-            if out is None:
-                out, lse = part.float() if part.dtype.itemsize == 2 else part, part_lse
-            else:
-                out, lse = merge(out, lse, part, part_lse)
-            for transfer in pending:
-                transfer.wait()
-            kv = following
-        return out.to(qkv.dtype)
-
-    def _pass_on(self, kv):
-        """Start to send kv to the next rank and to receive the previous one's: (what arrives, what to wait for)."""
-        ranks, following = dist.get_process_group_ranks(self.group), torch.empty_like(kv)
-        after, before = ranks[(self.rank + 1) % self.size], ranks[self.rank - 1]
-        # Batched: gloo pairs messages by order, and a send must not wait for the other side's receive.
-        send = dist.P2POp(dist.isend, kv, after, self.group)
-        receive = dist.P2POp(dist.irecv, following, before, self.group)
-        return following, dist.batch_isend_irecv([send, receive])
-
-
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys from attention over each: out, part (N, t, D); lse, part_lse (N, h, t), natural.
-
-    softmax over A ∪ B = (e^a·out + e^b·part) / (e^a + e^b) (Milakov & Gimelshein 2018, arXiv:1805.02867, eq. 4).
-    """
-    heads = lse.shape[1]
-    weight = (
-        torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1).to(out.dtype)
-    )  # (N, t, h, 1): e^b / (e^a + e^b)
-    wide, part = out.unflatten(-1, (heads, -1)), part.unflatten(-1, (heads, -1)).to(out.dtype)
-    return torch.lerp(wide, part, weight).flatten(2), torch.logaddexp(lse, part_lse)
-
-
 class Push(Exchange):
     """Keys and values written straight into the memory of peers on this host, over NVLink (accel/kernels/push.py)."""
 
@@ -171,4 +120,4 @@ class Push(Exchange):
         return self.buffers[key]
 
 
-EXCHANGES = {"kv": KeysValues, "ulysses": Ulysses, "ring": Ring, "push": Push}
+EXCHANGES = {"kv": KeysValues, "ulysses": Ulysses, "push": Push}

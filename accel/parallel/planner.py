@@ -30,7 +30,6 @@ from accel.parallel.processes import Job
 from accel.parallel.sharded import Sharded
 
 DEPTHS = 2, 6  # blocks that are timed; the difference gives the time of a block
-TRIED = "push", "kv", "ulysses"  # exchanges that are timed: ring was nowhere the fastest
 
 
 class Layout(NamedTuple):
@@ -256,7 +255,7 @@ class Planner:
     def choose(self, network: BlockNetwork) -> tuple[Layout, str]:
         """(the fastest of the candidates, its time and the others'); the same on every rank."""
         peers, hosts = self.peers(), self.job.all_gather_object(self.job.host)
-        exchanges = [name for name in network.exchanges if name in TRIED and (peers or name != "push")]
+        exchanges = [name for name in network.exchanges if peers or name != "push"]
         layouts = candidates(self.pictures, self.job.world, self.tokens, self.heads, hosts, exchanges)
         self.tune(network, layouts)
         # Twice, and the better of both: the first pass also warms up the GPU and the communicators.

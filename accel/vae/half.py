@@ -27,9 +27,8 @@ class HalfDecoder:
         for layer in layers.modules():
             if isinstance(layer, torch.nn.Conv2d):
                 self.weights[layer] = layer.weight.to(dtype, memory_format=torch.channels_last)
-        before = (
-            layers.conv_in
-        )  # the convolution before a Residual, if its bias is not yet added to the Residual's input
+        # The convolution before a Residual, while its bias is not yet added to the Residual's input.
+        before = layers.conv_in
         for block in (layers.mid_block, *layers.up_blocks):
             for layer in block.resnets:
                 pending = 0 if before is None else before.bias

@@ -93,7 +93,7 @@ def sharded(job, model, generator):
         y = torch.randint(0, CLASSES + 1, (2 * pictures,), generator=generator)
         meshes = [(rows, tokens) for rows in range(1, world + 1) for tokens in range(1, world + 1)]
         for rows, tokens in [mesh for mesh in meshes if 1 < mesh[0] * mesh[1] <= world]:
-            for exchange in ("kv", "ulysses", "ring") if tokens > 1 else ("kv",):
+            for exchange in ("kv", "ulysses") if tokens > 1 else ("kv",):
                 layout = Layout(rows, tokens, exchange)
                 for kind, network in NETWORKS.items():
                     alone = network(model)

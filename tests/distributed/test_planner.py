@@ -43,7 +43,7 @@ def planner(parallel, job, model=MODEL, **more):
         ),
         (
             "rows=0",
-            "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses|ring, or weights=N",
+            "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses, or weights=N",
         ),
         ("stages=4,patches=7", "--parallel patches=7: does not divide the 1024 tokens of a row"),
         ("stages=3,rows=2", "stages=3: give"),
@@ -52,7 +52,7 @@ def planner(parallel, job, model=MODEL, **more):
         ("weights=2,rows=2", "weights=2: give"),
         ("row=2", "--parallel row=2: row=2: give"),
         ("rows=2,rows=4", "rows=2: give"),
-        ("exchange=ring", "--parallel exchange=ring: exchange says how tokens are shared; add tokens=N"),
+        ("exchange=kv", "--parallel exchange=kv: exchange says how tokens are shared; add tokens=N"),
         ("rows=2,exchange=kv", "add tokens=N"),
         ("warmup=3", "--parallel warmup=3: warmup says how stages are shared; add stages=N"),
         ("tokens=2,exchange=nvlink", "exchange=nvlink: give"),
@@ -96,7 +96,7 @@ def test_the_flag_knows_what_there_is():
         assert name in DistributedOptions(parallel=layout.get(name, f"{name}=2")).mesh
 
 
-@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ring", "weights=1", "stages=1,patches=4"))
+@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1", "stages=1,patches=4"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
     alone, network = planner(text, Job()), PlainDiT(MODEL)

@@ -154,7 +154,7 @@ def one_process(tmp_path_factory):
     return np.asarray(Image.open(path))
 
 
-@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=kv", "tokens=2,exchange=ring"])
+@pytest.mark.parametrize("parallel", ["rows=2", "tokens=2,exchange=kv"])
 def test_strict_gate_after_a_whole_run(parallel, one_process, tmp_path):
     """250 steps of the demo with its own weights against one process. (`ulysses`, on two ranks, does not divide its
     three heads: test_sharded.py has it.)"""
