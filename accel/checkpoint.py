@@ -302,7 +302,9 @@ def _open_folder(folder: Path) -> dict[str, torch.Tensor]:
     if "transformer" in names or "config.json" in names:
         return diffusers_layout.read_folder(folder / "transformer" if "transformer" in names else folder)
     if any(name.startswith("consolidated") for name in names) or consolidated_layout.ARGUMENTS in names:
-        return _open_file(consolidated_layout.weights_of(folder))
+        state = _open_file(consolidated_layout.weights_of(folder))
+        consolidated_layout.require_match(folder, state)
+        return state
     raise UsageError(
         f"--ckpt {folder}: a folder must hold transformer/config.json and its weights (diffusers' layout), or "
         "consolidated.00-of-01.pth (Large-DiT's)"

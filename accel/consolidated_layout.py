@@ -2,9 +2,11 @@
 consolidated.00-of-01.pth, the weights, and model_args.pth, the arguments of the run."""
 
 import re
+from collections.abc import Container
 from pathlib import Path
 
 from accel.errors import UsageError
+from accel.network import QK_NORM
 from accel.tensor_files import read_namespace
 
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"  # the first that is there is used
@@ -29,3 +31,13 @@ def weights_of(folder: Path) -> Path:
 def arguments_of(folder: Path) -> dict:
     """The arguments of the run; nothing if the file is not there: the user's flags then say it all."""
     return read_namespace(folder / ARGUMENTS, "--ckpt") if (folder / ARGUMENTS).exists() else {}
+
+
+def require_match(folder: Path, weights: Container[str]) -> None:
+    """Raise UsageError if the arguments are those of another run than the weights, whose names are given."""
+    said, has = bool(arguments_of(folder).get("qk_norm", QK_NORM in weights)), QK_NORM in weights
+    if said != has:
+        raise UsageError(
+            f"--ckpt {folder}: {ARGUMENTS} says {'qk_norm' if said else 'no qk_norm'}, and the weights "
+            f"{'have it' if has else 'have none'}; they are of two runs: copy the folder again, or remove {ARGUMENTS}"
+        )

@@ -43,7 +43,7 @@ RULES = {
     "accel/network.py": {"accel.graphs", "large_dit", "models"},
     "accel/tensor_files.py": ERRORS,
     "accel/diffusers_layout.py": ERRORS | {"accel.tensor_files", "models"},
-    "accel/consolidated_layout.py": ERRORS | {"accel.tensor_files"},
+    "accel/consolidated_layout.py": ERRORS | {"accel.network", "accel.tensor_files"},
     "accel/checkpoint.py": ERRORS
     | {"accel.consolidated_layout", "accel.diffusers_layout", "accel.network", "accel.tensor_files", "models"},
     "accel/fast/": {"accel.graphs", "accel.kernels", "accel.network", "accel.precision", "large_dit", "models"},

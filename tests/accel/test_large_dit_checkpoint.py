@@ -72,9 +72,14 @@ def test_a_file_and_a_folder_give_the_networks_values(folder, capsys):
 def test_qk_norm_follows_from_the_keys(folder):
     weights(folder, demo(qk_norm=False))
     assert not load(folder).model.layers[0].attention.q_norm.state_dict()
-    arguments(folder, qk_norm=False)
+    arguments(folder, qk_norm=True)
+    with pytest.raises(UsageError, match="--ckpt .*: model_args.pth says qk_norm, and the weights have none; .*remove"):
+        load(folder)
     weights(folder, demo())
     assert load(folder).model.layers[0].attention.q_norm.state_dict()
+    arguments(folder, qk_norm=False)
+    with pytest.raises(UsageError, match="says no qk_norm, and the weights have it"):
+        load(folder)
 
 
 def test_arguments_are_never_executed(folder):
