@@ -5,7 +5,8 @@
 
 The code sees another compute capability, and Triton compiles for it: the driver makes this GPU's machine code of its
 PTX. For every capability: each tier's pictures of the demo against fp32's, the kernels of a step and a decoded picture
-by name, tiers that must be refused, an FID job of the demo on two GPUs if there are as many. Then, at the capabilities of --timed, the time of XL/2's steps with random weights.
+by name, tiers that must be refused, an FID job of the demo on two GPUs if there are as many. Then, at the capabilities
+of --timed, the time of XL/2's steps with random weights.
 cuBLAS and cuDNN see the GPU that is here; a step by them may be faster than the older GPU's kernels would make it.
 Exit status 1: pictures miss their criteria, a kernel of a newer generation was launched, or a process failed."""
 
