@@ -50,17 +50,15 @@ class NotComputed(Exception):
     """A metric has no value (exit status 3)."""
 
 
-def lacks_rows(png: bytes) -> bool:
+def lacks_rows(png: bytes, height: int, row_bits: int) -> bool:
     """Whether a PNG's compressed data ends before its last row: Pillow silently fills the rest with black."""
-    width, height, depth, color = struct.unpack(">IIBB", png[16:26])
-    channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
-    needed = height * (1 + -(-width * depth * channels // 8))  # each row begins with a filter byte
-    compressed, position, name = [], 8, b""
+    needed = height * (1 + -(-row_bits // 8))  # each row begins with a filter byte
+    compressed, position, name = b"", 8, b""
     while name != b"IEND":
         length, name = struct.unpack(">I4s", png[position : position + 8])
-        compressed += [png[position + 8 : position + 8 + length]] if name == b"IDAT" else []
+        compressed += png[position + 8 : position + 8 + length] if name == b"IDAT" else b""
         position += 12 + length
-    return len(zlib.decompressobj().decompress(b"".join(compressed), needed + 1)) < needed  # + 1: with its checksum
+    return len(zlib.decompressobj().decompress(compressed, needed + 1)) < needed  # + 1: with its checksum
 
 
 def read_picture(path: Path) -> Image.Image:
@@ -74,7 +72,7 @@ def read_picture(path: Path) -> Image.Image:
             frames = getattr(image, "n_frames", 1)
             if bits > 8 or frames > 1 or image.has_transparency_data:
                 raise ValueError(f"{frames} frames of {bits} bits a sample, mode {image.mode}")
-            if png and lacks_rows(png):
+            if png and lacks_rows(png, image.height, image.width * bits * len(image.getbands())):
                 raise ValueError("rows are missing")
             image.load()
             return image
