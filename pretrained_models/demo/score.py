@@ -21,7 +21,6 @@ from accel.command_line import OneLineParser, add_arguments, options_from, user_
 from accel.engine import Engine
 from accel.options import check_writable, positive
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
-from pretrained_models.demo.train import NETWORKS
 
 NONE = len(CLASSES)
 
@@ -111,7 +110,6 @@ def main() -> None:
     add_arguments(parser, leave_out=("labels", "seed_list", "output", "output_type", "repeats"))
     parser.set_defaults(model="DiT-Demo/2", labels=None)
     add = parser.add_argument
-    add("--folder", type=Path, help="what train.py made, instead of --ckpt and --vae")
     add("--count", type=positive, default=512, help="pictures, all classes in turn (default: %(default)s)")
     add("--fit-pictures", type=positive, default=2048, help="drawn pictures a class (default: %(default)s)")
     add("--fit-steps", type=positive, default=1500, help="steps of the classifier (default: %(default)s)")
@@ -122,8 +120,6 @@ def main() -> None:
         for flag, path in (("--output", args.figures), ("--grid", args.grid)):
             if path is not None:
                 check_writable(path, flag)
-        if args.folder:
-            args.ckpt, args.vae = str(args.folder / f"{NETWORKS[args.model][0]}.safetensors"), str(args.folder / "vae")
         args.labels = tuple(index % len(CLASSES) for index in range(args.count))
         engine = Engine(options_from(args))
         print(engine.describe())

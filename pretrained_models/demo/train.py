@@ -44,11 +44,11 @@ KL_WEIGHT = 1.5e-4  # against L1 per pixel: the decoder learns to forgive the ne
 EMA_DECAY = 0.9995
 
 
-def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: float, average=None, save=None) -> dict:
+def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: float, average=None) -> dict:
     """AdamW on `loss()`, gradients clipped at norm 1, the rate warmed up, then a cosine to zero. Returns what happened.
 
     The schedule runs over `steps`, or faster if `minutes` (compilation included) would end first: the rate always ends
-    near zero. The module `average` follows the weights of `module`; `save()` is called every minute.
+    near zero. The module `average` follows the weights of `module`.
     """
     start, parameters = time.perf_counter(), [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device
@@ -69,12 +69,9 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
             mean_loss.copy_(torch.where(mean_loss.isnan(), value, mean_loss.lerp(value, 0.01)))
 
     run = capture(step, runs=3) if cuda else step  # a backward pass settles after a few
-    begun = saved = time.perf_counter()
+    begun = time.perf_counter()
     done, warm_up = 0, max(1, min(500, steps // 20))
-    while done < steps:
-        progress = max(done / steps, (time.perf_counter() - start) / (60 * minutes))
-        if progress >= 1:
-            break
+    while (progress := max(done / steps, (time.perf_counter() - start) / (60 * minutes))) < 1:
         now = PEAK_RATE * min(1.0, (done + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
         rate.fill_(now)
         if not cuda:
@@ -87,9 +84,6 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
         if done % 1000 < 20:
             speed = 1e3 * (time.perf_counter() - begun) / done
             print(f"{name} {done:6d}: loss {mean_loss.item():.4f}, {speed:.1f} ms/step", flush=True)
-        if save and time.perf_counter() - saved > 60:
-            save()
-            saved = time.perf_counter()
     seconds = round(time.perf_counter() - start, 1)
     return {"steps": done, "loss": round(mean_loss.item(), 5), "seconds": seconds, "learning_rate": PEAK_RATE}
 
@@ -131,9 +125,9 @@ def train_vae(pictures: torch.Tensor, args: argparse.Namespace) -> tuple[Autoenc
 
 
 @torch.no_grad()
-def posteriors(vae: AutoencoderKL, pictures: torch.Tensor, chunk: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+def posteriors(vae: AutoencoderKL, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and standard deviation of the latents of uint8 pictures, unscaled: each (M, 4, S/8, S/8)."""
-    found = [vae.encode(from_bytes(part)).latent_dist for part in pictures.split(chunk)]
+    found = [vae.encode(from_bytes(part)).latent_dist for part in pictures.split(512)]
     return torch.cat([f.mean for f in found]), torch.cat([f.std for f in found])
 
 
@@ -165,10 +159,8 @@ def reconstruction_psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
 
 
 def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace) -> dict:
-    """The network of --model on latents drawn from N(mean, std²), scaled, (M, 4, L, L). Returns what happened.
-
-    The moving average of its weights is saved every minute and at the end.
-    """
+    """The network of --model on latents drawn from N(mean, std²), scaled, (M, 4, L, L). Saves the moving average of its
+    weights. Returns what happened."""
     device = mean.device
     stem, build = NETWORKS[args.model]
     model = build().to(device).train()
@@ -191,14 +183,10 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
         t = torch.randint(diffusion.num_timesteps, (args.dit_batch,), device=device)
         return diffusion.training_losses(network, x, t, dict(y=labels[index]))["loss"].mean()
 
-    def save():
-        path, dtype = args.output / f"{stem}.safetensors", getattr(torch, args.save_dtype)
-        state = {name: value.to("cpu", dtype).contiguous() for name, value in average.state_dict().items()}
-        save_file(state, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
-
-    report = optimise(args.model, loss, model, args.dit_steps, args.minutes[1], average, save)
-    save()
+    report = optimise(args.model, loss, model, args.dit_steps, args.minutes[1], average)
+    dtype = getattr(torch, args.save_dtype)
+    state = {name: value.to("cpu", dtype).contiguous() for name, value in average.state_dict().items()}
+    save_file(state, args.output / f"{stem}.safetensors")
     return {stem: report | {"batch": args.dit_batch, "ema_decay": EMA_DECAY}}
 
 

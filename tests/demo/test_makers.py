@@ -126,8 +126,9 @@ def test_training_and_score_run_end_to_end(tmp_path):
     decoded = vae.decode(decoder, torch.randn(1, 4, 16, 16))
     assert decoded.shape == (1, 3, SIZE, SIZE) and decoded.isfinite().all()
 
-    files = dict(folder=tmp_path, output=tmp_path / "score.json", grid=tmp_path / "grid.png")
-    module("score", count=4, num_sampling_steps=2, fit_pictures=1, fit_steps=2, **files)
+    weights = dict(ckpt=tmp_path / "dit.safetensors", vae=tmp_path / "vae")
+    files = dict(output=tmp_path / "score.json", grid=tmp_path / "grid.png")
+    module("score", count=4, num_sampling_steps=2, fit_pictures=1, fit_steps=2, **weights, **files)
     figures = json.loads((tmp_path / "score.json").read_text())
     assert figures["of"] == 4 and list(figures["by_class"]) == list(CLASSES[:4])
     assert figures["recognised"] == pytest.approx(sum(figures["by_class"].values()) / 4, abs=1e-3)
