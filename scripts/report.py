@@ -31,6 +31,7 @@ from bench import plots, work
 from bench.jobs import score
 from bench.measure import safe
 from bench.profile_step import clip
+from scripts import verify
 
 TEMPLATES = ROOT / "scripts" / "report"
 NEEDS = {  # of each section: roles of records, a|b: one of them or both
@@ -48,41 +49,47 @@ METHODS = ("plan", "even", "two", "line", "hold", "steps", "ddim")  # of the for
 #################################################################################
 
 
-def read_log(folder: Path, gpu: str | None = None) -> dict[str, list[dict]]:
-    """Role → records, each with its `path`: the folder's JSON files and verify*/verify.json, of one GPU.
+def read_log(folder: Path) -> dict[str, list[dict]]:
+    """Role → records, each with its `path`, `file` and `digest`: the folder's JSON files and verify*/verify.json.
 
-    Raises UsageError if a file is damaged or was cut short, or if there are several GPUs and `gpu` chooses none.
+    Raises UsageError if a file is damaged or was cut short, and for files of several GPUs.
     """
     if not folder.is_dir():
         raise UsageError(f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one")
-    found, first = {}, None
+    found, devices = {}, {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
-        if path.with_name(path.name + ".unfinished").exists():
-            raise cut_short(path)
+        if "kind" not in record:
+            continue
+        if cut_short(path, record):
+            raise UsageError(f"{path}: its measurement was cut short; bash scripts/measure.sh {folder} makes it again")
         for role in roles(record):
-            if gpu not in (None, device_of(record)):
-                continue
-            first = first or (path, device_of(record))
-            if device_of(record) != first[1]:
-                files = f"{first[0]} is of {first[1]}, {path} of {device_of(record)}"
-                raise UsageError(f'{files}: a report is of one GPU; choose with --gpu "{first[1]}"')
+            devices.setdefault(device_of(record), path)
             if role in ("sweep", "link") and role in found:
                 files = f"{found[role][0]['path']} and {path}"
                 raise UsageError(f"{files} are both {role} measurements; move one of them elsewhere")
-            found.setdefault(role, []).append(record | {"path": path, "file": path.relative_to(folder)})
-    if gpu is not None and not found:
-        raise UsageError(f"--gpu {gpu}: {folder} holds nothing of it")
+            about = dict(path=path, file=path.relative_to(folder), digest=digest(path))
+            found.setdefault(role, []).append(record | about)
+    if len(devices) > 1:
+        files = ", ".join(f"{path} is of {gpu}" for gpu, path in devices.items())
+        raise UsageError(f"{files}: a report is of one GPU; name a folder of one by --log")
     found.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))  # the longest is the ladder
     found.get("fast", []).sort(key=lambda record: record["timed"]["ms"])  # the fastest is the fast path
     return found
 
 
-def cut_short(path: Path) -> UsageError:
-    return UsageError(f"{path}: its measurement was cut short; bash scripts/measure.sh {path.parent} makes it again")
+def cut_short(path: Path, record: dict) -> bool:
+    """Whether measure.sh's mark or what the record lacks says that its measurement did not end."""
+    lacks = {"verify": "recommended" not in record, "parallel": not record.get("plans")}
+    return path.with_name(path.name + ".unfinished").exists() or lacks.get(record["kind"], False)
+
+
+def digest(path: Path) -> str:
+    """The first eight digits of a file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 def device_of(record: dict) -> str:
@@ -91,11 +98,10 @@ def device_of(record: dict) -> str:
 
 def roles(record: dict) -> list[str]:
     """What a record can serve as in the report."""
-    kind = record.get("kind") if isinstance(record, dict) else None
-    if kind == "profile":
+    if record["kind"] == "profile":
         return ["baseline" if record["baseline"] else "fast"]
-    if kind != "steps":
-        return [kind] if kind else []
+    if record["kind"] != "steps":
+        return [record["kind"]]
     names = [rung["rung"] for rung in record["rungs"] if "ms" in rung]
     serves = {
         "ladder": "fp32" in names,
@@ -197,21 +203,18 @@ def judged_tiers(records: list[dict]) -> dict:
 def verified(record: dict) -> dict:
     """A verify.json: its judged tiers, each with its worst grid, the picture that fails most, and its heatmaps."""
     tiers = [tier for tier in record["tiers"] if "verdicts" in tier]
-    if "recommended" not in record:
-        raise UsageError(f"{record['path']}: its measurement was cut short; run scripts/verify.py again")
     if not tiers:
         raise UsageError(f"{record['path']}: no tier was sampled ({record['tiers'][0]['refused']})")
     for tier in tiers:
-        parts = [part | {metric: float(part[metric]) for metric in evaluate.METRICS} for part in tier["parts"]]
-        failed = [part for part in parts if part["part"] != "grid" and part["verdict"][record["gate"]] == "FAIL"]
-        worst = next(part for part in parts if (part["part"], part["seed"]) == ("grid", tier["worst_seed"]))
-        heatmaps = [record["path"].parent / f"heatmap-{safe(tier['tier'])}{part}.png" for part in ("", "-picture")]
-        if not heatmaps[0].is_file():
-            raise UsageError(f"{heatmaps[0]}: missing beside {record['path']}; run scripts/verify.py again")
+        shown = verify.shown(tier, record["gate"])
+        heatmaps = [record["path"].with_name(f"heatmap-{safe(tier['tier'])}{suffix}.png") for suffix in shown]
+        for path in heatmaps:
+            if not path.is_file():
+                raise UsageError(f"{path}: missing beside {record['path']}; run scripts/verify.py again")
+        values = {metric: float(shown[""][metric]) for metric in evaluate.METRICS}
         tier |= {metric: float(value) for metric, value in tier["worst"]["grid"].items()}
-        values = {metric: worst[metric] for metric in evaluate.METRICS}
-        tier |= dict(block=evaluate.block(values), failed=min(failed, key=lambda part: part["psnr"], default=None))
-        tier["heatmaps"] = {f"{path.stem}-{safe(record['model'])}.jpg": path for path in heatmaps if path.is_file()}
+        tier |= dict(block=evaluate.block(values), failed=shown.get("-picture"))
+        tier["heatmaps"] = {f"{path.stem}-{safe(record['model'])}.jpg": path for path in heatmaps}
     best = next((tier for tier in tiers if tier["tier"] == record["recommended"]), tiers[0])
     return record | dict(tiers=tiers, best=best)
 
@@ -241,8 +244,6 @@ def many(found: dict) -> dict:
         if "1" in rates:  # without one GPU's rate there is nothing to compare with
             series[f"{name}: 50k job"] = {1: 1.0, ddp["gpus"]: rates[most] / rates["1"]}
     for parallel in found.get("parallel", ()):
-        if not parallel["plans"]:
-            raise cut_short(parallel["path"])
         parallel["cases"] = shared(parallel["plans"])
         for case in parallel["cases"]:
             if case["labels"] in (1, 8) and len(case["best"]) > 1 and len(series) < 8:
@@ -265,27 +266,20 @@ def shared(plans: list[dict]) -> list[dict]:
     return list(cases.values())
 
 
-def collect(log: Path, gpu: str | None = None, sections=(1, 2, 3, 4, 5)) -> dict:
+def collect(log: Path, sections=(1, 2, 3, 4, 5)) -> dict:
     """All that the text says, by section. Raises UsageError for what is missing, damaged or of another GPU."""
-    found = read_log(log, gpu)
+    found = read_log(log)
     require(found, sections, log)
     parts = {1: baseline, 2: profile, 3: single, 4: design, 5: many}
     data = {parts[section].__name__: parts[section](found) for section in sections}
     wanted = set(re.findall(r"\w+", " ".join(NEEDS[section] for section in sections))) | {"forecast"}
     used = {record["path"]: record for role in wanted for record in found.get(role, ())}
-    sources = [
-        record | {"file": path.relative_to(log), "digest": digest(path)} for path, record in sorted(used.items())
-    ]
+    sources = [record for _, record in sorted(used.items())]
     about = {
         key: "; ".join(dict.fromkeys(str(record[key]) for record in sources if record.get(key)))
         for key in ("driver", "torch", "model", "weights")
     }
     return data | dict(about=about, device=device_of(sources[0]), sources=sources)
-
-
-def digest(path: Path) -> str:
-    """The first eight digits of a file's SHA-256."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 #################################################################################
@@ -309,10 +303,8 @@ def draw(data: dict) -> dict[str, bytes]:
             points = single["tiers"]["points"]
             figures["error-speed-tiers.png"] = plots.error_against_speed(points, evaluate.GATES, "picture")
         for record in single["verified"]:
-            points = [tier for tier in record["tiers"] if "speedup" in tier]  # a run that was stopped left some untimed
-            if points:
-                name = f"error-speed-{safe(record['model'])}.png"
-                figures[name] = plots.error_against_speed(points, evaluate.GATES, "grid")
+            name = f"error-speed-{safe(record['model'])}.png"
+            figures[name] = plots.error_against_speed(record["tiers"], evaluate.GATES, "grid")
             figures |= {name: small_jpeg(path) for tier in record["tiers"] for name, path in tier["heatmaps"].items()}
     if "many" in data:
         figures["scaling.png"] = plots.scaling(data["many"]["series"])
@@ -380,11 +372,10 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for report.md, report.html and figures/")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="language of the report")
     parser.add_argument("--log", type=Path, default=ROOT / "log", help="folder with the measurements (default: log/)")
-    parser.add_argument("--gpu", help="use the files of this GPU only, by its name in them")
     parser.add_argument("--sections", nargs="+", type=int, choices=NEEDS, default=[*NEEDS], help="default: all")
     args = parser.parse_args()
     with user_errors(parser):
-        data = collect(args.log, args.gpu, args.sections)
+        data = collect(args.log, args.sections)
         figures, text = draw(data), markdown(data, args.lang)
         files = {"report.md": text.encode(), "report.html": page(text, figures, args.lang).encode()}
         for name, content in {**{f"figures/{name}": png for name, png in figures.items()}, **files}.items():

@@ -52,26 +52,25 @@ def sample(
     """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up. pictures: the first so many of
     the options' labels only."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    rows, steps = slice(pictures), options.num_sampling_steps
+    rows = slice(pictures)
     run, grids, times = engine.Engine(options, 2 * len(options.labels[rows])), {}, []
     run.run(rows, **dict(plan=run.plan.each_kind_once()) if run.plan else dict(steps=3))
-    with step_bar(steps * len(seeds), device, desc=name, leave=False) as queued:
-        for done, seed in zip(range(0, steps * len(seeds), steps), seeds):
-            run.options.seed = seed
-            measure.synchronize(device)
-            start = time.perf_counter()
-            latents = run.run(rows, on_step=lambda index, _, done=done: queued(done + index))
-            measure.synchronize(device)
-            times.append(time.perf_counter() - start)
-            grids[seed] = vae.to_grid(run.decode(latents)).numpy()
+    for seed in seeds:
+        run.options.seed = seed
+        measure.synchronize(device)
+        start = time.perf_counter()
+        with step_bar(options.num_sampling_steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
+            latents = run.run(rows, on_step=lambda index, _, queued=queued: queued(index))
+        measure.synchronize(device)
+        times.append(time.perf_counter() - start)
+        grids[seed] = vae.to_grid(run.decode(latents)).numpy()
     return grids, times
 
 
-def parts(a: np.ndarray, b: np.ndarray) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """What has to meet the criterion: the grid, then each picture in it ("row,column"), as (name, a, b)."""
+def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What has to meet the criterion: the grid, then each picture in it ("row,column"), of a and of b."""
     tiles = evaluate.find_tiles(a, b)
-    cut = np.ascontiguousarray
-    return [("grid", a, b)] + [(name, cut(a[rows, columns]), cut(b[rows, columns])) for name, rows, columns in tiles]
+    return {"grid": (a, b)} | {name: (a[rows, columns], b[rows, columns]) for name, rows, columns in tiles}
 
 
 def overall(verdicts: list) -> str:
@@ -83,7 +82,7 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
     """{seed: grid} twice → every part's metrics and verdicts, the worst of them, and what could not be computed."""
     rows, reasons = [], {}
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
-        for part, a, b in parts(want[seed], got[seed]):
+        for part, (a, b) in parts(want[seed], got[seed]).items():
             values, failed = evaluate.measure(a, b, lpips)
             reasons |= dict.fromkeys(failed)
             words = {True: "PASS", False: "FAIL", None: "NONE"}
@@ -136,14 +135,18 @@ def line(record: dict) -> str:
     )
 
 
-def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> None:
-    """The worst grid, and the picture that fails most if there is one, each under its own verdict."""
+def shown(record: dict, gate: str) -> dict[str, dict]:
+    """What heatmaps of a judged tier show, by the suffix of their names: the worst grid, and the picture that fails
+    most if there is one. Rows of its parts, whose figures may be read from JSON."""
+    rows = {"": next(r for r in record["parts"] if (r["part"], r["seed"]) == ("grid", record["worst_seed"]))}
     failed = [row for row in record["parts"] if row["part"] != "grid" and row["verdict"][gate] == "FAIL"]
-    shown = {"": next(r for r in record["parts"] if (r["part"], r["seed"]) == ("grid", record["worst_seed"]))}
-    if failed:
-        shown["-picture"] = min(failed, key=lambda row: row["psnr"])
-    for suffix, row in shown.items():
-        a, b = next((a, b) for name, a, b in parts(want[row["seed"]], got[row["seed"]]) if name == row["part"])
+    return rows | ({"-picture": min(failed, key=lambda row: float(row["psnr"]))} if failed else {})
+
+
+def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> None:
+    """What is shown of a tier, each under its own verdict."""
+    for suffix, row in shown(record, gate).items():
+        a, b = parts(want[row["seed"]], got[row["seed"]])[row["part"]]
         what = "whole grid" if row["part"] == "grid" else f"picture {row['part']}"
         names = f"fp32, seed {row['seed']}, {what}", record["tier"]
         path = out / f"heatmap-{measure.safe(record['tier'])}{suffix}.png"
@@ -181,11 +184,6 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
         tiers=[],
     )
 
-    def save():
-        source = lpips.source and dict(sha256=lpips.source["sha256"][:8], published=lpips.source["published"])
-        record["vgg_weights"] = source
-        measure.write(out / "verify.json", evaluate.json_ready(record))
-
     save_grids(out, want, "fp32")
     grids = {}
     for one in tiers:
@@ -198,17 +196,16 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
             speedup = reference["median"] / statistics.median(times)
             record["tiers"].append(dict(tier=tier, seconds=measure.median_and_range(times), speedup=speedup))
             save_grids(out, grids[tier], tier)
-        save()
     for one in record["tiers"]:
         if "refused" not in one:
             one |= judge(want, grids[one["tier"]], lpips, one["tier"])
             draw_heatmaps(out, one, want, grids[one["tier"]], args.gate)
         print(line(one), flush=True)
-        save()
-    best = recommend(record["tiers"], args.gate)
+    vgg, best = lpips.source, recommend(record["tiers"], args.gate)
+    record["vgg_weights"] = vgg and dict(sha256=vgg["sha256"][:8], published=vgg["published"])
     record["recommended"] = best and best["tier"]
-    save()
-    if lpips.source and not lpips.source["published"]:
+    measure.write(out / "verify.json", evaluate.json_ready(record))
+    if vgg and not vgg["published"]:
         print("Note: LPIPS is by a VGG16 that is not the published one; it is not the contest's figure")
     return record
 
