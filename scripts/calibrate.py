@@ -12,18 +12,16 @@
    --margin, on 99 % of the grids of eight and on 93 % of the pictures of fresh seeds.
 5. The evidence, from seeds that none of this has seen. If it misses the criterion, a few evaluations more.
 
-LPIPS is left to evaluate.py.
+The other metrics are left to evaluate.py.
 """
 
 if not __package__:
     __import__("_as_module")
 
-import math
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -41,6 +39,8 @@ from accel.options import DEMO, SamplingOptions, check_writable, flag_names, pos
 from accel.sampler import evaluate as evaluate_network
 from diffusion.strides import Strides
 
+FIRST_SEED = 10_000  # of the recorded pictures; the held-out seeds follow it
+LONGEST = 8  # steps of a stride
 GRID = 8
 WINDOW = 10  # steps over which a sensitivity is measured
 PROBE = 3, 2  # by strides of this kind: steps, evaluations
@@ -71,52 +71,47 @@ class Bench:
 
     def pictures(self, seeds: range, each: int, plan: StridePlan | None = None) -> np.ndarray:
         """(n, H, W, 3) uint8: float32's pictures with all evaluations, or the tier's by `plan`."""
-        engine, steps, parts = self.fast if plan else self.reference, self.options.num_sampling_steps, []
+        engine, parts, at_once = self.fast if plan else self.reference, [], max(1, self.batch // each)
         precision.apply_precision(engine.precision, self.device)
-        at_once = max(1, self.batch // each)
         batches = [seeds[first : first + at_once] for first in range(0, len(seeds), at_once)]
         name = f"{plan.evaluations} evaluations" if plan else "all evaluations"
-        with tqdm(total=steps * len(batches), desc=name, unit="step", leave=False) as bar:
-            for done, some in zip(range(0, bar.total, steps), batches):
-                z, labels, draw = self.draws(some, each)
-                how = dict(guided=self.options.cfg_scale > 1, draw=draw, plan=plan)
-                how["on_step"] = lambda index, _, done=done: bar.update(done + index + 1 - bar.n)
-                parts.append(engine.denoise(z, labels, **how))
+        for some in tqdm(batches, desc=name, unit="batch", leave=False):
+            z, labels, draw = self.draws(some, each)
+            parts.append(engine.denoise(z, labels, guided=self.options.cfg_scale > 1, draw=draw, plan=plan))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return self.decoded(torch.cat(parts))
 
     def decoded(self, latents: torch.Tensor) -> np.ndarray:
         return vae.to_uint8(self.reference.decode(latents)).numpy()
 
-    def model(self, labels: torch.Tensor) -> Callable:
-        """(x, original t) → the network's output with guidance, in float32."""
-        options, y, scale = self.options, labels, None
+    def strides(self, labels: torch.Tensor, kinds: list) -> Callable:
+        """(i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a float32 run. A state is
+        x, m and values, as Strides.stride gives them."""
+        options, y, scale, strides = self.options, labels, None, Strides(self.diffusion, kinds)
         if options.cfg_scale > 1:
             y, scale = torch.cat([labels, torch.full_like(labels, options.num_classes)]), options.cfg_scale
-        return lambda x, t: evaluate_network(self.reference.network, x, t, y, scale)
+
+        def model(x, t):
+            return evaluate_network(self.reference.network, x, t, y, scale)
+
+        def stride(i, state, noise, evaluations=1):
+            x, m, values = state
+            t = torch.full_like(labels, self.diffusion.num_timesteps - 1 - i)
+            return strides.stride(model, x, t, m, values, noise, evaluations)
+
+        return stride
 
 
-def compare(want: np.ndarray, got: np.ndarray, thorough: bool = False) -> dict:
-    """Figures of pictures (n, H, W, 3) uint8, n a multiple of eight, against `want`: of the whole set, of grids of
-    eight and of single pictures (tiles); PSNR in dB, MAE of 0–1. thorough: SSIM and MAE too."""
-
-    def each(metric, *sets):
-        with ThreadPoolExecutor() as pool:
-            return np.array(list(pool.map(metric, *sets)))
-
+def compare(want: np.ndarray, got: np.ndarray) -> dict:
+    """PSNR in dB of pictures (n, H, W, 3) uint8, n a multiple of eight, against `want`: of the whole set, of grids of
+    eight and of single pictures (tiles)."""
     rows = [pictures.reshape(-1, GRID * pictures.shape[1], *pictures.shape[2:]) for pictures in (want, got)]
-    tiles, grids = each(evaluate.psnr, want, got), each(evaluate.psnr, *rows)
     figures = dict(pictures=len(want), psnr=evaluate.psnr(np.concatenate(want), np.concatenate(got)))
-    for name, values in (("grid", grids), ("tile", tiles)):
+    for name, pairs in (("grid", zip(*rows)), ("tile", zip(want, got))):
+        values = np.array([evaluate.psnr(a, b) for a, b in pairs])
         figures[f"{name}s_over_40"] = float((values > THRESHOLD).mean())
         figures[f"{name}_median"], figures[f"{name}_worst"] = float(np.median(values)), float(values.min())
         figures[f"{name}_psnr"] = [round(float(value), 2) for value in values]
-    if thorough:
-        ssim, mae, bars = each(evaluate.ssim, want, got), each(evaluate.mae, want, got) / 255, evaluate.GATES["contest"]
-        of_grid = [values.reshape(-1, GRID).mean(1) for values in (ssim, mae)]
-        good = (grids > THRESHOLD) & (of_grid[0] >= bars["ssim"]) & (of_grid[1] <= bars["mae"])
-        figures |= dict(ssim_mean=float(ssim.mean()), ssim_worst=float(ssim.min()), mae_mean=float(mae.mean()))
-        figures |= dict(mae_worst=float(mae.max()), grids_that_pass=float(good.mean()))
     return figures
 
 
@@ -133,18 +128,15 @@ def passes(figures: dict, margin: float = 0.0) -> bool:
 
 
 @torch.inference_mode()
-def record(bench: Bench, seeds: range, each: int) -> dict[str, torch.Tensor]:
-    """A float32 run with all evaluations, step by step: x, m and values (T+1, n, …) as Strides.stride gives them, and
-    the noise (T, n, …)."""
+def record(bench: Bench, seeds: range, each: int) -> dict:
+    """A float32 run with all evaluations, step by step: its states (T+1), their labels and the noise (T, n, …)."""
     z, labels, draw = bench.draws(seeds, each)
-    strides, model = Strides(bench.diffusion, []), bench.model(labels)
-    states, noises = [(z, *strides.start(z))], []
-    for t in tqdm(range(bench.diffusion.num_timesteps - 1, -1, -1), desc="recording", unit="step", leave=False):
+    stride, noises = bench.strides(labels, []), []
+    states = [(z, *Strides(bench.diffusion, []).start(z))]
+    for i in tqdm(range(bench.diffusion.num_timesteps), desc="recording", unit="step", leave=False):
         noises.append(draw())
-        x, m, values = states[-1]
-        states.append(strides.stride(model, x, torch.full_like(labels, t), m, values, noises[-1][None]))
-    x, m, values = (torch.stack(some) for some in zip(*states))
-    return dict(x=x, m=m, values=values, noise=torch.stack(noises), labels=labels)
+        states.append(stride(i, states[-1], noises[-1][None]))
+    return dict(states=states, noise=torch.stack(noises), labels=labels)
 
 
 def kinds_up_to(longest: int) -> list[tuple[int, int]]:
@@ -153,43 +145,40 @@ def kinds_up_to(longest: int) -> list[tuple[int, int]]:
 
 
 @torch.inference_mode()
-def costs(bench: Bench, run: dict, longest: int) -> dict[tuple[int, int], np.ndarray]:
+def costs(bench: Bench, run: dict) -> dict[tuple[int, int], np.ndarray]:
     """Kind of stride → (T,): mean square error of x after one that begins at step i, inf where there is none; of at
     most --batch pictures."""
-    steps, kinds = bench.diffusion.num_timesteps, kinds_up_to(longest)
-    x, m, values, noise = (run[name][:, : bench.batch] for name in ("x", "m", "values", "noise"))
-    labels = run["labels"][: bench.batch]
-    strides, model = Strides(bench.diffusion, kinds), bench.model(labels)
+    steps, kinds = bench.diffusion.num_timesteps, kinds_up_to(LONGEST)
+    states = [[part[: bench.batch] for part in state] for state in run["states"]]
+    noise, stride = run["noise"][:, : bench.batch], bench.strides(run["labels"][: bench.batch], kinds)
     table = {kind: np.full(steps, np.inf) for kind in kinds}
     table[1, 1][:] = 0
     starts = [(k, calls, i) for k, calls in kinds[1:] for i in range(1, steps - k + 1)]
     for k, calls, i in tqdm(starts, desc="costs", unit="stride", leave=False):
-        t = torch.full_like(labels, steps - 1 - i)
-        end, *_ = strides.stride(model, x[i], t, m[i], values[i], noise[i : i + k], calls)
-        table[k, calls][i] = float((end - x[i + k]).square().mean())
+        end, *_ = stride(i, states[i], noise[i : i + k], calls)
+        table[k, calls][i] = float((end - states[i + k][0]).square().mean())
     return table
 
 
 @torch.inference_mode()
-def sensitivities(bench: Bench, run: dict, table: dict, window: int = WINDOW) -> np.ndarray:
+def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
     """(T+1,): mean square error of the finished pictures for one of x after a stride that ends at step i."""
-    steps, strides, labels = bench.diffusion.num_timesteps, Strides(bench.diffusion, [PROBE]), run["labels"]
-    model, want, found = bench.model(labels), bench.decoded(run["x"][-1]), np.zeros(steps + 1)
-    for low in tqdm(range(0, steps, window), desc="sensitivities", unit="window", leave=False):
+    steps, stride = bench.diffusion.num_timesteps, bench.strides(run["labels"], [PROBE])
+    want, found = bench.decoded(run["states"][-1][0]), np.zeros(steps + 1)
+    for low in tqdm(range(0, steps, WINDOW), desc="sensitivities", unit="window", leave=False):
         i, made = max(low, 1), 0.0
-        x, m, values = run["x"][i], run["m"][i], run["values"][i]
+        state = run["states"][i]
         while i < steps:
-            k, calls = PROBE if i + PROBE[0] <= min(low + window, steps) else (1, 1)
+            k, calls = PROBE if i + PROBE[0] <= min(low + WINDOW, steps) else (1, 1)
             made += table[k, calls][i]
-            t, noise = torch.full_like(labels, steps - 1 - i), run["noise"][i : i + k]
-            x, m, values = strides.stride(model, x, t, m, values, noise, calls)
+            state = stride(i, state, run["noise"][i : i + k], calls)
             i += k
-        apart = (bench.decoded(x).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
-        found[low : low + window] = apart.mean() / made if made else np.nan
+        apart = (bench.decoded(state[0]).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
+        found[low : low + WINDOW] = apart.mean() / made if made else np.nan
     seen = np.flatnonzero(np.isfinite(found) & (found > 0))
     logs = np.interp(np.arange(steps + 1), seen, np.log(found[seen]))
     # A few pictures make most of it, each at its own steps: what they say of a window holds around it too.
-    width = 3 * window
+    width = 3 * WINDOW
     smooth = np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid")
     return np.exp(smooth)[: steps + 1]
 
@@ -197,23 +186,15 @@ def sensitivities(bench: Bench, run: dict, table: dict, window: int = WINDOW) ->
 def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[tuple[int, int]]]:
     """Evaluations → strides of the plan whose summed cost times sensitivity is least; its first is one step."""
     steps = len(table[1, 1])
-    least = np.full((steps + 1, steps + 1), np.inf)  # [step reached, evaluations]
-    kind_of = np.zeros((*least.shape, 2), dtype=int)
-    least[1, 1], kind_of[1, 1] = 0, (1, 1)
+    least = {1: {1: (0.0, [(1, 1)])}}  # step reached → evaluations → loss, strides
     for end in range(2, steps + 1):
+        least[end] = {}
         for (k, calls), cost in table.items():
-            if k < end:
-                found = np.append(np.full(calls, np.inf), least[end - k, :-calls] + cost[end - k] * sensitivity[end])
-                better = found < least[end]
-                least[end][better], kind_of[end][better] = found[better], (k, calls)
-    plans = {}
-    for calls in np.flatnonzero(np.isfinite(least[steps])):
-        strides, end, left = [], steps, calls
-        while end:
-            strides.append(tuple(map(int, kind_of[end, left])))
-            end, left = end - strides[-1][0], left - strides[-1][1]
-        plans[int(calls)] = strides[::-1]
-    return plans
+            for used, (loss, strides) in least.get(end - k, {}).items():
+                found, best = loss + cost[end - k] * sensitivity[end], least[end].get(used + calls, (np.inf,))
+                if found < best[0]:
+                    least[end][used + calls] = found, [*strides, (k, calls)]
+    return {calls: strides for calls, (_, strides) in sorted(least[steps].items())}
 
 
 #################################################################################
@@ -232,15 +213,15 @@ def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> int:
         print(f"{time.perf_counter() - started:6.1f} s  {text}", flush=True)
 
     bench = Bench(options, args.batch)
-    run = record(bench, range(args.first_seed, args.first_seed + 1), args.pictures)
-    table = costs(bench, run, args.longest)
+    run = record(bench, range(FIRST_SEED, FIRST_SEED + 1), args.pictures)
+    table = costs(bench, run)
     plans = best_plans(table, sensitivities(bench, run, table))
     say(f"plans of {min(plans)} to {max(plans)} evaluations, from {args.pictures} pictures")
-    seeds, tried = range(args.first_seed + 1, args.first_seed + 1 + args.seeds), []
+    seeds, tried = range(FIRST_SEED + 1, FIRST_SEED + 1 + args.seeds), []
 
-    def judge(evaluations, want, thorough=False):
+    def judge(evaluations, want):
         plan = StridePlan(bench.diffusion, plans[evaluations])
-        figures = compare(want, bench.pictures(seeds, args.each, plan), thorough)
+        figures = compare(want, bench.pictures(seeds, args.each, plan))
         kept = {name: value for name, value in figures.items() if "_psnr" not in name}
         tried.append(dict(evaluations=evaluations, seeds=[seeds[0], seeds[-1]], **kept))
         say(
@@ -263,12 +244,12 @@ def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> int:
         low, chosen = (low, middle) if passes(judge(middle, want), args.margin) else (middle, chosen)
     while True:  # what was chosen by some seeds has to pass on others
         seeds = range(seeds[-1] + 1, seeds[-1] + 1 + args.seeds)
-        figures = judge(chosen, bench.pictures(seeds, args.each), thorough=True)
+        figures = judge(chosen, bench.pictures(seeds, args.each))
         if passes(figures) or chosen == max(plans):
             break
         chosen = min(max(plans), chosen + max(1, chosen // 50))
     evidence = dict(
-        gate="contest, LPIPS not computed",
+        gate="contest's PSNR",
         passes=passes(figures),
         margin_db=args.margin,
         precision=bench.tier,
@@ -279,7 +260,7 @@ def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> int:
         tried=tried,
         gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None,
         torch=torch.__version__,
-        calibration=dict(seed=args.first_seed, pictures=args.pictures, longest=args.longest),
+        calibration=dict(seed=FIRST_SEED, pictures=args.pictures, longest=LONGEST),
     )
     write_plan(path, settings_of(options, bench.fast.checkpoint), plans[chosen], evaluate.json_ready(evidence))
     steps = options.num_sampling_steps
@@ -294,26 +275,17 @@ def add_flags(parser: ArgumentParser) -> None:
         ("--seeds", 16, "held-out seeds that decide"),
         ("--each", 32, f"pictures a held-out seed, a multiple of {GRID}"),
         ("--batch", 64, "pictures at a time"),
-        ("--longest", 8, "most steps of a stride"),
     ):
         parser.add_argument(name, type=positive, default=default, help=f"{what} (default: %(default)s)")
     margin = "dB by which 99 %% of grids and 93 %% of pictures must exceed the criterion's 40 (default: %(default)s)"
     parser.add_argument("--margin", type=float, default=0.5, help=margin)
-    first = "of the recorded pictures; the held-out seeds follow it (default: %(default)s)"
-    parser.add_argument("--first-seed", type=int, default=10_000, help=first)
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint; the demo's: output/)")
 
 
 def check(args: Namespace, options: SamplingOptions) -> Path:
     """The file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
-    if args.longest < PROBE[0]:
-        raise UsageError(f"--longest {args.longest}: must be {PROBE[0]} at least")
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
-    if not math.isfinite(args.margin):
-        raise UsageError(f"--margin {args.margin:g}: must be finite")
-    if not -(2**63) <= args.first_seed < 2**63:
-        raise UsageError(f"--first-seed {args.first_seed}: must fit into 64 bits")
     if options.num_sampling_steps <= PROBE[0]:
         steps = f"--num-sampling-steps {options.num_sampling_steps}"
         raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
@@ -346,12 +318,10 @@ def flags_of(options: SamplingOptions) -> str:
     return shlex.join(flags)
 
 
-LEFT_OUT = "forecast", "forecast_plan", "output", "output_type", "repeats", "seed", "seed_list", "sampler", "eta"
-
-
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, leave_out=LEFT_OUT)
+    implied = "forecast", "forecast_plan", "output", "output_type", "repeats", "seed", "seed_list", "sampler", "eta"
+    add_arguments(parser, leave_out=implied)
     add_flags(parser)
     args = parser.parse_args()
     with user_errors(parser):

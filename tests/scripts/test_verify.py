@@ -152,7 +152,7 @@ def test_what_is_recommended(capsys):
 def test_the_command_to_type(tmp_path, monkeypatch, capsys, run):
     """A plan for the tier that passes, and the line that samples by it, which does what it says."""
     monkeypatch.setattr(calibrate, "THRESHOLD", 8)  # so few steps leave none out at the criterion's 40 dB
-    few = f"--pictures 2 --seeds 1 --each 8 --longest 4 --plan {tmp_path / 'plan.json'}"
+    few = f"--pictures 2 --seeds 1 --each 8 --plan {tmp_path / 'plan.json'}"
     flags = ["--num-sampling-steps", "8", "--labels", "0", "3", "--output", tmp_path, "--calibrate", few]
     assert here(monkeypatch, *flags) == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
