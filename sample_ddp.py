@@ -93,7 +93,7 @@ def sample_grid(options: DistributedOptions, job) -> None:
     job.open_collectives(options.device)
     layout = wanted or OFF
     at_once = min(n, (options.batch_size or n) * layout.busy(job.world) // layout.ranks)  # pictures, of all ranks
-    engine = load(options, job, layout.batch_rows(at_once, job.world), place=planner.place(wanted))
+    engine = load(options, job, layout.batch_rows(at_once, job.world), divided=layout.weights > 1)
     with engine.watch.phase("plan"):
         engine.network, layout = planner.parallel(engine.network, wanted)
 

@@ -92,9 +92,11 @@ def load_network(
     device: torch.device,
     batch_rows: int,
     tuner_folders: list[Path] | None = None,
+    divided: bool = False,
 ) -> Network:
     """The network of `tier` on `device`. No weights are initialised to be thrown away, and each goes straight from the
-    mapped file to the device. batch_rows: of one evaluation, to warm up for.
+    mapped file to the device. batch_rows: of one evaluation, to warm up for. divided: a plain network's weights stay
+    in the file, as ranks will each take their part.
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
@@ -122,8 +124,8 @@ def load_network(
             return fast.load(state, model, tier, device, batch_rows, options.guided, Tuner(tuner_folders))
         except ValueError as error:
             raise UsageError(f"--ckpt {checkpoint.name}: {error}") from None
-    # First to the device: of weights in half precision the CPU never holds a float32 copy.
-    state = {name: value.to(device).float() for name, value in state.items()}
+    if not divided:  # first to the device: of weights in half precision the CPU never holds a float32 copy
+        state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return plain(model.eval().requires_grad_(False))
 
@@ -150,8 +152,8 @@ class Engine:
     """One loaded sampling run: `sample()` gives latents, `decode()` pixels, `save()` the file, `watch` the seconds.
 
     batch_rows: rows of one network evaluation on this rank; by default two for every label. share(make): `make()` of
-    rank 0, on every rank. tuner_folders: where the GEMM autotuner keeps what it measures. place: the device to load the
-    network to, where it is divided before it comes to the options' device. held: weights in place of the options'.
+    rank 0, on every rank. tuner_folders: where the GEMM autotuner keeps what it measures. divided: as load_network
+    has it. held: weights in place of the options'.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class Engine:
         batch_rows: int | None = None,
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
         tuner_folders: list[Path] | None = None,
-        place: str | None = None,
+        divided: bool = False,
         held: Held | None = None,
     ):
         self.options, self.device = options, choose_device(options)
@@ -175,7 +177,7 @@ class Engine:
             self.precision, self.decoder_precision = choose_precision(options, self.device)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             self._prepare_steps(options)
-            self._load_network(place or self.device)
+            self._load_network(divided)
 
     def _prepare_steps(self, options):
         diffusion = create_diffusion(str(options.num_sampling_steps))
@@ -190,16 +192,16 @@ class Engine:
             self._prepare_steps(options)
         self.options = options
 
-    def _load_network(self, place):
-        tier, rows = self.precision, self.batch_rows
-        self.network = load_network(self.options, self.checkpoint, tier, place, rows, self.tuner_folders)
+    def _load_network(self, divided=False):
+        tier, rows, how = self.precision, self.batch_rows, (self.tuner_folders, divided)
+        self.network = load_network(self.options, self.checkpoint, tier, self.device, rows, *how)
         if not precision.TIERS[tier].accelerated:
             return
         self.network.tune([rows * (self.options.latent_size // self.network.patch_size) ** 2], self.share)
         if tier != "bf16" and overflows(self.network, self.options, self.device, rows):
-            self._leave_float16(place)
+            self._leave_float16()
 
-    def _leave_float16(self, place):
+    def _leave_float16(self):
         """Sample in bfloat16 where the user left the tier open, else refuse."""
         if self.precision == "exact" or self.options.precision == "fp16" or not precision.supports("bf16", self.device):
             raise UsageError(f"--precision {self.precision}: overflows on these weights; {self._remedy()}")
@@ -207,7 +209,7 @@ class Engine:
         self.precision = "bf16"
         precision.apply_precision("bf16", self.device)
         self.network = None  # free its memory first
-        self._load_network(place)
+        self._load_network()
 
     def _remedy(self):
         """What to do where a tier's values are not finite."""

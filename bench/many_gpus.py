@@ -44,7 +44,7 @@ PLANS = (
     *(f"tokens=2,exchange={name}" for name in EXCHANGES),
     "rows=4",
     *(f"rows=2,tokens=2,exchange={name}" for name in EXCHANGES),
-    *(f"tokens=4,exchange={name}" for name in EXCHANGES if name != "ring"),
+    *(f"tokens=4,exchange={name}" for name in EXCHANGES),
 )
 NULL_LABEL = 1000
 CALLS = 10  # of a collective, timed as one

@@ -29,7 +29,7 @@ from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.fast.dit import FastDiT, Optimisations, build
 from accel.graphs import Replayed
-from accel.kernels.attention import attention_lse, attention_to
+from accel.kernels.attention import attention_to
 from accel.kernels.linear import cublaslt, hopper
 from accel.options import positive
 from accel.sampler import denoise
@@ -97,7 +97,6 @@ def work(args: Namespace, device: torch.device) -> None:
         qkv = torch.randn(rows, tokens // 2, 3 * 1152, generator=generator, device=device).half()
         kv = torch.randn(rows, tokens, 2 * 1152, generator=generator, device=device).half()
         run("attention_to", lambda qkv, kv: attention_to(qkv, kv, 16), qkv, kv)
-        run("attention_lse", lambda qkv, kv: attention_lse(qkv, kv, 16), qkv, kv)
     HalfDecoder(measure.random_decoder(device))(torch.randn(1, 4, 8, 8, generator=generator, device=device))
     torch.cuda.synchronize()
 

@@ -131,11 +131,6 @@ class Planner:
         self.check(layout)
         return layout if layout.ranks > 1 else OFF
 
-    def place(self, layout: Layout | None) -> str | None:
-        """Where to load the network for `layout`, if not to the device: a plain one may not fit there undivided."""
-        divided = layout is not None and layout.weights > 1
-        return "cpu" if divided and not precision.TIERS[self.tier].accelerated else None
-
     def check(self, layout: Layout) -> None:
         """UsageError if `layout`, as the user asked for it, cannot run here."""
         problem, exchange = None, layout.exchange if layout.tokens > 1 else None
@@ -249,7 +244,7 @@ class Planner:
         gpu = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if gpu else f"processors of {torch.get_num_threads()} threads"
         code = kernels.version(kernels.FOLDER, Path(__file__).parent)
-        pictures = f"{self.pictures} pictures of {self.tokens} tokens"
+        pictures = f"{self.pictures} pictures of {self.tokens} tokens, {self.tier}"
         return f"{sizes} {name}, code {code}, torch {torch.__version__}: {pictures}, {network.describe()}"
 
     def choose(self, network: BlockNetwork) -> tuple[Layout, str]:

@@ -74,8 +74,8 @@ class OwnHeads(torch.nn.Module):
 def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
     """Divide the blocks of a network over the ranks of a one-dimensional mesh, in place; returns it.
 
-    Every rank has the same weights before. Those of a plain network may lie on the CPU; only its part goes to its
-    device. Heads and hidden width must divide.
+    Every rank has the same weights before. Those of a plain network may lie in their file; its part becomes float32 on
+    its device. Heads and hidden width must divide.
     """
     ranks = mesh.size()
     if type(network) not in DIVISIONS:
@@ -95,5 +95,5 @@ def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
                 parts = tensor.detach().unflatten(0, (matrices, ranks, -1)).transpose(0, 1).flatten(0, 2)
                 setattr(layer, kind, torch.nn.Parameter(parts, requires_grad=False))
         parallelize_module(block, mesh, division.layers, src_data_rank=None)  # None: cut what is here, send nothing
-    network.model.to(mesh.device_type)
+    network.model.to(mesh.device_type, torch.float32)
     return network

@@ -130,10 +130,12 @@ def pipelined(job, model, generator):
 
 
 def divided(job, model, generator):
-    """Every layer's weights over two ranks and over all."""
+    """Every layer's weights over two ranks and over all; half as in many a file, float32 once they are divided."""
+    half = copy.deepcopy(model).half()
+    model = copy.deepcopy(half).float()
     x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
     for ranks in (2, job.world):
-        network = planner_of(job, 1, model).apply(PlainDiT(copy.deepcopy(model)), Layout(weights=ranks))
+        network = planner_of(job, 1, model).apply(PlainDiT(copy.deepcopy(half)), Layout(weights=ranks))
         if job.rank >= ranks:
             continue
         with CommDebugMode() as calls:

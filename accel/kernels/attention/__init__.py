@@ -30,17 +30,6 @@ def attention_to(qkv: Tensor, kv: Tensor, num_heads: int, backend: str = "auto")
     return _attend(qkv, kv, num_heads, backend)
 
 
-def attention_lse(qkv: Tensor, kv: Tensor, num_heads: int, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """As `attention_to`, with the natural log-sum-exp of the scaled scores (N, h, t) float32 (float64 for float64).
-    Attention over parts of the keys is merged by it."""
-    backend = _resolve(qkv, num_heads, backend)
-    if backend == "hopper":
-        return hopper.attention(qkv, kv, num_heads)
-    q, k, v = _heads(qkv, kv, num_heads)
-    out, lse = reference.attention(q, k, v) if backend == "torch" else sdpa.attention_lse(q, k, v, backend)
-    return out.transpose(1, 2).flatten(2), lse
-
-
 def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
     """The backend that "auto" takes."""
     capability = cuda.capability(device)
@@ -58,9 +47,9 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
 def _attend(qkv, kv, num_heads, backend):
     backend = _resolve(qkv, num_heads, backend)
     if backend == "hopper":
-        return hopper.attention(qkv, kv, num_heads)[0]
+        return hopper.attention(qkv, kv, num_heads)
     q, k, v = _heads(qkv, kv, num_heads)
-    out = reference.attention(q, k, v)[0] if backend == "torch" else sdpa.attention(q, k, v, backend)
+    out = reference.attention(q, k, v) if backend == "torch" else sdpa.attention(q, k, v, backend)
     return out.transpose(1, 2).flatten(2)
 
 

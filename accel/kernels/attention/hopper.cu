@@ -51,8 +51,7 @@ __device__ __forceinline__ void add_output(float (&o)[HEAD / 2], const unsigned 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ TensorMap q_rest_map,
           const __grid_constant__ TensorMap main, const __grid_constant__ TensorMap rest,
-          unsigned short *__restrict__ out, float *__restrict__ lse, int queries, int tokens, int heads, int first_key,
-          int items, float scale) {
+          unsigned short *__restrict__ out, int queries, int tokens, int heads, int first_key, int items, float scale) {
     extern __shared__ __align__(1024) unsigned char shared[];
     // One value for a warp, as the compiler must know: addresses are then computed ahead, in uniform registers.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -139,16 +138,13 @@ attention(const __grid_constant__ TensorMap q_main, const __grid_constant__ Tens
         #pragma unroll
         for (int row = 0; row < 2; row++) {
             const int token = query + 8 * row;
-            const float sum = over_row(softmax.sum[row], false), inverse = 1 / sum;
+            const float inverse = 1 / over_row(softmax.sum[row], false);
             if (token >= queries) continue;
             const long long line = ((long long)sample * queries + token) * heads + head;
             unsigned *to = reinterpret_cast<unsigned *>(out + line * HEAD + column);
             #pragma unroll
             for (int j = 0; j < HEAD / 8; j++)
                 to[4 * j] = round_pair(o[4 * j + 2 * row] * inverse, o[4 * j + 2 * row + 1] * inverse);
-            if (column == 0)  // natural logarithm of Σ exp(q·k/√d)
-                lse[((long long)sample * heads + head) * queries + token] =
-                    0.69314718f * (softmax.top[row] * scale + log2f(sum));
         }
     }
 }

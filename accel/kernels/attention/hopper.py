@@ -86,8 +86,8 @@ def head_maps(packed: Tensor) -> list:
     ]
 
 
-def attention(qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | None = None) -> tuple[Tensor, Tensor]:
-    """qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72) and the natural log-sum-exp of the scores (N, H, T) float32.
+def attention(qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | None = None) -> Tensor:
+    """qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72).
 
     kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is float32, its weights are half.
     A shape must be run once before it is captured in a graph.
@@ -97,14 +97,13 @@ def attention(qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | N
     multiprocessors = cuda.multiprocessors(qkv.device)
     config = config or choose(n * num_heads, queries, multiprocessors)
     out = torch.empty(n, queries, width // 3, dtype=qkv.dtype, device=qkv.device)
-    lse = torch.empty(n, num_heads, queries, device=qkv.device)
     if out.numel() == 0:
-        return out, lse
+        return out
     items = n * num_heads * -(-queries // (64 * config.warpgroups))
     query_maps = head_maps(qkv)
     key_maps = query_maps if kv is None else head_maps(kv)
     first_key = num_heads if kv is None else 0  # at which head of `keys` the keys begin
     numbers = queries, keys.shape[1], num_heads, first_key, items, SCORE_SCALE
     kernel = _kernel(config, qkv.dtype, qkv.device)
-    kernel.launch(min(items, multiprocessors * config.blocks), *query_maps, *key_maps, out, lse, *numbers)
-    return out, lse
+    kernel.launch(min(items, multiprocessors * config.blocks), *query_maps, *key_maps, out, *numbers)
+    return out
