@@ -1,5 +1,4 @@
-"""The decoder's kernels against float64, through Triton's interpreter on a CPU and compiled on a GPU; and compiled
-ahead of time for three GPUs."""
+"""The decoder's kernels against float64, through Triton's interpreter on a CPU and compiled on a GPU."""
 
 import json
 from contextlib import nullcontext

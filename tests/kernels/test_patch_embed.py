@@ -1,5 +1,5 @@
 """The patch embedding against a convolution, its kernel against the reference through Triton's interpreter on a CPU and
-compiled on a GPU; and compiled ahead of time for three GPUs."""
+compiled on a GPU."""
 
 import pytest
 import torch

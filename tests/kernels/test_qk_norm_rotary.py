@@ -1,5 +1,5 @@
 """Norm and rotation of queries and keys against their formulas, the kernel against the reference through Triton's
-interpreter on a CPU and compiled on a GPU; and compiled ahead of time for three GPUs."""
+interpreter on a CPU and compiled on a GPU."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """SwiGLU against its formula, its kernel against the reference through Triton's interpreter on a CPU and compiled on a
-GPU; and compiled ahead of time for three GPUs."""
+GPU."""
 
 import pytest
 import torch
