@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = "fid", "slurm", "distributed", "demo"
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.parent.name not in LONG)  # begun first, so that no process ends long after
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU (pytest -m gpu on one); its reference runs on the CPU")
         for item in items:

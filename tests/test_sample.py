@@ -164,7 +164,7 @@ def test_ctrl_c_leaves_nothing(weights, tiny_vae, tmp_path):
         text += process.stderr.read(1)
     assert process.poll() is None, text
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 
