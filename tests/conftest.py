@@ -1,4 +1,6 @@
+import importlib
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -6,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = "fid", "slurm", "distributed", "demo"
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.parent.name not in LONG)  # begun first, so that no process ends long after
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA GPU (pytest -m gpu on one); its reference runs on the CPU")
         for item in items:
@@ -54,6 +59,54 @@ def run():
         )
 
     return run
+
+
+@pytest.fixture
+def one_thread():
+    """For what has to equal another process's bits: other sums round otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, one_thread):
+    """As `run`, on one thread of this process, which has torch already."""
+    from accel.parallel import processes
+    from sample_ddp import STOP_SIGNALS
+
+    def here(script, *args):
+        words = [Path(script).name, *map(str, args)]
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(processes, "_exit", sys.exit)  # a rank ends by os._exit
+        handlers, status = {number: signal.getsignal(number) for number in STOP_SIGNALS}, 0
+        try:
+            importlib.import_module(script.removesuffix(".py").replace("/", ".")).main()
+        except SystemExit as leaving:
+            status = leaving.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return subprocess.CompletedProcess(words, status, *capsys.readouterr())
+
+    return here
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """A file of random weights of the demo model."""
+    from models import DiT_models
+
+    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
+    save_file(fill(DiT_models["DiT-Demo/2"]()).state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def demo(weights, tiny_vae):
+    """Flags: the demo model with random weights and the tiny decoder, on a CPU."""
+    return ["--model", "DiT-Demo/2", "--ckpt", str(weights), "--vae", str(tiny_vae), "--device", "cpu"]
 
 
 @pytest.fixture(scope="session")

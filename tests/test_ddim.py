@@ -1,13 +1,10 @@
 """--sampler ddim: upstream's ddim_sample_loop with the same seed, for both families, alone and on two ranks."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fill
+from conftest import fill
+from jobs import run_each
 from safetensors.torch import save_file
 
 from accel.errors import UsageError
@@ -53,34 +50,22 @@ def upstream(model, eta):
 
 
 @pytest.mark.parametrize("eta", (0.0, 0.5))
-def test_equals_the_loop_that_people_write(demo, eta, tmp_path, run):
+def test_equals_the_loop_that_people_write(demo, eta, tmp_path, here):
     flags, model = demo
-    out = "--output", str(tmp_path / "l.npy")
-    done = run("sample.py", *flags, "--eta", eta, *out, OMP_NUM_THREADS="1")
+    done = here("sample.py", *flags, "--eta", eta, "--output", tmp_path / "l.npy")
     assert done.returncode == 0, done.stderr
     assert "25 DDIM steps" in done.stdout
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # other sums round otherwise
     want = upstream(model, eta).numpy()
-    torch.set_num_threads(threads)
     assert np.array_equal(np.load(tmp_path / "l.npy"), want) and want.std() > 0.1
 
 
-@pytest.mark.parametrize("parallel", ("off", "tokens=2,exchange=kv"))
-def test_two_ranks_equal_one(demo, parallel, tmp_path):
+def test_two_ranks_equal_one(demo, tmp_path):
     flags, model = demo
-    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
-    out = "--parallel", parallel, "--eta", "0.5", "--output", str(tmp_path / "l.npy")
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "sample_ddp.py"), *flags, *out],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    layouts = "off", "tokens=2,exchange=kv"
+    run_each(2, *([*flags, "--parallel", one, "--eta", 0.5, "--output", tmp_path / f"{one}.npy"] for one in layouts))
     want = upstream(model, 0.5)
-    assert (torch.from_numpy(np.load(tmp_path / "l.npy")) - want).norm() <= 1e-4 * want.norm()
+    for one in layouts:
+        assert (torch.from_numpy(np.load(tmp_path / f"{one}.npy")) - want).norm() <= 1e-4 * want.norm(), one
 
 
 @pytest.mark.parametrize("eta", (0.0, 0.3, 1.0))

@@ -121,12 +121,12 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_upstreams_sample_runs_unmodified(checkout, run, tmp_path):
+def test_upstreams_sample_runs_unmodified(checkout, run, here, tmp_path):
     flags = ["--model", "DiT-Demo/2", "--image-size", 128, "--num-classes", 8, "--vae", DEMO / "vae"]
     done = run(checkout / "sample.py", *flags, "--ckpt", DEMO / "dit.safetensors", cwd=checkout, PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     ours = ["--model", "DiT-Demo/2", "--labels", 0, 3, "--num-sampling-steps", 4, "--precision", "fp32"]
-    done = run("sample.py", *ours, "--output", tmp_path / "ours.png")
+    done = here("sample.py", *ours, "--output", tmp_path / "ours.png")
     assert done.returncode == 0, done.stderr
     a, b = (np.asarray(Image.open(path)).astype(int) for path in (checkout / "sample.png", tmp_path / "ours.png"))
     assert a.shape == b.shape and a.std() > 20

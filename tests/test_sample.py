@@ -1,6 +1,5 @@
 """sample.py as its users meet it: a command."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,17 +12,10 @@ from networks import build
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import sample
+from diffusion import create_diffusion
 from models import DiT_models
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
-    save_file(build("DiT-Demo/2").state_dict(), path)
-    return path
 
 
 #################################################################################
@@ -31,14 +23,15 @@ def weights(tmp_path_factory):
 #################################################################################
 
 
-def test_picture_and_latents_are_the_same_in_two_processes(weights, tiny_vae, tmp_path, run):
-    common = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 4, "--labels", 1, 5, 7, 0, 2]
+def test_picture_and_latents_are_the_same_in_two_processes(weights, tiny_vae, tmp_path, run, here, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    common = ["sample.py", *DEMO, "--ckpt", weights, "--num-sampling-steps", 4, "--labels", 1, 5, 7, 0, 2]
     outputs = []
-    for name in "ab":
+    for name, command in (("a", here), ("b", run)):
         folder = tmp_path / name
-        done = run("sample.py", *common, "--vae", tiny_vae, "--output", folder / "deep" / "p.png")
+        done = command(*common, "--vae", tiny_vae, "--output", folder / "deep" / "p.png")
         assert done.returncode == 0, done.stderr
-        latent = run("sample.py", *common, "--output-type", "latent", "--output", folder / "l.npy")
+        latent = command(*common, "--output-type", "latent", "--output", folder / "l.npy")
         assert latent.returncode == 0, latent.stderr
         assert all(word in done.stdout for word in ("load", "sample", "decode", "save", "total", "5 labels", "fp32"))
         outputs.append(((folder / "deep" / "p.png").read_bytes(), np.load(folder / "l.npy")))
@@ -49,73 +42,45 @@ def test_picture_and_latents_are_the_same_in_two_processes(weights, tiny_vae, tm
     assert image.mode == "RGB" and image.size == (4 * 130 + 2, 2 * 130 + 2) and np.asarray(image).std() > 1
 
 
-USUAL_SCRIPT = """
-import sys, torch, numpy as np
-from safetensors.torch import load_file
-from diffusion import create_diffusion
-from models import DiT_models
-model = DiT_models["DiT-Demo/2"](input_size=16, num_classes=8)
-model.load_state_dict(load_file(sys.argv[1])); model.eval()
-torch.manual_seed(3); torch.set_grad_enabled(False)
-diffusion = create_diffusion("6")
-z = torch.randn(8, 4, 16, 16); y = torch.arange(8)
-z = torch.cat([z, z], 0); y = torch.cat([y, torch.tensor([8] * 8)], 0)
-arguments = dict(y=y, cfg_scale=2.5)
-out = diffusion.p_sample_loop(
-    model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=arguments, progress=False
-)
-np.save(sys.argv[2], out.chunk(2)[0].numpy())
-"""
+@torch.no_grad()
+def upstream(weights):
+    """The usual script: seed, z, twice z, p_sample_loop over forward_with_cfg, the first half."""
+    model = DiT_models["DiT-Demo/2"](input_size=16, num_classes=8)
+    model.load_state_dict(load_file(weights))
+    torch.manual_seed(3)
+    z, y = torch.randn(8, 4, 16, 16), torch.tensor([*range(8), *[8] * 8])
+    z, how = torch.cat([z, z]), dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=2.5))
+    return create_diffusion("6").p_sample_loop(model.eval().forward_with_cfg, z.shape, z, **how).chunk(2)[0]
 
 
-def test_equals_the_loop_that_people_write(weights, tmp_path, run):
-    """The usual script (seed, z, twice z, p_sample_loop over forward_with_cfg, first half) gives sample.py's latents,
-    bit for bit."""
-    common = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 6, "--seed", 3, "--cfg-scale", 2.5]
-    output = ["--output-type", "latent", "--output", tmp_path / "l.npy"]
-    done = run("sample.py", *common, *output, OMP_NUM_THREADS="1")
+def test_equals_the_loop_that_people_write(weights, tmp_path, here):
+    """Bit for bit."""
+    flags = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 6, "--seed", 3, "--cfg-scale", 2.5]
+    done = here("sample.py", *flags, "--output-type", "latent", "--output", tmp_path / "l.npy")
     assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-c", USUAL_SCRIPT, str(weights), str(tmp_path / "m.npy")]
-    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    mine, theirs = np.load(tmp_path / "l.npy"), np.load(tmp_path / "m.npy")
-    assert np.abs(mine).max() > 0.1
-    assert np.array_equal(mine, theirs)
+    theirs = upstream(weights).numpy()
+    assert np.abs(theirs).max() > 0.1 and np.array_equal(np.load(tmp_path / "l.npy"), theirs)
 
 
-@pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
-    """sample.py in this process, in an empty folder: (exit status, standard output, standard error)."""
-
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, arguments)])
-        monkeypatch.chdir(tmp_path)
-        status = 0
-        try:
-            sample.main()
-        except SystemExit as stop:
-            status = stop.code
-        return status, *capsys.readouterr()
-
-    return command
-
-
-def test_repeats_time_the_same_picture(weights, tmp_path, command):
+def test_repeats_time_the_same_picture(weights, tmp_path, here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     common = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 3, "--labels", 4, "--output-type", "latent"]
     results = []
     for repeats in (1, 3):
-        status, text, error = command(*common, "--repeats", repeats)
-        assert status == 0 and "· 1 label ·" in text, error
-        results.append(np.load(tmp_path / "sample.npy"))
-    assert "3 runs after warm-up: median" in text and "warm-up" in text.splitlines()[-1]
+        done = here("sample.py", *common, "--repeats", repeats)
+        assert done.returncode == 0 and "· 1 label ·" in done.stdout, done.stderr
+        results.append(np.load("sample.npy"))
+    assert "3 runs after warm-up: median" in done.stdout and "warm-up" in done.stdout.splitlines()[-1]
     assert np.array_equal(*results)
 
 
-def test_training_checkpoint_and_other_sizes(weights, tmp_path, command):
-    torch.save({"model": {}, "ema": load_file(weights), "opt": {}}, tmp_path / "train.pt")
+def test_training_checkpoint_and_other_sizes(weights, tmp_path, here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {}, "ema": load_file(weights), "opt": {}}, "train.pt")
     common = [*DEMO, "--ckpt", "train.pt", "--num-sampling-steps", 2, "--output-type", "latent"]
-    status, text, error = command(*common, "--image-size", 192)
-    assert status == 0 and "trained at 128 px" in text, error
-    assert np.load(tmp_path / "sample.npy").shape == (8, 4, 24, 24)
+    done = here("sample.py", *common, "--image-size", 192)
+    assert done.returncode == 0 and "trained at 128 px" in done.stdout, done.stderr
+    assert np.load("sample.npy").shape == (8, 4, 24, 24)
 
 
 #################################################################################
@@ -161,25 +126,26 @@ if not torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_status_2(case, weights, tiny_vae, tmp_path, command):
+def test_bad_input_is_one_line_and_exit_status_2(case, weights, tiny_vae, tmp_path, here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     given, *words = BAD[case]
     base = {"--model": "DiT-Demo/2", "--ckpt": weights, "--vae": tiny_vae, "--device": "cpu", "--num-sampling-steps": 2}
     if case == "unpublished":
         del base["--ckpt"]
-    status, _, error = command(
-        *(part for flag, value in base.items() if flag not in given for part in (flag, value)), *given
+    done = here(
+        "sample.py", *(part for flag, value in base.items() if flag not in given for part in (flag, value)), *given
     )
-    assert status == 2 and error.startswith("sample.py: ") and error.count("\n") == 1, error
-    assert all(word in error for word in words), error
+    assert done.returncode == 2 and done.stderr.startswith("sample.py: ") and done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_latents_that_are_not_finite_are_no_picture(tmp_path, tiny_vae, run):
+def test_latents_that_are_not_finite_are_no_picture(tmp_path, tiny_vae, here):
     state = build("DiT-Demo/2").state_dict()
     state["final_layer.linear.bias"][0] = float("inf")
     save_file(state, tmp_path / "bad.safetensors")
     output = ["--vae", tiny_vae, "--num-sampling-steps", 2, "--output", tmp_path / "x.png"]
-    done = run("sample.py", *DEMO, "--ckpt", tmp_path / "bad.safetensors", *output)
+    done = here("sample.py", *DEMO, "--ckpt", tmp_path / "bad.safetensors", *output)
     assert done.returncode == 2 and "not finite" in done.stderr and not (tmp_path / "x.png").exists()
 
 
@@ -198,7 +164,7 @@ def test_ctrl_c_leaves_nothing(weights, tiny_vae, tmp_path):
         text += process.stderr.read(1)
     assert process.poll() is None, text
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 

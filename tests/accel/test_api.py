@@ -34,7 +34,7 @@ def tiles(path, n, side=128):
 
 
 @DEVICES
-def test_pictures_are_those_of_the_command(device, run, tmp_path):
+def test_pictures_are_those_of_the_command(device, here, tmp_path):
     """To the bit, again and again, with other labels, seeds, steps and guidance in between."""
     cases = [
         ((1, 5, 7, 0, 2), dict(seed=3, num_sampling_steps=6, cfg_scale=2.5)),
@@ -49,7 +49,7 @@ def test_pictures_are_those_of_the_command(device, run, tmp_path):
                 ["--output", tmp_path / "p.png"],
                 ["--output-type", "latent", "--output", tmp_path / "l.npy"],
             ):
-                done = run(*common, *output)
+                done = here(*common, *output)
                 assert done.returncode == 0, done.stderr
             assert np.array_equal(latents.cpu().numpy(), np.load(tmp_path / "l.npy"))
             assert all(picture.mode == "RGB" and picture.size == (128, 128) for picture in pictures)
@@ -68,7 +68,7 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
 
 
 @DEVICES
-def test_a_module_that_the_caller_holds(device, run, tmp_path):
+def test_a_module_that_the_caller_holds(device):
     """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by name. They are copied."""
     from accel.checkpoint import find_model
 

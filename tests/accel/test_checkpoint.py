@@ -459,28 +459,38 @@ def repository(tmp_path, folder):
     return root
 
 
+@pytest.fixture
+def hub_environment(tmp_path):
+    return dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_hub_id(repository, tmp_path, run, kind):
+def test_hub_id(repository, hub_environment, tmp_path, run, here, kind):
     if kind == "bin":  # a repository that has pickles only
         file = repository / "transformer" / "diffusion_pytorch_model.safetensors"
         torch.save(tensor_files.read_tensors(file, "--ckpt"), file.with_suffix(".bin"))
         file.unlink()
-    environment = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
     pictures = [tmp_path / f"{name}.png" for name in "abc"]
-    assert run("sample.py", *SAMPLE, pictures[0]).returncode == 0
+    assert here("sample.py", *SAMPLE, pictures[0]).returncode == 0
+    hub_environment["OMP_NUM_THREADS"] = "1"
     with Hub("someone/dit-demo", repository) as hub:
-        environment["HF_ENDPOINT"] = hub.url
-        done = run("sample.py", *SAMPLE, pictures[1], "--ckpt", "someone/dit-demo", **environment)
+        hub_environment["HF_ENDPOINT"] = hub.url
+        done = run("sample.py", *SAMPLE, pictures[1], "--ckpt", "someone/dit-demo", **hub_environment)
         assert done.returncode == 0, done.stderr
         wanted = ["transformer/config.json", f"transformer/diffusion_pytorch_model.{kind}"]
         assert sorted(hub.asked) == wanted
-        done = run("sample.py", *SAMPLE, tmp_path / "x.png", "--ckpt", "someone/nothing", **environment)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert "--ckpt someone/nothing: not here" in done.stderr and "404" in done.stderr
-    done = run("sample.py", *SAMPLE, pictures[2], "--ckpt", "someone/dit-demo", **environment)
+    done = run("sample.py", *SAMPLE, pictures[2], "--ckpt", "someone/dit-demo", **hub_environment)
     assert done.returncode == 0, done.stderr  # cached: the server is gone
     a, b, c = (picture.read_bytes() for picture in pictures)
     assert a == b == c
-    done = run("sample.py", *SAMPLE, tmp_path / "x.png", "--ckpt", "someone/else", **environment)
+
+
+def test_a_hub_id_that_cannot_be_fetched(repository, hub_environment, tmp_path, run):
+    with Hub("someone/dit-demo", repository) as hub:
+        hub_environment["HF_ENDPOINT"] = hub.url
+        done = run("sample.py", *SAMPLE, tmp_path / "x.png", "--ckpt", "someone/nothing", **hub_environment)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert "--ckpt someone/nothing: not here" in done.stderr and "404" in done.stderr
+    done = run("sample.py", *SAMPLE, tmp_path / "x.png", "--ckpt", "someone/else", **hub_environment)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "by other means and give its folder" in done.stderr and not (tmp_path / "x.png").exists()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import ROOT
 from networks import build, large_inside, small
-from safetensors.torch import save_file
 
 from accel import engine, vae
 from accel.errors import UsageError
@@ -18,13 +17,6 @@ from accel.options import DistributedOptions, SamplingOptions
 from models import DiT, DiT_models
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
-    save_file(build("DiT-Demo/2").state_dict(), path)
-    return path
 
 
 def options_of(weights, kind=SamplingOptions, **more):

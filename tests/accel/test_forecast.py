@@ -4,13 +4,11 @@ strides is in tests/diffusion, how plans are found in tests/scripts."""
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from jobs import run
 from networks import build, small
 from safetensors.torch import save_file
 
@@ -169,28 +167,25 @@ def test_the_demos_plan_is_for_the_demo():
 #################################################################################
 
 
-def test_ranks_follow_one_plan(weights, plan, tmp_path, run):
+def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
     """Two ranks make sample.py's latents."""
     common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--labels", 1, 5, 2]
     common += ["--num-sampling-steps", 10, "--forecast", "plan", "--output-type", "latent"]
     output = tmp_path / "one.npy"  # with a warm-up
-    one = run("sample.py", *common, "--repeats", 2, "--output", output, OMP_NUM_THREADS="1")
+    one = here("sample.py", *common, "--repeats", 2, "--output", output)
     assert one.returncode == 0, one.stderr
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "sample_ddp.py"]
-    command = [sys.executable, *launcher, *common, "--output", tmp_path / "two.npy"]
-    two = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert two.returncode == 0, two.stderr
-    assert "(6 network evaluations)" in one.stdout and "2 ranks" in two.stdout
+    two = run(2, *common, "--output", tmp_path / "two.npy")
+    assert "(6 network evaluations)" in one.stdout and "2 ranks" in two
     want, got = np.load(output), np.load(tmp_path / "two.npy")
     assert np.abs(want).max() > 0.5 and np.abs(want - got).max() < 1e-4 * np.abs(want).max()
 
 
-def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_vae, tmp_path, run):
+def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_vae, tmp_path, here):
     common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--vae", tiny_vae]
     common += ["--num-sampling-steps", 10, "--num-fid-samples", 4, "--per-proc-batch-size", 2]
 
     def job(*more):
-        return run("sample_ddp.py", *common, *more, OMP_NUM_THREADS="1")
+        return here("sample_ddp.py", *common, *more)
 
     done = job("--forecast", "plan", "--sample-dir", tmp_path / "a")
     assert done.returncode == 0, done.stderr

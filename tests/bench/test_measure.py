@@ -3,21 +3,11 @@
 import subprocess
 import sys
 
-import pytest
 import torch
 from conftest import ROOT
 
 from bench import measure
 from models import DiT_models
-
-
-@pytest.mark.parametrize(
-    "name", ["steps", "jobs", "many_gpus", "profile_step", "large_dit", "rehearse", "sanitize", "winners"]
-)
-def test_help(name, tmp_path, run):
-    """From any folder."""
-    done = run(f"bench/{name}.py", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and f"usage: {name}.py" in done.stdout and "--output" in done.stdout, done.stderr
 
 
 def test_a_file_runs_as_its_module_does():

@@ -16,11 +16,11 @@ from accel import vae
 DEMO = ROOT / "pretrained_models" / "demo"
 
 
-def make(kind, run, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
+def make(kind, here, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
     """All steps through the command; latents, held against the golden ones."""
     golden = np.load(DEMO / f"{stem}-{kind}.npy")
     output = ["--output-type", "latent", "--output", tmp_path / "z.npy"]
-    done = run("sample.py", "--model", model, "--device", kind, *flags, *output, timeout=900)
+    done = here("sample.py", "--model", model, "--device", kind, *flags, *output)
     assert done.returncode == 0, done.stderr
     made = np.load(tmp_path / "z.npy")
     assert made.shape == golden.shape == (8, 4, 16, 16) and golden.std() > 0.3
@@ -29,8 +29,8 @@ def make(kind, run, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
 
 
 @pytest.mark.timeout(1000)
-def test_golden_on_the_cpu(run, tmp_path):
-    made = make("cpu", run, tmp_path)
+def test_golden_on_the_cpu(here, tmp_path):
+    made = make("cpu", here, tmp_path)
     decoder = vae.load_vae(vae.find_vae(str(DEMO / "vae")), torch.device("cpu"))
     grid = vae.to_grid(vae.decode(decoder, torch.from_numpy(made))).numpy().astype(int)
     golden = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
@@ -38,12 +38,12 @@ def test_golden_on_the_cpu(run, tmp_path):
     assert np.abs(grid - golden).mean() <= 0.01 and golden.std() > 20
 
 
-def test_large_dit_on_the_cpu(run, tmp_path):
+def test_large_dit_on_the_cpu(here, tmp_path):
     ddim = "--sampler", "ddim", "--num-sampling-steps", "25"
-    make("cpu", run, tmp_path, *ddim, model="Large-DiT-Demo/2", stem="large-dit-golden")
+    make("cpu", here, tmp_path, *ddim, model="Large-DiT-Demo/2", stem="large-dit-golden")
 
 
 @pytest.mark.gpu
-def test_golden_on_a_gpu(run, tmp_path):
+def test_golden_on_a_gpu(here, tmp_path):
     """CUDA's stream is another than the CPU's, and the same on every GPU for so small a draw."""
-    make("cuda", run, tmp_path, "--precision", "fp32")
+    make("cuda", here, tmp_path, "--precision", "fp32")

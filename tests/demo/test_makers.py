@@ -1,7 +1,6 @@
 """The demo: what it draws, that its training runs, and that the committed weights are trained ones."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -106,17 +105,15 @@ def test_standardise_leaves_the_pictures_and_gives_unit_latents(fresh):
     torch.testing.assert_close(total, torch.ones(4), rtol=1e-3, atol=0)
 
 
-def module(name, **flags):
-    """Run `python -m pretrained_models.demo.NAME` on the CPU."""
-    words = [str(word) for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), value)]
-    command = [sys.executable, "-m", f"pretrained_models.demo.{name}", "--device", "cpu", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-
-
-def test_training_and_score_run_end_to_end(tmp_path):
+def test_training_and_score_run_end_to_end(here, tmp_path):
     """A few steps: files that load strictly, a network that has moved off its zeros, figures that add up."""
-    module("train", output=tmp_path, pictures=1, vae_steps=2, dit_steps=4, vae_batch=2, dit_batch=4)
+
+    def program(name, **flags):
+        words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), value)]
+        done = here(f"pretrained_models/demo/{name}.py", "--device", "cpu", *words)
+        assert not done.returncode, done.stderr
+
+    program("train", output=tmp_path, pictures=1, vae_steps=2, dit_steps=4, vae_batch=2, dit_batch=4)
     report = json.loads((tmp_path / "training.json").read_text())
     assert (report["vae"]["steps"], report["dit"]["steps"], report["pictures"]) == (2, 4, 8)
     state = load_file(tmp_path / "dit.safetensors")
@@ -128,7 +125,7 @@ def test_training_and_score_run_end_to_end(tmp_path):
 
     weights = dict(ckpt=tmp_path / "dit.safetensors", vae=tmp_path / "vae")
     files = dict(output=tmp_path / "score.json", grid=tmp_path / "grid.png")
-    module("score", count=4, num_sampling_steps=2, fit_pictures=1, fit_steps=2, **weights, **files)
+    program("score", count=4, num_sampling_steps=2, fit_pictures=1, fit_steps=2, **weights, **files)
     figures = json.loads((tmp_path / "score.json").read_text())
     assert figures["of"] == 4 and list(figures["by_class"]) == list(CLASSES[:4])
     assert figures["recognised"] == pytest.approx(sum(figures["by_class"].values()) / 4, abs=1e-3)

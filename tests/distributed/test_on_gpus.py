@@ -3,52 +3,24 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fill
-from safetensors.torch import save_file
+from jobs import finish, ranks_of, start, wait_for_pictures
+from jobs import run as run_job
 
-from models import DiT_models
+from accel.errors import USAGE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 GPUS = torch.cuda.device_count()
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory, tiny_vae):
-    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
-    save_file(fill(DiT_models["DiT-Demo/2"]()).state_dict(), path)
-    return ["--model", "DiT-Demo/2", "--ckpt", str(path), "--vae", str(tiny_vae)]
-
-
-def start(processes, *args):
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={processes}",
-            str(ROOT / "sample_ddp.py"),
-            *map(str, args),
-        ],
-        cwd=ROOT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def finish(process, status=0):
-    output = "\n".join(process.communicate(timeout=200))
-    assert process.returncode == status, output
-    return output
+@pytest.fixture
+def demo(demo):
+    """The shared flags without their last, --device cpu."""
+    return demo[:-2]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -66,7 +38,7 @@ def test_grid_equals_one_process(precision, demo, tmp_path, run):
         "--labels",
         *[i % 8 for i in range(GPUS + 1)],
     ]
-    finish(start(GPUS, *common, "--output", tmp_path / "many.npy"))
+    run_job(GPUS, *common, "--output", tmp_path / "many.npy")
     assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
     many, one = np.load(tmp_path / "many.npy"), np.load(tmp_path / "one.npy")
     bound = 1e-4 if precision == "fp32" else 2e-2
@@ -79,7 +51,7 @@ def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
     """In half precision, captured in graphs: one process's picture, and the same bits again."""
     common = [*demo, "--precision", "fp16", "--num-sampling-steps", 50, "--output-type", "latent", "--labels", 3]
     for name in ("two", "again"):
-        text = finish(start(2, *common, "--parallel", parallel, "--output", tmp_path / f"{name}.npy"))
+        text = run_job(2, *common, "--parallel", parallel, "--output", tmp_path / f"{name}.npy")
         assert "parallel: " in text
     assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
     two, again, one = (np.load(tmp_path / f"{name}.npy") for name in ("two", "again", "one"))
@@ -100,7 +72,7 @@ def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
         100,
         "--sample-dir",
     ]
-    finish(start(GPUS, *command, tmp_path / "calm"))
+    run_job(GPUS, *command, tmp_path / "calm")
     calm = next(path for path in (tmp_path / "calm").iterdir() if path.is_dir())
     killed = tmp_path / "killed" / calm.name
     (killed / ".job").mkdir(parents=True)
@@ -108,25 +80,20 @@ def test_killed_fid_job_ends_with_the_same_bits(demo, tmp_path):
         shutil.copy(choice, killed / ".job")
     for least in (4, 24):
         job = start(GPUS, *command, tmp_path / "killed")
-        deadline = time.monotonic() + 120
-        while len(list(killed.glob("*.png"))) < least * GPUS:
-            assert time.monotonic() < deadline and job.poll() is None
-            time.sleep(0.02)
-        for child in subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True
-        ).stdout.split():
-            os.kill(int(child), signal.SIGKILL)
-        finish(job, status=1)
+        assert wait_for_pictures(tmp_path / "killed", least * GPUS, job, seconds=120)
+        for rank in ranks_of(job):
+            os.kill(rank, signal.SIGKILL)
+        finish(job, status=-signal.SIGKILL)
         assert len(list(killed.glob("*.png"))) < 64 * GPUS
-    finish(start(GPUS, *command, tmp_path / "killed"))
+    run_job(GPUS, *command, tmp_path / "killed")
     for file in [*sorted(calm.glob("*.png")), calm.with_name(calm.name + ".npz")]:
         assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "calm")).read_bytes(), file.name
 
 
 def test_two_ranks_on_one_gpu_are_named(demo):
     """One process more than there are GPUs."""
-    text = finish(start(GPUS + 1, *demo), status=1)  # torchrun's own status
-    assert "several ranks on one GPU" in text and "exitcode  : 2" in text and "step/s" not in text
+    text = run_job(GPUS + 1, *demo, status=USAGE)
+    assert "several ranks on one GPU" in text and "step/s" not in text
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -153,8 +120,7 @@ def test_a_rank_lost_in_a_captured_step(demo, tmp_path):
         if line.startswith("parallel:"):
             break
     time.sleep(10)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True).stdout
-    os.kill(int(children.split()[-1]), signal.SIGKILL)
+    os.kill(ranks_of(job)[1], signal.SIGKILL)
     killed = time.monotonic()
-    finish(job, status=1)
+    finish(job, status=-signal.SIGKILL)
     assert time.monotonic() - killed < 60 and not (tmp_path / "l.npy").exists()

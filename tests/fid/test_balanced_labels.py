@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import run
 
 from accel.errors import USAGE, UsageError
 from accel.fid.folder import Batches
@@ -38,14 +37,14 @@ def test_as_many_of_each_class_from_the_same_noise(kind, world):
     assert all(torch.equal(noise[True, number], noise[False, number]) for number in range(24))
 
 
-def test_it_is_recorded_with_the_job(tmp_path):
+def test_it_is_recorded_with_the_job(here, tmp_path):
     common = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2, "--num-fid-samples", 8]
     common += ["--per-proc-batch-size", 4, "--sample-dir", tmp_path]
-    run(1, *common, "--balanced-labels")
+    assert here("sample_ddp.py", *common, "--balanced-labels").returncode == 0
     (settings,) = tmp_path.glob("*/.job/settings.json")
     assert json.loads(settings.read_text())["--balanced-labels"] is True
-    text = run(1, *common, status=USAGE)
-    assert "--balanced-labels False" in text and "begun with True" in text
+    done = here("sample_ddp.py", *common)
+    assert done.returncode == USAGE and "--balanced-labels False" in done.stderr and "begun with True" in done.stderr
 
 
 def test_a_grid_has_the_labels_that_it_is_given():

@@ -1,9 +1,8 @@
-"""The fused adaLN kernel against float64, through Triton's interpreter on a CPU and compiled on a GPU; and compiled
-ahead of time for three GPUs."""
+"""The fused adaLN kernel against float64, through Triton's interpreter on a CPU and compiled on a GPU."""
 
 import pytest
 import torch
-from kernel_testing import compiled_for, disassemble, draw, interpreted, needs_hopper
+from kernel_testing import disassemble, draw, interpreted, needs_hopper
 
 from accel.graphs import capture
 from accel.kernels import adaln as module
@@ -63,17 +62,17 @@ def check_rms(device, width=1152, n=3, tokens=20, tolerance=3e-4):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def check_split(backend, device="cpu"):
+def check_split(backend, device="cpu", tokens=20):
     """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
     for width in (1152, 216, 100):
-        x, branch = (draw(3, 20, width, seed=seed, device=device) for seed in (width, 2))
+        x, branch = (draw(3, tokens, width, seed=seed, device=device) for seed in (width, 2))
         table = draw(4, 6, width, seed=1, device=device)
         table[2] *= 1e-4
         table[0, 3:5] *= 1e4
         modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
         want = adaln(x.double(), wide(modulation), 3, 4, ((branch.double(), 2),), backend="torch")
         got = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend)
-        assert got.scale.shape == (3, 20) and got.pair[0].abs().amax(-1).ge(2**14).all()
+        assert got.scale.shape == (3, tokens) and got.pair[0].abs().amax(-1).ge(2**14).all()
         assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
 
 
@@ -104,29 +103,21 @@ def test_the_split_reference():
 
 def interpret():
     tile_config = kernels.tile_config
-    kernels.tile_config = lambda width, tokens: tile_config(width, 8192 if tokens > 10 else tokens)  # both forms
+    kernels.tile_config = lambda width, tokens: tile_config(width, 8192 if tokens > 1 else tokens)  # both forms
     for width in WIDTHS:
-        for n, tokens in SHAPES[:2]:
+        for n, tokens in ((2, 3), (1, 1)):  # an interpreter takes its time for a token
             for branches, update in ((0, False), (1, False), (1, True), (2, True)):
                 # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
                 for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
                     check(width, n, tokens, branches, update, dtype, "cpu", tolerance)
     kernels.tile_config = tile_config
-    check_rms("cpu")
-    check_rms("cpu", 192)
-    check_split("triton")
+    check_rms("cpu", tokens=5)
+    check_rms("cpu", 192, tokens=5)
+    check_split("triton", tokens=5)
 
 
 def test_interpreted_kernel():
     interpreted("test_adaln.interpret()")
-
-
-@pytest.mark.parametrize("capability", (70, 80, 90))
-def test_compiles_ahead_of_time(capability, tmp_path):
-    """On any machine, for V100, A100 and H100: neither tensor cores nor bfloat16 where a V100 has none, and 16 bytes a
-    load for x and both branches."""
-    for report in compiled_for(capability, ["adaln", "adaln_rms", "adaln_split"], tmp_path).values():
-        assert report["tensor_core"] == 0 and not report["bf16"] and report["wide"] >= 9
 
 
 @pytest.mark.parametrize("branches, half, wide", ((1, torch.float16, False), (2, torch.bfloat16, True)))

@@ -1,9 +1,9 @@
 """The end of a step against the sampler, its kernel against the reference through Triton's interpreter on a CPU and
-compiled on a GPU; and compiled ahead of time for three GPUs."""
+compiled on a GPU."""
 
 import pytest
 import torch
-from kernel_testing import compiled_for, draw, interpreted
+from kernel_testing import draw, interpreted
 
 from accel.kernels.ancestral_update import ancestral_update
 from diffusion import create_diffusion
@@ -54,13 +54,6 @@ def test_interpreted_kernel():
 @pytest.mark.gpu
 def test_compiled_kernel():
     check("cuda")
-
-
-@pytest.mark.parametrize("capability", (70, 80, 90))
-def test_compiles_ahead_of_time(capability, tmp_path):
-    """On any machine, for V100, A100 and H100."""
-    [report] = compiled_for(capability, ["ancestral_update"], tmp_path).values()
-    assert report["tensor_core"] == 0
 
 
 def test_wrong_inputs_are_refused():

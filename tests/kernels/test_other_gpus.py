@@ -1,6 +1,6 @@
-"""Triton's kernels on other generations of GPUs: compiled for each, and those for older ones run. The driver makes this
-GPU's machine code of their PTX, and they give the reference's numbers. Each in a process of its own, since Triton keeps
-a target's state."""
+"""Triton's kernels on every generation of GPUs: compiled for each, and those for older ones run. The driver makes this
+GPU's machine code of their PTX, and they give the reference's numbers. Each generation in a process of its own, since
+Triton keeps a target's state."""
 
 import json
 
@@ -56,8 +56,12 @@ TENSOR_CORES = [
     ("test_split_attention", "split_attention.triton", "check(3, 17, 2, 72, 'triton', 'cuda')"),
 ]
 # What a GPU chooses another backend for is not compiled for it; shared memory of a block, in KiB.
-LEFT_OUT = {75: {"split_linear", "split_attention"}, 100: {"split_linear"}}
-SHARED = {75: 64, 86: 99, 100: 227, 120: 99}
+NO_TENSOR_CORES = {"split_linear", "split_attention"}
+LEFT_OUT = {70: NO_TENSOR_CORES, 75: NO_TENSOR_CORES, 100: {"split_linear"}}
+SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
+# Kernels without bfloat16, which a V100 has not, and how many loads and stores of 16 bytes they have at least.
+WIDE = dict(adaln=9, adaln_rms=9, adaln_split=9, qk_norm_rotary=5, swiglu=3)
+WIDE |= dict(statistics=4, residual=4, normalise=4, join=0)
 CASES = [((7, 0), *case) for case in ANY_GPU] + [((8, 0), *case) for case in ANY_GPU + TENSOR_CORES]
 
 
@@ -68,11 +72,13 @@ def test_triton_leaves_its_ptx_to_the_driver(tmp_path):
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_kernel_compiles(capability, tmp_path):
-    """For T4, the smaller Amperes (and Ada's L40S, which is alike), B200 and the smaller Blackwells."""
+    """For V100, T4, A100, the smaller Amperes (and Ada's L40S, which is alike), H100, B200 and the smaller Blackwells:
+    float16 on tensor cores and none in TF32."""
     names = set(ahead_of_time.VARIANTS) - LEFT_OUT.get(capability, set())
     for name, report in compiled_for(capability, sorted(names), tmp_path).items():
-        assert report["shared"] <= SHARED[capability] << 10 and report["tf32"] == 0
-        assert (report["tensor_core"] > 0) == name.startswith("split_")
+        assert report["shared"] <= SHARED[capability] << 10 and report["tf32"] == 0, name
+        assert (report["tensor_core"] > 0) == name.startswith("split_"), name
+        assert name not in WIDE or report["wide"] >= WIDE[name] and not report["bf16"], (name, report)
 
 
 @pytest.mark.gpu

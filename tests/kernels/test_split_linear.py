@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_testing import compiled_for, disassemble, draw, error, interpreted
+from kernel_testing import disassemble, draw, error, interpreted
 
 from accel.kernels import cuda
 from accel.kernels import split_linear as module
@@ -148,13 +148,6 @@ def interpret():
 
 def test_interpreted_kernel():
     interpreted("test_split_linear.interpret()")
-
-
-@pytest.mark.parametrize("capability", (80, 90))
-def test_compiles_ahead_of_time(capability, tmp_path):
-    """Float16 on tensor cores, none in TF32, for A100 and H100."""
-    [report] = compiled_for(capability, ["split_linear"], tmp_path).values()
-    assert report["tensor_core"] > 0 and report["tf32"] == 0
 
 
 @pytest.mark.parametrize("result", (0, 2))

@@ -1,9 +1,9 @@
 """SwiGLU against its formula, its kernel against the reference through Triton's interpreter on a CPU and compiled on a
-GPU; and compiled ahead of time for three GPUs."""
+GPU."""
 
 import pytest
 import torch
-from kernel_testing import compiled_for, draw, error, interpreted
+from kernel_testing import draw, error, interpreted
 
 from accel.kernels.swiglu import swiglu
 
@@ -38,13 +38,6 @@ def test_interpreted_kernel():
 @pytest.mark.gpu
 def test_compiled_kernel():
     check("cuda")
-
-
-@pytest.mark.parametrize("capability", (70, 80, 90))
-def test_compiles_ahead_of_time(capability, tmp_path):
-    """On any machine, for V100, A100 and H100: 16 bytes a load and a store."""
-    [report] = compiled_for(capability, ["swiglu"], tmp_path).values()
-    assert report["tensor_core"] == 0 and not report["bf16"] and report["wide"] >= 3
 
 
 def test_wrong_inputs_are_refused():

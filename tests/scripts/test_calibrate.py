@@ -60,11 +60,11 @@ def test_refused_before_any_work(arguments, words, monkeypatch, capsys):
     assert stop.value.code == 2 and error.count("\n") == 1 and words in error
 
 
-def test_a_plan_that_sample_follows(tmp_path, run):
+def test_a_plan_that_sample_follows(tmp_path, here):
     plan = tmp_path / "p.json"
     demo = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4]
     few = ["--pictures", 2, "--seeds", 1, "--each", 8, "--margin", -25]
-    done = run("scripts/calibrate.py", *demo, *few, "--plan", plan)
+    done = here("scripts/calibrate.py", *demo, *few, "--plan", plan)
     assert done.returncode == 0, done.stderr
     made = json.loads(plan.read_text())
     assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(count for _, count in made["strides"])
@@ -72,5 +72,5 @@ def test_a_plan_that_sample_follows(tmp_path, run):
     weights = Checkpoint(ROOT / "pretrained_models/demo/dit.safetensors")
     assert made["weights"] == settings_of(SamplingOptions(model="DiT-Demo/2").resolve(), weights)["weights"]
     follow = ["--forecast", "plan", "--forecast-plan", plan, "--output-type", "latent", "--output", tmp_path / "l.npy"]
-    done = run("sample.py", *demo, *follow)
+    done = here("sample.py", *demo, *follow)
     assert done.returncode == 0 and f"({made['evaluations']} network evaluations)" in done.stdout, done.stderr

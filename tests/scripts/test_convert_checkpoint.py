@@ -26,11 +26,11 @@ def source(tmp_path_factory):
     return path
 
 
-def test_round_trip_through_all_three(source, tmp_path, run):
+def test_round_trip_through_all_three(source, tmp_path, here):
     want = find_model(source)
     at = source
     for name in ("a.safetensors", "b", "c.pt", "d", "e.safetensors"):
-        done = run("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / name)
+        done = here("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / name)
         assert done.returncode == 0, done.stderr
         assert f"{len(want)} tensors" in done.stdout and "read back equal" in done.stdout
         at = tmp_path / name
@@ -38,25 +38,25 @@ def test_round_trip_through_all_three(source, tmp_path, run):
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
 
 
-def test_large_dit_to_and_from_safetensors(tmp_path, run):
+def test_large_dit_to_and_from_safetensors(tmp_path, here):
     want, folder = fill(MODELS["Large-DiT-Demo/2"]()).state_dict(), tmp_path / "run"
     folder.mkdir()
     torch.save(want, folder / "consolidated_ema.00-of-01.pth")
     at = folder
     for name in ("a.safetensors", "b.pt"):
-        done = run("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / name)
+        done = here("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / name)
         assert done.returncode == 0 and f"{len(want)} tensors" in done.stdout, done.stderr
         at = tmp_path / name
     got = find_model(at)
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
-    done = run("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / "folder")
+    done = here("scripts/convert_checkpoint.py", "--ckpt", at, "--output", tmp_path / "folder")
     assert done.returncode == 2 and "diffusers has no Large-DiT; name a .pt or .safetensors file" in done.stderr
 
 
-def test_diffusers_loads_the_folder(source, tmp_path, run):
+def test_diffusers_loads_the_folder(source, tmp_path, here):
     from diffusers import DiTTransformer2DModel
 
-    assert run("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "out").returncode == 0
+    assert here("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "out").returncode == 0
     theirs = DiTTransformer2DModel.from_pretrained(tmp_path / "out", subfolder="transformer", low_cpu_mem_usage=False)
     assert theirs.config.num_attention_heads == 6 and theirs.config.sample_size == 16
     for block in theirs.transformer_blocks:
@@ -69,19 +69,19 @@ def test_diffusers_loads_the_folder(source, tmp_path, run):
     assert (a - b).norm() / a.norm() < 1e-3  # LayerNorms before the MLP read eps from the config; the rest is rounding
 
 
-def test_ambiguous_and_damaged_folders(source, tmp_path, run):
-    run("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "out")
+def test_ambiguous_and_damaged_folders(source, tmp_path, here):
+    here("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "out")
     folder = tmp_path / "out" / "transformer"
     weights = folder / "diffusion_pytorch_model.safetensors"
     weights.rename(folder / "one.fp16.safetensors")
     (folder / "two.safetensors").write_bytes(b"x")
-    done = run("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "out", "--output", tmp_path / "x.pt")
+    done = here("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "out", "--output", tmp_path / "x.pt")
     assert done.returncode == 2 and "conflict" in done.stderr and "two.safetensors" in done.stderr
     (folder / "two.safetensors").unlink()
     config = json.loads((folder / "config.json").read_text())
     del config["sample_size"]
     (folder / "config.json").write_text(json.dumps(config))
-    done = run("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "out", "--output", tmp_path / "x.pt")
+    done = here("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "out", "--output", tmp_path / "x.pt")
     assert done.returncode == 2 and "sample_size" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
@@ -96,12 +96,12 @@ def convert(monkeypatch, capsys, *args):
 
 
 @pytest.mark.parametrize("with_vae", [False, True])
-def test_diffusers_loads_the_pipeline(tmp_path, run, with_vae):
+def test_diffusers_loads_the_pipeline(tmp_path, here, with_vae):
     from diffusers import AutoencoderKL, DiTPipeline
 
     out = tmp_path / "pipeline"
     flags = ["--ckpt", DEMO / "dit.safetensors", "--output", out, "--pipeline"]
-    done = run("scripts/convert_checkpoint.py", *flags, *(["--vae", DEMO / "vae"] if with_vae else []))
+    done = here("scripts/convert_checkpoint.py", *flags, *(["--vae", DEMO / "vae"] if with_vae else []))
     assert done.returncode == 0, done.stderr
     passed = {} if with_vae else {"vae": AutoencoderKL.from_pretrained(DEMO / "vae")}
     pipeline = DiTPipeline.from_pretrained(out, **passed)
@@ -114,7 +114,7 @@ def test_diffusers_loads_the_pipeline(tmp_path, run, with_vae):
     images = pipeline([3], guidance_scale=1.0, num_inference_steps=2, output_type="np").images
     assert images.shape == (1, 128, 128, 3) and images.std() > 0.05
     flags = ["--model", "DiT-Demo/2", "--ckpt", out, "--labels", 3, "--num-sampling-steps", 1, "--device", "cpu"]
-    done = run("sample.py", *flags, *(["--vae", out] if with_vae else []), "--output", tmp_path / "x.png")
+    done = here("sample.py", *flags, *(["--vae", out] if with_vae else []), "--output", tmp_path / "x.png")
     assert done.returncode == 0, done.stderr
 
 
@@ -178,12 +178,12 @@ def test_a_disk_that_is_full_is_a_line(source, name, tmp_path, monkeypatch, caps
     assert status == 2 and "cannot write there" in error and list(tmp_path.iterdir()) == []
 
 
-def test_bad_input(source, tmp_path, run):
+def test_bad_input(source, tmp_path, here):
     (tmp_path / "there.pt").write_bytes(b"")
     for output, word in (
         (tmp_path / "there.pt", "exists"),
         (tmp_path / "x.bin", "must end in"),
         ("/proc/x.pt", "cannot write"),
     ):
-        done = run("scripts/convert_checkpoint.py", "--ckpt", source, "--output", output)
+        done = here("scripts/convert_checkpoint.py", "--ckpt", source, "--output", output)
         assert done.returncode == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -218,11 +218,11 @@ def cut(content):
         (cut(archive(arr_0=np.zeros((12, 8, 8, 3), np.uint8))), "cannot be read"),
     ],
 )
-def test_bad_samples_are_one_line(content, words, data, inception, tmp_path, run):
+def test_bad_samples_are_one_line(content, words, data, inception, tmp_path, here):
     if content is not None:
         (tmp_path / "x.npz").write_bytes(content)
     how = "--inception-weights", inception, "--device", "cpu"
-    done = run("scripts/fid.py", tmp_path / "x.npz", data / "reference.npz", *how)
+    done = here("scripts/fid.py", tmp_path / "x.npz", data / "reference.npz", *how)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     line = done.stderr.strip().splitlines()[-1].rpartition("\r")[2]
     assert str(tmp_path / "x.npz") in line and "Traceback" not in done.stderr
@@ -246,9 +246,9 @@ def test_statistics_of_another_network_are_refused(tmp_path):
         fid.Pictures(tmp_path / "s.npz").statistics()
 
 
-def test_precision_needs_pictures(data, tmp_path, run):
+def test_precision_needs_pictures(data, tmp_path, here):
     np.savez(tmp_path / "s.npz", mu=np.zeros(2048), sigma=np.eye(2048))
-    done = run("scripts/fid.py", data / "samples.npz", tmp_path / "s.npz", "--precision-recall")
+    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "s.npz", "--precision-recall")
     assert done.returncode == 2 and "--precision-recall: " in done.stderr and "holds statistics only" in done.stderr
 
 

@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster, missing
-from conftest import ROOT, fill
+from conftest import ROOT
 from PIL import Image
-from safetensors.torch import save_file
 
 from accel.errors import STOPPED, USAGE
-from models import DiT_models
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started: {missing()}"),
@@ -29,13 +27,6 @@ STEPS = "--num-sampling-steps", "4"
 def cluster():
     with Cluster(nodes=2) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory, tiny_vae):
-    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
-    save_file(fill(DiT_models["DiT-Demo/2"]()).state_dict(), path)
-    return "--model", "DiT-Demo/2", "--ckpt", str(path), "--vae", str(tiny_vae), "--device", "cpu"
 
 
 @pytest.fixture
@@ -64,14 +55,14 @@ def checkout(tmp_path):
     ],
 )
 def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words, cluster):
-    """Three ranks on two nodes, without torchrun, end within a minute: tests/distributed/job_worker.py."""
+    """Three ranks on two nodes, without torchrun, end by themselves: tests/distributed/job_worker.py."""
     worker = ROOT / "tests" / "distributed" / "job_worker.py"
     done = subprocess.run(
         ["srun", "--nodes=2", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, str(worker), ending],
         env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     said = done.stdout + done.stderr
     assert done.returncode == status and said.count(words) == 1, said
@@ -113,28 +104,30 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
 
 def failed(cluster, checkout, job):
     """The lines that a job left which failed with status 2."""
-    assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 60) == "FAILED" and cluster.fact(job, "ExitCode") == "2:0"
+    assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 120) == "FAILED" and cluster.fact(job, "ExitCode") == "2:0"
     return log_of(checkout, job).splitlines()
 
 
 FILES = [file.name for file in sorted((ROOT / "slurm").glob("*.sbatch"))]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_without_an_environment(cluster, checkout, name):
+def test_without_an_environment(cluster, checkout):
     """One line says that there is neither a .venv nor another python with torch."""
     (checkout / ".venv").rename(checkout / "elsewhere")
     small = "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"
-    job = cluster.submit(*small, f"slurm/{name}", cwd=checkout, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
-    [line] = failed(cluster, checkout, job)
-    assert f"{checkout} has no .venv (make .venv/ready)" in line
+    bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    jobs = {name: cluster.submit(*small, f"slurm/{name}", cwd=checkout, env=bare) for name in FILES}
+    for name, job in jobs.items():
+        [line] = failed(cluster, checkout, job)
+        assert f"{checkout} has no .venv (make .venv/ready)" in line, name
 
 
 def test_without_gpus(cluster, checkout):
-    for name in set(FILES) - {"evaluate.sbatch"}:
-        job = cluster.submit("--gres=none", "--nodes=1", f"slurm/{name}", cwd=checkout)
+    names = set(FILES) - {"evaluate.sbatch"}
+    jobs = {name: cluster.submit("--gres=none", "--nodes=1", f"slurm/{name}", cwd=checkout) for name in names}
+    for name, job in jobs.items():
         [line] = failed(cluster, checkout, job)
-        assert "this job has no GPU: submit it with --gres=gpu:4" in line
+        assert "this job has no GPU: submit it with --gres=gpu:4" in line, name
 
 
 def test_more_gpus_than_cpus(cluster, checkout):
@@ -146,15 +139,17 @@ def test_more_gpus_than_cpus(cluster, checkout):
     assert log_of(checkout, job).count("threads 1") == 4
 
 
-@pytest.mark.parametrize("name", ("fid50k", "sample_1gpu"))
-def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, name, tmp_path):
+def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
     """Nothing runs in whatever folder Slurm takes instead."""
-    log = tmp_path / "gone.out"
-    job = cluster.submit("--hold", f"--output={log}", f"slurm/{name}.sbatch", cwd=checkout)
+    jobs = {}
+    for name in ("fid50k", "sample_1gpu"):
+        log = tmp_path / f"{name}.out"
+        jobs[log] = cluster.submit("--hold", f"--output={log}", f"slurm/{name}.sbatch", cwd=checkout)
     (checkout / "slurm").unlink()  # a link in the checkout
-    cluster.run("scontrol", "release", job)
-    assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 60) == "FAILED"
-    assert "setup.sh: No such file" in log.read_text() and "python" not in log.read_text()
+    cluster.run("scontrol", "release", ",".join(jobs.values()))
+    for log, job in jobs.items():
+        assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 120) == "FAILED", log
+        assert "setup.sh: No such file" in log.read_text() and "python" not in log.read_text(), log
 
 
 def test_evaluate_waits_for_the_pictures(cluster, checkout, demo):

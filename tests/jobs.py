@@ -1,0 +1,97 @@
+"""Jobs of sample_ddp.py in real processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from conftest import ROOT
+from PIL import Image
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+
+
+def start(world, *args, script="sample_ddp.py", launch=("--standalone",), cwd=ROOT, **environment):
+    """A job of so many ranks on this host: one is the process itself, several run under torchrun."""
+    launcher = ["-m", "torch.distributed.run", *launch, f"--nproc_per_node={world}"]
+    return subprocess.Popen(
+        [
+            sys.executable,
+            *(launcher if world > 1 or "--standalone" not in launch else []),
+            ROOT / script,
+            *map(str, args),
+        ],
+        cwd=cwd,
+        env={**ENVIRONMENT, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(*processes, status=0, seconds=200):
+    """Their standard output and error. A launcher ends with 1 for every failure and prints the rank's status."""
+    texts, deadline = [], time.monotonic() + seconds
+    try:
+        for process in processes:
+            texts += process.communicate(timeout=max(1, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+    text = "\n".join(texts)
+    for process in processes:
+        launched = "torch.distributed.run" in process.args
+        assert process.returncode == (1 if launched and status else status), text
+        assert not (launched and status) or f"exitcode  : {status}" in text, text
+    return text
+
+
+def run(world, *args, status=0, **how):
+    return finish(start(world, *args, **how), status=status)
+
+
+def run_each(world, *commands, **environment):
+    """Several commands by the same ranks, which take longer to start than to sample: what commands_worker.py prints."""
+    commands = json.dumps([list(map(str, command)) for command in commands])
+    job = start(world, commands, script="tests/distributed/commands_worker.py", **environment)
+    return json.loads(finish(job, seconds=280).splitlines()[0])
+
+
+def ranks_of(process):
+    """Process ids of a job's ranks, in their order."""
+    if "torch.distributed.run" not in process.args:
+        return [process.pid]
+    found = {}
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    for child in map(int, children.split()):
+        with suppress(OSError):  # it has ended
+            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found |= {int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")}
+    return [found[rank] for rank in sorted(found)]
+
+
+def wait_for_pictures(folder, count, process, seconds=120):
+    """Until a job that is at work has made so many; False if it has ended."""
+    deadline = time.monotonic() + seconds
+    while len(list(Path(folder).glob("*/*.png"))) < count:
+        assert time.monotonic() < deadline
+        if process.poll() is not None:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def files(folder):
+    """Every file below a folder with its bytes: pictures, .npz, records."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes() for file in sorted(Path(folder).rglob("*")) if file.is_file()
+    }
+
+
+def pictures(folder):
+    """Pixels by file name."""
+    return {file.name: np.asarray(Image.open(file)) for file in sorted(Path(folder).glob("*/*.png"))}
