@@ -49,7 +49,7 @@ GRIDS = {
     **{f"{layout}.npy": [*SHORT, "--labels", 6, "--parallel", layout] for layout in ("off", "rows=2", "weights=3")},
     **{f"{name}.npy": [*SHORT, "--labels", 6] for name in ("auto", "again")},
 }
-STRICT = "rows=2", "tokens=2,exchange=kv", "tokens=2,exchange=ring"
+STRICT = "rows=2", "tokens=2,exchange=kv"
 FID = ["--num-fid-samples", 12, "--per-proc-batch-size", 3, "--num-sampling-steps", 2]
 # What a rank evaluates, and how many of four do.
 PREPARED = {
