@@ -116,7 +116,7 @@ class Network(ABC):
 
 
 class BlockNetwork(Network):
-    """A network of transformer blocks, which ranks can share by batch rows, by tokens or by blocks.
+    """A network of transformer blocks, which ranks can share by batch rows or by tokens.
 
     attention(qkv, num_heads): its own attention, packed (N, T, 3·D) → (N, T, D), for tokens that are all on this
     device. exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep its accuracy, the fastest
@@ -145,13 +145,12 @@ class BlockNetwork(Network):
         condition: Any,
         *,
         attend: Callable | None = None,
-        blocks: range | None = None,
         tokens: slice = slice(None),
     ) -> torch.Tensor:
         """All blocks and the final layer: h (N, t, D), which may be overwritten → (N, t, p·p·C').
 
-        attend: replaces `attention` (an exchange, where the other tokens are on other devices). blocks: run these only;
-        a range that lacks the last block gives h (N, t, D). tokens: which tokens of each row h holds.
+        attend: replaces `attention` (an exchange, where the other tokens are on other devices). tokens: which tokens
+        of each row h holds.
         """
 
     def shallow(self, depth: int) -> "BlockNetwork":
@@ -195,11 +194,10 @@ class PlainDiT(Plain):
         x = torch.cat([x] * copies) if copies > 1 else x
         return (self.model.x_embedder(x) + self.model.pos_embed)[:, tokens]
 
-    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)) -> torch.Tensor:
-        blocks = blocks or range(self.depth)
-        for i in blocks:
-            h = self.blocks[i](h, condition, attend or self.attention)
-        return self.model.final_layer(h, condition) if blocks[-1] + 1 == self.depth else h
+    def forward_blocks(self, h, condition, *, attend=None, tokens=slice(None)) -> torch.Tensor:
+        for block in self.blocks[: self.depth]:
+            h = block(h, condition, attend or self.attention)
+        return self.model.final_layer(h, condition)
 
 
 class PlainLargeDiT(Plain):
@@ -212,11 +210,11 @@ class PlainLargeDiT(Plain):
         x = torch.cat([x] * copies) if copies > 1 else x
         return self.model.x_embedder(patchify(x, self.patch_size)[:, tokens])
 
-    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)) -> torch.Tensor:
-        blocks, rotation = blocks or range(self.depth), self.model.rotation(h)[tokens]  # (t, d/2, 2)
-        for i in blocks:
-            h = self.blocks[i](h, condition, rotation, attend or self.attention)
-        return self.model.final_layer(h, condition) if blocks[-1] + 1 == self.depth else h
+    def forward_blocks(self, h, condition, *, attend=None, tokens=slice(None)) -> torch.Tensor:
+        rotation = self.model.rotation(h)[tokens]  # (t, d/2, 2)
+        for block in self.blocks[: self.depth]:
+            h = block(h, condition, rotation, attend or self.attention)
+        return self.model.final_layer(h, condition)
 
 
 PLAIN = {DiT: PlainDiT, DiT_Llama: PlainLargeDiT}

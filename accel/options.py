@@ -22,7 +22,7 @@ DEFAULTS_OF = {
 }
 EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
 # Keys of --parallel that go together.
-LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}, {"stages", "patches", "warmup"}
+LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}
 # Options of a grid that have no meaning in an FID job.
 OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode", "seed_list", "batch_size"}
 
@@ -265,10 +265,9 @@ class DistributedOptions(SamplingOptions):
         "auto",
         "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a "
         "picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how "
-        "tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in "
-        "one GPU; stages=4,patches=8,warmup=25 is PipeFusion, which is approximate",
+        "tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in one GPU",
         SPEED,
-        metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N|stages=N,patches=N,warmup=N",
+        metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
     )
     sample_dir: str = flag("samples", "FID: where the folder is made", FILES)
     decode: str = flag(
@@ -316,11 +315,6 @@ class DistributedOptions(SamplingOptions):
                 f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; "
                 "add --num-fid-samples, or drop it"
             )
-        if self.mesh is not None and "stages" in self.mesh and self.forecast != "off":
-            raise UsageError(
-                f"--forecast {self.forecast}: its evaluations lie further apart than PipeFusion's reuse of the "
-                "last step allows; drop one of them"
-            )
         return super().resolve()
 
     def _given(self, names):
@@ -336,16 +330,14 @@ class DistributedOptions(SamplingOptions):
         items = [item.partition("=")[::2] for item in self.parallel.split(",")]
         given = dict(items)
         for name, value in items:
-            number = value.isdecimal() and (int(value) > 0 or name == "warmup")
-            valid = value in EXCHANGES if name == "exchange" else number
+            valid = value in EXCHANGES if name == "exchange" else value.isdecimal() and int(value) > 0
             if not valid or len(given) < len(items) or not any(given.keys() <= family for family in LAYOUTS):
                 raise UsageError(
                     f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, "
-                    f"rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N, or stages=N,patches=N,warmup=N"
+                    f"rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
                 )
-        for name, of in (("exchange", "tokens"), ("patches", "stages"), ("warmup", "stages")):
-            if name in given and of not in given:
-                raise UsageError(f"--parallel {self.parallel}: {name} says how {of} are shared; add {of}=N")
+        if "exchange" in given and "tokens" not in given:
+            raise UsageError(f"--parallel {self.parallel}: exchange says how tokens are shared; add tokens=N")
         return {name: value if name == "exchange" else int(value) for name, value in given.items()}
 
 

@@ -105,11 +105,9 @@ class Table:
         for ranks in (1, 2, 4, 8):
             if ranks <= world and (self.pictures >= ranks or ranks == world and self.pictures > 1):
                 yield OFF, ranks
-        # A pipeline is timed where it runs, after its warm-up.
-        wanted = dict.fromkeys(one._replace(warmup=1) if one.stages > 1 else one for one in layouts)
-        for layout in runnable(self.planner, list(wanted)):
+        for layout in runnable(self.planner, list(dict.fromkeys(layouts))):
             # One that leaves ranks with padding alone, or that a GPU a picture makes pointless, shows nothing.
-            shares = self.pictures < layout.ranks or layout.tokens * layout.stages == 1
+            shares = self.pictures < layout.ranks or layout.tokens == 1
             if layout.rows <= 2 * self.pictures and shares:
                 yield layout, layout.ranks
 
@@ -129,7 +127,7 @@ class Table:
 
         row = self.case | dict(gpus=ranks, plan=self.name(layout, ranks))
         row |= step_time(work, self.args, self.job, self.device, active)
-        if ranks == 1 or active and layout != OFF and layout.stages == 1:  # PipeFusion's depends on past steps
+        if ranks == 1 or active and layout != OFF:
             row["error"] = self.error(network, first=ranks == 1)
         if layout.tokens > 1:
             element = precision.TIERS[self.case["tier"]].dtype.itemsize  # exact: two float16
@@ -154,7 +152,7 @@ class Table:
         chosen, reason = self.planner.choose(self.network)
         name = self.name(chosen, self.job.world)
         ms = next((row["ms"] for row in rows if row["plan"] == name), None)
-        best = min(row["ms"] for row in rows if not row["plan"].startswith("stages"))  # which are approximate
+        best = min(row["ms"] for row in rows)
         figures = dict(ms=ms, speedup=ms and rows[0]["ms"] / ms, of_best=ms and best / ms)
         return self.case | dict(plan="auto", chosen=name, reason=reason, **figures)
 

@@ -147,10 +147,10 @@ class FastDiT(BlockNetwork):
             return self.hoisted.modulation(t, y)
         return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))
 
-    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)) -> torch.Tensor:
-        attend, blocks, x = attend or self.attention, blocks or range(self.depth), h
-        h = self._adaln(x, condition, 6 * blocks[0])  # (N, t, D)
-        for i in blocks:
+    def forward_blocks(self, h, condition, *, attend=None, tokens=slice(None)) -> torch.Tensor:
+        attend, x = attend or self.attention, h
+        h = self._adaln(x, condition, 0)  # (N, t, D)
+        for i in range(self.depth):
             qkv, proj, fc1, fc2 = self.blocks[i]
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
             a = proj(attend(qkv(h), self.num_heads))  # (N, t, D)
@@ -159,8 +159,6 @@ class FastDiT(BlockNetwork):
             branches = (a, gate_msa), (m, gate_mlp)
             if i + 1 < self.depth:
                 h = self._adaln(x, condition, following, branches)
-        if blocks[-1] + 1 < self.depth:
-            return x
         with true_float32():
             return F.linear(self._last_adaln(x, condition, following, branches), *self.final)  # (N, t, p·p·C')
 

@@ -112,14 +112,13 @@ class FastLargeDiT(FastDiT):
         update, backend = len(branches) == 2, self.optimisations.adaln
         return adaln(x, modulation, vector, vector + 1, branches, update, self.dtype, backend, RMS_EPS)
 
-    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)) -> Tensor:
-        blocks, attend = blocks or range(self.depth), attend or self.attention
-        norms = iter([self.norms[i] for i in blocks])
+    def forward_blocks(self, h, condition, *, attend=None, tokens=slice(None)) -> Tensor:
+        attend, norms = attend or self.attention, iter(self.norms)
 
         def attend_rotated(qkv, num_heads):  # once a block, in order
             return attend(self._rotated(qkv, tokens.start or 0, next(norms)), num_heads)
 
-        return super().forward_blocks(h, condition, attend=attend_rotated, blocks=blocks, tokens=tokens)
+        return super().forward_blocks(h, condition, attend=attend_rotated, tokens=tokens)
 
     def _rotated(self, qkv, first, norms):
         return qk_norm_rotary(qkv, self.rotation, first, norms, self.optimisations.adaln, self.average)

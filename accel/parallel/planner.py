@@ -25,7 +25,6 @@ from accel.kernels import cuda
 from accel.network import BlockNetwork, Network, plain
 from accel.options import DistributedOptions
 from accel.parallel.exchanges import EXCHANGES
-from accel.parallel.pipefusion import Pipelined
 from accel.parallel.processes import Job
 from accel.parallel.sharded import Sharded
 
@@ -39,14 +38,11 @@ class Layout(NamedTuple):
     tokens: int = 1  # ranks that divide the tokens of each row
     exchange: str = "kv"  # between the latter
     weights: int = 1  # ranks that divide every layer's weights; then neither rows nor tokens are divided
-    stages: int = 1  # ranks that have some of the blocks each; patches of tokens flow through them; approximate
-    patches: int = 8
-    warmup: int = 25  # evaluations that are exact
 
     @property
     def ranks(self) -> int:
         """How many ranks share a network evaluation."""
-        return self.rows * self.tokens * self.weights * self.stages
+        return self.rows * self.tokens * self.weights
 
     def busy(self, world: int) -> int:
         """How many of `world` ranks compute."""
@@ -58,16 +54,13 @@ class Layout(NamedTuple):
 
     def row_tokens(self, pictures: int, world: int, tokens: int) -> int:
         """Tokens that a rank's GEMMs have at once: batch rows × its part of the `tokens` of a row."""
-        parts = self.patches if self.stages > 1 else self.tokens
-        return self.batch_rows(pictures, world) * (tokens // parts)
+        return self.batch_rows(pictures, world) * (tokens // self.tokens)
 
     def __str__(self):
         if self.ranks == 1:
             return "a GPU a picture"
         if self.weights > 1:
             return f"weights={self.weights}"
-        if self.stages > 1:
-            return f"stages={self.stages},patches={self.patches},warmup={self.warmup}"
         return f"rows={self.rows}" + (f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else "")
 
 
@@ -116,7 +109,7 @@ class Planner:
     def __init__(self, job: Job, options: DistributedOptions, model: torch.nn.Module):
         self.job, self.options = job, options
         self.tokens = (options.latent_size // model.patch_size) ** 2
-        self.heads, self.depth = plain(model).num_heads, plain(model).depth
+        self.heads = plain(model).num_heads
         self.device, self.pictures = torch.device(options.device), len(options.labels)
         self.tier = options.precision or precision.default_tier(self.device)
         self.groups, self.exchanges = {}, {}  # by their ranks, each made once
@@ -136,18 +129,12 @@ class Planner:
         problem, exchange = None, layout.exchange if layout.tokens > 1 else None
         if exchange not in (None, "ulysses") and self.tier == "exact":
             problem = f"exchange={exchange}: keeps no float32 accuracy; take exchange=ulysses with --precision exact"
-        elif layout.stages > 1 and self.tier == "exact":
-            problem = f"{layout}: is approximate, and --precision exact is not; drop one of them"
         elif layout.weights > 1 and self.tier == "exact":
             problem = f"{layout}: sums in the GEMMs' precision; take --precision fp32, tf32 or fp16"
         elif layout.ranks > self.job.world:
             problem = f"{layout}: needs {layout.ranks} processes, there are {self.job.world}"
         elif self.heads % layout.weights:
             problem = f"weights={layout.weights}: does not divide {self.heads} heads; {self._divisors(self.heads)}"
-        elif layout.stages > 1 and self.tokens % layout.patches:
-            problem = f"patches={layout.patches}: does not divide the {self.tokens} tokens of a row; try a power of two"
-        elif layout.stages > self.depth:
-            problem = f"stages={layout.stages}: the network has {self.depth} blocks; take fewer stages"
         elif self.tokens % layout.tokens:
             tokens = f"the {self.tokens} tokens of a row"
             problem = f"tokens={layout.tokens}: does not divide {tokens}; {self._divisors(self.tokens)}"
@@ -181,8 +168,6 @@ class Planner:
         reason = "given by --parallel"
         if layout is None:
             layout, reason = self.choose_once(network)
-        if layout.stages > 1:
-            reason += f"; approximate after the first {layout.warmup} evaluations"
         busy = min(self.pictures, self.job.world) if layout.ranks == 1 else layout.ranks
         print(f"parallel: {layout}, {busy} of {self.job.world} GPUs: {reason}")
         shared = self.apply(network, layout)  # which may divide the GEMMs of `network`
@@ -207,8 +192,6 @@ class Planner:
             from accel.parallel.tensor_parallel import divide_weights  # DTensor takes a second to import
 
             return divide_weights(network, DeviceMesh.from_group(everyone, self.device.type))
-        if layout.stages > 1:
-            return Pipelined(network, everyone, layout.patches, layout.warmup)
         if size == 1:
             return Sharded(network, everyone)
         row = self.job.rank // size

@@ -19,7 +19,7 @@ from accel.fast.conditioning import ConditioningTable
 from accel.fast.dit import FastDiT, Optimisations
 from accel.forecast import KIND, StridePlan, plan_path, read_plan, settings_of, write_plan
 from accel.network import PlainDiT
-from accel.options import DistributedOptions, SamplingOptions
+from accel.options import SamplingOptions
 from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
@@ -143,8 +143,6 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
 def test_flags_that_contradict_each_other(weights):
     with pytest.raises(UsageError, match="--forecast-plan x: is read with --forecast plan only"):
         options_of(weights, forecast="off", forecast_plan="x")
-    with pytest.raises(UsageError, match="--forecast plan: its evaluations lie further apart"):
-        DistributedOptions(model="DiT-Demo/2", forecast="plan", parallel="stages=2,patches=4,warmup=1").resolve()
 
 
 def test_the_demos_plan_is_for_the_demo():

@@ -20,7 +20,6 @@ LAYOUTS = (
     Layout(rows=4),
     *(Layout(tokens=tokens, exchange=name) for tokens in (2, 4) for name in ("kv", "ulysses")),
     Layout(rows=2, tokens=2, exchange="kv"),
-    Layout(stages=3, patches=2, warmup=9),
     Layout(weights=2),
     Layout(weights=4),
 )

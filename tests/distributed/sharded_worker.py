@@ -12,14 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel import sampler
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import PlainDiT
 from accel.options import DistributedOptions
 from accel.parallel.planner import Layout, Planner
 from accel.parallel.processes import launched_job
-from diffusion import create_diffusion
 from models import DiT
 
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
@@ -41,11 +39,11 @@ class SplitDiT(Recorded):
     exchanges = ("ulysses",)
     attention = staticmethod(split_attention)
 
-    def forward_blocks(self, h, condition, *, attend=None, blocks=None, tokens=slice(None)):
+    def forward_blocks(self, h, condition, *, attend=None, tokens=slice(None)):
         def attend_split(qkv, num_heads):
             return (attend or self.attention)(split(qkv, per_row=False), num_heads).value()
 
-        return super().forward_blocks(h, condition, attend=attend_split, blocks=blocks, tokens=tokens)
+        return super().forward_blocks(h, condition, attend=attend_split, tokens=tokens)
 
 
 NETWORKS = {"plain": Recorded, "split": SplitDiT}
@@ -110,25 +108,6 @@ def sharded(job, model, generator):
                     yield row | {"guided": False} | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
-def pipelined(job, model, generator):
-    """Stages of one block each, after 6, 2 and no exact evaluations; run twice, since a run begins anew."""
-    z, labels, diffusion = (
-        torch.randn(2, 4, SIDE, SIDE, generator=generator),
-        torch.tensor([3, 5]),
-        create_diffusion("6"),
-    )
-    alone = PlainDiT(model)
-    for warmup in (6, 2, 0):
-        shared = planner_of(job, 2, model).apply(alone, Layout(stages=DEPTH, patches=4, warmup=warmup))
-        for network in (alone, shared, shared) if job.rank < DEPTH else ():
-            torch.manual_seed(0)
-            latents = sampler.denoise(network, diffusion, z, labels, 4.0, CLASSES)
-            if network is alone:
-                want = latents
-            else:
-                yield {"kind": "stages", "warmup": warmup} | difference(latents, want)
-
-
 def divided(job, model, generator):
     """Every layer's weights over two ranks and over all; half as in many a file, float32 once they are divided."""
     half = copy.deepcopy(model).half()
@@ -153,7 +132,7 @@ def main():
     model = fill(DiT(input_size=SIDE, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
     with launched_job("sharded_worker.py") as job:
         results = []
-        for part in (sharded, pipelined, divided):
+        for part in (sharded, divided):
             results += part(job, model, torch.Generator().manual_seed(1))
         print(json.dumps(job.all_gather_object(results)))
 

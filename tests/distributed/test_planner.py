@@ -45,16 +45,12 @@ def planner(parallel, job, model=MODEL, **more):
             "rows=0",
             "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses, or weights=N",
         ),
-        ("stages=4,patches=7", "--parallel patches=7: does not divide the 1024 tokens of a row"),
-        ("stages=3,rows=2", "stages=3: give"),
-        ("stages=4", "--parallel stages=4: the network has 3 blocks"),
         ("weights=4", "--parallel weights=4: does not divide 6 heads; try 1 or 2 or 3"),
         ("weights=2,rows=2", "weights=2: give"),
         ("row=2", "--parallel row=2: row=2: give"),
         ("rows=2,rows=4", "rows=2: give"),
         ("exchange=kv", "--parallel exchange=kv: exchange says how tokens are shared; add tokens=N"),
         ("rows=2,exchange=kv", "add tokens=N"),
-        ("warmup=3", "--parallel warmup=3: warmup says how stages are shared; add stages=N"),
         ("tokens=2,exchange=nvlink", "exchange=nvlink: give"),
         ("fast", "--parallel fast: fast=: give"),
     ),
@@ -69,7 +65,6 @@ def test_refusals(text, message):
     "text, tier, message",
     (
         ("tokens=2,exchange=kv", "exact", "--parallel exchange=kv: keeps no float32 accuracy; take exchange=ulysses"),
-        ("stages=2", "exact", "--parallel stages=2,patches=8,warmup=25: is approximate, and --precision exact is not"),
         ("weights=2", "exact", "--parallel weights=2: sums in the GEMMs' precision; take --precision fp32, tf32"),
     ),
 )
@@ -83,7 +78,6 @@ def test_what_is_wanted():
     """The layout that the user names; none where it is to be chosen; OFF where there is nothing to share."""
     assert planner("rows=2,tokens=2", Job(0, 4)).wanted() == Layout(2, 2, "kv")
     assert planner("tokens=2", Job(0, 4), precision="exact").wanted() == Layout(1, 2, "ulysses")
-    assert planner("stages=3,warmup=0", Job(0, 4)).wanted() == Layout(stages=3, warmup=0)
     assert planner("auto", Job(0, 4)).wanted() is None
     assert planner("off", Job(0, 4)).wanted() == planner("auto", Job()).wanted() == OFF
 
@@ -92,11 +86,11 @@ def test_the_flag_knows_what_there_is():
     """accel/options.py is read before torch, so it has names of its own."""
     assert set(options.EXCHANGES) == set(EXCHANGES)
     for name in Layout._fields:
-        layout = {"exchange": "tokens=2,exchange=kv", "patches": "stages=2,patches=2", "warmup": "stages=2,warmup=2"}
-        assert name in DistributedOptions(parallel=layout.get(name, f"{name}=2")).mesh
+        layout = "tokens=2,exchange=kv" if name == "exchange" else f"{name}=2"
+        assert name in DistributedOptions(parallel=layout).mesh
 
 
-@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1", "stages=1,patches=4"))
+@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
     alone, network = planner(text, Job()), PlainDiT(MODEL)

@@ -90,7 +90,7 @@ def test_the_loop_gives_the_plain_networks_latents(eta):
     assert relative_error(latents[1], latents[0].double()) < 1e-4
 
 
-def test_part_of_the_tokens_and_of_the_blocks():
+def test_part_of_the_tokens():
     model = build(qk_norm=True)
     fast = FastLargeDiT(model.state_dict(), model, torch.float64, CPU)
     x, t, y = batch(model, 2)
@@ -101,13 +101,10 @@ def test_part_of_the_tokens_and_of_the_blocks():
         seen.append(qkv.clone())
         return fast.attention(qkv, num_heads)
 
-    fast.forward_blocks(fast.embed(x), condition, attend=attend, blocks=range(2))
+    fast.forward_blocks(fast.embed(x), condition, attend=attend)
     whole, seen = seen[0], []
-    fast.forward_blocks(fast.embed(x, part), condition, attend=attend, blocks=range(2), tokens=part)
+    fast.forward_blocks(fast.embed(x, part), condition, attend=attend, tokens=part)
     torch.testing.assert_close(seen[0], whole[:, part])  # rotated by where the tokens stand in the row
-    h = fast.forward_blocks(fast.embed(x), condition, blocks=range(1))
-    got = fast.forward_blocks(h, condition, blocks=range(1, 3))
-    torch.testing.assert_close(got, fast.tokens(x, t, y))
 
 
 def test_exact_and_other_models_are_refused():
