@@ -43,7 +43,7 @@ TOOLS = "memcheck", "racecheck", "synccheck", "initcheck"
 MODES = "eager", "captured"
 ERRORS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 RACE = re.compile(r"^========= Error: Race reported between .* access at (\S+)", re.M)
-LIBRARIES = re.compile(r"nvjet|xmma|cudnn")  # cuBLAS and cuDNN: racecheck does not follow their barriers
+LIBRARIES = re.compile(r"nvjet|xmma|cudnn|fmha")  # cuBLAS, cuDNN, torch: racecheck does not follow their barriers
 FOUND = 9  # the tools' exit status where they report errors
 
 #################################################################################
