@@ -193,8 +193,10 @@ class Engine:
         self.options = options
 
     def _load_network(self, divided=False):
-        tier, rows, how = self.precision, self.batch_rows, (self.tuner_folders, divided)
-        self.network = load_network(self.options, self.checkpoint, tier, self.device, rows, *how)
+        tier, rows = self.precision, self.batch_rows
+        self.network = load_network(
+            self.options, self.checkpoint, tier, self.device, rows, self.tuner_folders, divided=divided
+        )
         if not precision.TIERS[tier].accelerated:
             return
         self.network.tune([rows * (self.options.latent_size // self.network.patch_size) ** 2], self.share)

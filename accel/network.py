@@ -178,7 +178,10 @@ class Plain(BlockNetwork):
         super().__init__()
         self.model, self.blocks, self.num_heads, self.width = model, blocks, num_heads, width
         self.depth, self.patch_size, self.in_channels = len(blocks), model.patch_size, model.in_channels
-        self.dtype = model.final_layer.linear.weight.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.final_layer.linear.weight.dtype
 
     def condition(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.model.t_embedder(t) + self.model.y_embedder(y, False)  # (N, C)

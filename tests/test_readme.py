@@ -278,6 +278,11 @@ def test_measuring_md_names_every_log():
         assert f"`{path.name}{'/' * path.is_dir()}`" in text, f"docs/measuring.md does not name log/{path.name}"
 
 
+def test_logs_name_no_path_of_a_machine():
+    for path in (ROOT / "log").rglob("*.json"):
+        assert not re.search(r"(?<![\w.~])/(root|home|work|tmp)/", path.read_text()), path
+
+
 # Words of our own where the field has a term, and the term.
 WORDS = {
     r"\bproducts\b(?!-)": "GEMMs",

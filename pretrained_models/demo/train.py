@@ -71,7 +71,7 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
     run = capture(step, runs=3) if cuda else step  # a backward pass settles after a few
     begun = time.perf_counter()
     done, warm_up = 0, max(1, min(500, steps // 20))
-    while (progress := max(done / steps, (time.perf_counter() - start) / (60 * minutes))) < 1:
+    while done < steps and (progress := max(done / steps, (time.perf_counter() - start) / (60 * minutes))) < 1:
         now = PEAK_RATE * min(1.0, (done + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
         rate.fill_(now)
         if not cuda:

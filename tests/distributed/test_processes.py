@@ -21,7 +21,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
 FREE = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "SLURM"))}
 
 
-def launch(ranks, ending, seconds=120):
+def launch(ranks, ending, seconds=60):
     """Run job_worker.py under torchrun → (exit statuses by rank, standard output, standard error)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     done = subprocess.run(
@@ -76,8 +76,9 @@ def test_the_failing_rank_s_traceback_comes_first(ending, rank):
 
 @pytest.mark.parametrize("ending", ["killed", "killed_in_wait"])
 def test_a_dead_rank_ends_the_job(ending):
-    statuses, _, error = launch(2, ending)
-    assert statuses[1] == -signal.SIGKILL, error
+    start = time.monotonic()
+    statuses, _, error = launch(2, ending, seconds=60)
+    assert time.monotonic() - start < 60 and statuses[1] == -signal.SIGKILL, error
 
 
 @pytest.mark.parametrize("ending", ["stopped", "stopped_on_0"])
@@ -107,7 +108,7 @@ def test_ranks_that_do_not_all_start():
         for rank in (0, 1)
     ]
     for rank, process in enumerate(ranks):
-        error = process.communicate(timeout=120)[1]
+        error = process.communicate(timeout=30)[1]
         assert process.returncode == USAGE and "Traceback" not in error
         line = (
             f"job_worker.py: rank {rank} of 3: cannot connect at 127.0.0.1:{address['MASTER_PORT']}; start all ranks ("
@@ -158,12 +159,12 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
         text=True,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 20
     while not caught(job.pid) >> (number - 1) & 1:
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
     job.send_signal(number)
-    _, error = job.communicate(timeout=60)
+    _, error = job.communicate(timeout=20)
     assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error
 
 

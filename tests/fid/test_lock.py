@@ -157,7 +157,7 @@ def test_who_has_lost_the_folder_ends(folder, holder):
     """Two that started at the same moment without flock, or one that was suspended for longer than PATIENCE."""
     first = holder("unsupported")
     (folder / ".job" / "lock").write_text("process 7 on elsewhere since 2024-01-01 00:00:00")
-    out, error = first.communicate(timeout=60)
+    out, error = first.communicate(timeout=10)
     assert first.returncode == USAGE and error.count("\n") == 1
     assert "in use by another job (process 7 on elsewhere" in error
 

@@ -45,6 +45,7 @@ def test_the_best_plan_is_the_best_of_all():
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--margin", "nan"], "--margin nan"),
         (["--plan", "/proc/x.json"], "--plan /proc/x.json: No such file"),
         (["--each", "9"], "--each 9: must be a multiple of 8"),
         (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few"),

@@ -473,3 +473,8 @@ def test_the_committed_report_is_that_of_the_log(tmp_path):
         re.sub(r'src="[^"]*"', "", one) for one in (again, page)
     ]  # their bytes are matplotlib's version's
     assert len(page) < 3e6 and without_pictures[0] == without_pictures[1]
+
+
+def test_this_projects_report_is_of_its_log():
+    made = report.markdown(report.collect(report.ROOT / "log"), "en")
+    assert made == (report.ROOT / "log" / "report" / "report.md").read_text()

@@ -55,14 +55,14 @@ def checkout(tmp_path):
     ],
 )
 def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words, cluster):
-    """Three ranks on two nodes, without torchrun, end by themselves: tests/distributed/job_worker.py."""
+    """Three ranks on two nodes, without torchrun, end within a minute: tests/distributed/job_worker.py."""
     worker = ROOT / "tests" / "distributed" / "job_worker.py"
     done = subprocess.run(
         ["srun", "--nodes=2", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, str(worker), ending],
         env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=60,
     )
     said = done.stdout + done.stderr
     assert done.returncode == status and said.count(words) == 1, said
