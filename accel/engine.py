@@ -194,9 +194,7 @@ class Engine:
 
     def _load_network(self, divided=False):
         tier, rows = self.precision, self.batch_rows
-        self.network = load_network(
-            self.options, self.checkpoint, tier, self.device, rows, self.tuner_folders, divided=divided
-        )
+        self.network = load_network(self.options, self.checkpoint, tier, self.device, rows, self.tuner_folders, divided)
         if not precision.TIERS[tier].accelerated:
             return
         self.network.tune([rows * (self.options.latent_size // self.network.patch_size) ** 2], self.share)
