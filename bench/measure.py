@@ -343,7 +343,6 @@ class CompiledDiT(PlainDiT):
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, mode: str):
         super().__init__(model.to(dtype))
-        self.dtype = dtype
         self._forward = torch.compile(model.forward, mode=mode, dynamic=False)
         self._guided = torch.compile(model.forward_with_cfg, mode=mode, dynamic=False)
 
@@ -367,11 +366,11 @@ class DiffusersDiT(PlainDiT):
         with torch.device(device):
             self.transformer = DiTTransformer2DModel.from_config(config_of(state))
         self.transformer.load_state_dict(to_diffusers(state))
-        self.transformer, self.dtype = self.transformer.to(dtype).eval().requires_grad_(False), dtype
+        self.transformer = self.transformer.to(dtype).eval().requires_grad_(False)
 
     @torch.no_grad()
     def forward(self, x, t, y) -> torch.Tensor:
-        return self.transformer(x.to(self.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
+        return self.transformer(x.to(self.transformer.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
 
     def forward_with_cfg(self, x, t, y, cfg_scale) -> torch.Tensor:
         half = x[: len(x) // 2]
