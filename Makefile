@@ -12,7 +12,7 @@ sample: $(VENV)/ready
 	  $(BIN)/python evaluate.py pretrained_models/demo/golden-$$kind.png sample.png --metrics mae psnr ssim
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests
 
 # Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
 $(VENV)/ready: requirements.txt

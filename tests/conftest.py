@@ -6,11 +6,12 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = forks.ROOT
 LONG = "fid", "slurm", "distributed", "demo"
 
 
@@ -42,21 +43,11 @@ def opener_of_its_own(monkeypatch):
 
 @pytest.fixture
 def run():
-    """Run a command of the repository in a fresh process: run("sample.py", "--seed", 1) → CompletedProcess."""
+    """Run a command of the repository in its own process: run("sample.py", "--seed", 1) → CompletedProcess."""
 
-    def run(script, *args, cwd=None, timeout=240, **environment):
-        return subprocess.run(
-            [sys.executable, str(ROOT / script), *map(str, args)],
-            cwd=cwd or ROOT,
-            timeout=timeout,
-            text=True,
-            capture_output=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-                **environment,
-            },
-        )
+    def run(script, *args, cwd=ROOT, timeout=240, **environment):
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        return forks.run([ROOT / script, *args], cwd, timeout, **{"PYTHONPATH": path, **environment})
 
     return run
 

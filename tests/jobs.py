@@ -9,24 +9,21 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from conftest import ROOT
+from forks import ROOT, Fork, ranks
 from PIL import Image
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
 
 
-def start(world, *args, script="sample_ddp.py", launch=("--standalone",), cwd=ROOT, **environment):
+def start(world, *args, launch=("--standalone",), cwd=ROOT):
     """A job of so many ranks on this host: one is the process itself, several run under torchrun."""
-    launcher = ["-m", "torch.distributed.run", *launch, f"--nproc_per_node={world}"]
+    if world == 1 and "--standalone" in launch:
+        return Fork([ROOT / "sample_ddp.py", *args], cwd, **ENVIRONMENT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", *launch, f"--nproc_per_node={world}"]
     return subprocess.Popen(
-        [
-            sys.executable,
-            *(launcher if world > 1 or "--standalone" not in launch else []),
-            ROOT / script,
-            *map(str, args),
-        ],
+        [*launcher, ROOT / "sample_ddp.py", *map(str, args)],
         cwd=cwd,
-        env={**ENVIRONMENT, **environment},
+        env={**os.environ, **ENVIRONMENT},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,15 +47,21 @@ def finish(*processes, status=0, seconds=200):
     return text
 
 
+def start_ranks(world, *args, script="sample_ddp.py", **environment):
+    """The ranks of a job, which no launcher holds."""
+    return ranks(world, [ROOT / script, *args], **ENVIRONMENT, **environment)
+
+
 def run(world, *args, status=0, **how):
-    return finish(start(world, *args, **how), status=status)
+    """What such a job printed, once each rank has ended with `status`."""
+    return finish(*start_ranks(world, *args, **how), status=status, seconds=280)
 
 
 def run_each(world, *commands, **environment):
-    """Several commands by the same ranks, which take longer to start than to sample: what commands_worker.py prints."""
+    """Several commands by the same ranks: what commands_worker.py prints."""
     commands = json.dumps([list(map(str, command)) for command in commands])
-    job = start(world, commands, script="tests/distributed/commands_worker.py", **environment)
-    return json.loads(finish(job, seconds=280).splitlines()[0])
+    worker = "tests/distributed/commands_worker.py"
+    return json.loads(run(world, commands, script=worker, **environment).splitlines()[0])
 
 
 def ranks_of(process):

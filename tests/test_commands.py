@@ -1,9 +1,13 @@
 """What sample.py and sample_ddp.py offer people: names, folders, seeds, batches, plain terminals."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
-from conftest import fill
+from conftest import ROOT, fill
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -189,12 +193,19 @@ def test_help_has_groups_and_three_examples(script, run):
 
 
 @BOTH
-def test_a_plain_terminal_shows_plain_characters(script, run, here, tmp_path):
+def test_a_plain_terminal_shows_plain_characters(script, here, tmp_path):
+    def plain(*args):
+        command, environment = (
+            [sys.executable, ROOT / script, *map(str, args)],
+            os.environ | dict(PYTHONIOENCODING="ascii"),
+        )
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
     args = [*DEMO, "--labels", "sea", "--seeds", 1, 2, "--output", tmp_path / "p.png"]
-    stdout = succeeds(run(script, *args, PYTHONIOENCODING="ascii"))
+    stdout = succeeds(plain(*args))
     assert stdout.isascii() and "DiT-Demo/2 - 128 px - 1 label x 2 seeds" in stdout
     assert "DiT-Demo/2 · 128 px · 1 label × 2 seeds" in succeeds(here(script, *args))
-    done = run(script, "--labels", "dög", PYTHONIOENCODING="ascii")
+    done = plain("--labels", "dög")
     assert done.returncode == 2 and "--labels d?g: no class has that name" in done.stderr
 
 

@@ -1,15 +1,14 @@
 """The pages: their figures are those of the files in log/, their commands are real, their links lead somewhere."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from fnmatch import fnmatch
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import ROOT
 from pages import (
@@ -100,8 +99,10 @@ def test_the_chinese_page_has_the_same_commands_links_and_tables():
 @lru_cache(maxsize=None)
 def help_of(file):
     """What a program prints for --help, from any folder."""
-    start = ["bash"] if file.endswith(".sh") else [sys.executable]
-    done = subprocess.run([*start, ROOT / file, "--help"], cwd="/", capture_output=True, text=True, timeout=120)
+    if file.endswith(".sh"):
+        done = subprocess.run(["bash", ROOT / file, "--help"], cwd="/", capture_output=True, text=True)
+    else:
+        done = forks.run([ROOT / file, "--help"], cwd="/")
     assert done.returncode == 0, f"{file} --help: {done.stderr[-400:]}"
     return done.stdout
 
@@ -168,13 +169,11 @@ def test_commands_for_any_machine_run(page, tmp_path):
     for item in ROOT.iterdir():
         if item.name not in ("output", "samples", ".git"):
             (tmp_path / item.name).symlink_to(item)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for words, file in quick_commands(page):
-        command = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
-        command = [*command, *words[1:]]
+        command = ["-m", "torch.distributed.run"] * (words[0] == "torchrun") + words[1:]
         if file in SETTINGS and not {"--num-sampling-steps", "--forecast"} & {*words}:
             command += ["--num-sampling-steps", "4"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = forks.run(command, tmp_path, timeout=300, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 0, f"{name(page)}: {' '.join(words)}\n{done.stdout[-800:]}{done.stderr[-800:]}"
 
 

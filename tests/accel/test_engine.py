@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import forks
 import pytest
 import torch
 from conftest import ROOT
@@ -71,7 +72,7 @@ def test_loading_imports_no_compiler():
         "run = engine.Engine(SamplingOptions(model='DiT-Demo/2', device='cpu').resolve())\n"
         "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run(["-c", code])
     assert done.stdout.strip() == "6 set()", done.stdout + done.stderr
 
 

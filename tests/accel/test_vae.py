@@ -2,15 +2,13 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from hub import Hub
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -288,10 +286,10 @@ def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
 def test_fetched_from_the_hub(tiny_vae, tmp_path):
     """In a fresh process, because the hub's client reads its environment once."""
     code = "from accel import vae; vae.FOLDER = vae.Path('nowhere'); print(vae.digest(vae.find_vae('ema')))"
-    environment = dict(os.environ, HF_HUB_CACHE=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    environment = dict(HF_HUB_CACHE=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     with Hub("stabilityai/sd-vae-ft-ema", tiny_vae) as hub:
         environment["HF_ENDPOINT"] = hub.url
-        command = dict(cwd=ROOT, env=environment, text=True, check=True, stdout=subprocess.PIPE)
-        done = subprocess.run([sys.executable, "-c", code], **command)
-    assert done.stdout.strip() == vae.digest(tiny_vae) and sorted(hub.asked) == sorted(vae.FILES)
-    assert subprocess.run([sys.executable, "-c", code], **command).stdout == done.stdout  # cached: the server is gone
+        done = forks.run(["-c", code], **environment)
+    assert done.stdout.strip() == vae.digest(tiny_vae), done.stderr
+    assert sorted(hub.asked) == sorted(vae.FILES)
+    assert forks.run(["-c", code], **environment).stdout == done.stdout  # cached: the server is gone

@@ -1,45 +1,21 @@
 """Few pictures on many ranks, and the link between them, over gloo."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from jobs import run
 
 from accel.parallel.planner import Layout
 from bench import many_gpus
 
 
-def launch(*args):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return subprocess.run(
-        [*command, "bench/many_gpus.py", "--device", "cpu", *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 def test_few_pictures_on_many_ranks(tmp_path):
     """Error and traffic of a plan against one rank; what the device implies is the demo in fp32."""
-    plans = [
-        "--labels",
-        "1",
-        "--plans",
-        "tokens=2,exchange=kv",
-        "rows=4",
-        "--load",
-        "0",
-        "--window",
-        "0.01",
-        "--output",
-    ]
-    done = launch(*plans, tmp_path / "out" / "x.json")
-    assert done.returncode == 0 and "say nothing about GPUs" in done.stdout, done.stderr
+    plans = "--labels", 1, "--plans", "tokens=2,exchange=kv", "rows=4", "--load", 0, "--window", 0.01
+    text = run(2, "--device", "cpu", *plans, "--output", tmp_path / "out" / "x.json", script="bench/many_gpus.py")
+    assert "say nothing about GPUs" in text
     record = json.loads((tmp_path / "out" / "x.json").read_text())
     assert {(row["size"], row["tier"]) for row in record["plans"]} == {(128, "fp32")}
     one, two, auto = record["plans"]  # rows=4 needs more ranks than there are
@@ -52,8 +28,7 @@ def test_few_pictures_on_many_ranks(tmp_path):
 
 
 def test_the_link(tmp_path):
-    done = launch("--link", "--output", tmp_path / "x.json")
-    assert done.returncode == 0, done.stderr
+    run(2, "--device", "cpu", "--link", "--output", tmp_path / "x.json", script="bench/many_gpus.py")
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["kind"] == "link" and record["backend"] == "gloo"
     assert [(row["collective"], row["ranks"], row["bytes"]) for row in record["link"]] == [

@@ -1,26 +1,15 @@
 """Large-DiT on four real processes over gloo: batch rows, tokens by every exchange, and weights."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT
-
-WORKER = Path(__file__).with_name("large_dit_worker.py")
+from jobs import run
 
 
 @pytest.fixture(scope="module")
 def results():
     """What every rank found; layouts of fewer leave some idle."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", str(WORKER)]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
-    assert done.returncode == 0, done.stderr
-    ranks = json.loads(done.stdout.splitlines()[-1])
+    ranks = json.loads(run(4, script="tests/distributed/large_dit_worker.py").splitlines()[0])
     assert len(ranks) == 4 and len(ranks[0]) > len(ranks[3]) > 0
     return [row for rank in ranks for row in rank]
 

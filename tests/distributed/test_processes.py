@@ -9,27 +9,32 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
-from conftest import ROOT
+from forks import ROOT
+from jobs import ENVIRONMENT
 
 from accel.errors import STOPPED, USAGE, UsageError
 from accel.parallel.processes import Job
 
 WORKER = Path(__file__).with_name("job_worker.py")
-PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
-FREE = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "SLURM"))}
 
 
-def launch(ranks, ending, seconds=60):
-    """Run job_worker.py under torchrun → (exit statuses by rank, standard output, standard error)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, str(WORKER), ending], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds
-    )
+def under_torchrun(world, ending):
+    """Run job_worker.py → (exit statuses by rank, standard output, standard error)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run([*launcher, str(WORKER), ending], env=environment, capture_output=True, text=True, timeout=60)
     statuses = re.findall(r"rank +: (\d+) \(local_rank.*\n +exitcode +: (-?\d+)", done.stderr)
     assert done.returncode == (1 if statuses else 0), done.stderr
     return {int(rank): int(status) for rank, status in statuses}, done.stdout, done.stderr
+
+
+def by_themselves(world, ending):
+    """The same without a launcher, which would end the others once one has ended."""
+    jobs = forks.ranks(world, [WORKER, ending], **ENVIRONMENT)
+    output, error = map("".join, zip(*(job.communicate(timeout=60) for job in jobs)))
+    return {rank: job.returncode for rank, job in enumerate(jobs)}, output, error
 
 
 def root_cause(error):
@@ -37,8 +42,8 @@ def root_cause(error):
 
 
 def test_what_ranks_exchange():
-    statuses, output, error = launch(3, "exchange")
-    assert not statuses and output == "exchanged\n", error  # rank 0 alone prints, and gloo nothing
+    statuses, output, error = by_themselves(3, "exchange")
+    assert set(statuses.values()) == {0} and output == "exchanged\n", error  # rank 0 alone prints, and gloo nothing
 
 
 @pytest.mark.parametrize(
@@ -52,9 +57,14 @@ def test_what_ranks_exchange():
     ],
 )
 def test_a_mistake_on_any_rank_ends_all_with_one_line(ending, line):
-    statuses, _, error = launch(3, ending)
-    said = "\n".join(text for text in error.splitlines() if text.startswith("job_worker.py: "))
-    assert re.fullmatch(f"job_worker.py: {line}", said), error
+    statuses, _, error = by_themselves(3, ending)
+    assert re.fullmatch(f"job_worker.py: {line}\n", error), error
+    assert set(statuses.values()) == {USAGE}
+
+
+def test_a_mistake_is_torchruns_root_cause():
+    statuses, _, error = under_torchrun(3, "on_one")
+    assert len(re.findall("^job_worker.py: rank 1 on .*: --ckpt x: no such file$", error, re.M)) == 1, error
     assert root_cause(error)[1] == str(USAGE) and set(statuses.values()) <= {USAGE, -signal.SIGTERM}
     assert "Error:" not in error.split("ChildFailedError")[0], error
 
@@ -62,7 +72,7 @@ def test_a_mistake_on_any_rank_ends_all_with_one_line(ending, line):
 @pytest.mark.parametrize("ending, rank", [("crash", 1), ("crash_on_0", 0)])
 def test_the_failing_rank_s_traceback_comes_first(ending, rank):
     """It is torchrun's root cause too; what the others meet because of it is a line each."""
-    _, _, error = launch(3, ending)
+    _, _, error = under_torchrun(3, ending)
     first = error.index("Traceback")
     assert re.search(rf"rank {rank} of 3 on \S+:\n$", error[:first])
     assert f"ZeroDivisionError: of rank {rank}" in error[first:].split("\n\n")[0]
@@ -77,20 +87,20 @@ def test_the_failing_rank_s_traceback_comes_first(ending, rank):
 @pytest.mark.parametrize("ending", ["killed", "killed_in_wait"])
 def test_a_dead_rank_ends_the_job(ending):
     start = time.monotonic()
-    statuses, _, error = launch(2, ending, seconds=60)
+    statuses, _, error = under_torchrun(2, ending)
     assert time.monotonic() - start < 60 and statuses[1] == -signal.SIGKILL, error
 
 
-@pytest.mark.parametrize("ending", ["stopped", "stopped_on_0"])
-def test_a_job_that_was_asked_to_stop(ending):
-    statuses, _, error = launch(2, ending)
+@pytest.mark.parametrize("ending, how", [("stopped", by_themselves), ("stopped_on_0", under_torchrun)])
+def test_a_job_that_was_asked_to_stop(ending, how):
+    statuses, _, error = how(2, ending)
     assert statuses[0] == STOPPED and statuses.get(1, 0) in (0, STOPPED), error
     assert error.count("job_worker.py: stopped; start again") == 1
 
 
 def test_ranks_with_different_latents_fail():
-    statuses, _, error = launch(3, "different")
-    assert statuses and re.search(r"different latents \(checksums \w{8}, \w{8}, \w{8}\)", error)
+    statuses, _, error = by_themselves(3, "different")
+    assert set(statuses.values()) == {1} and re.search(r"different latents \(checksums \w{8}, \w{8}, \w{8}\)", error)
 
 
 def test_ranks_that_do_not_all_start():
@@ -98,16 +108,10 @@ def test_ranks_that_do_not_all_start():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), "exchange", "2"],
-            env={**ENVIRONMENT, **address, "RANK": str(rank), "WORLD_SIZE": "3"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
+    started = [
+        forks.Fork([WORKER, "exchange", 2], **ENVIRONMENT, **address, RANK=str(rank), WORLD_SIZE="3") for rank in (0, 1)
     ]
-    for rank, process in enumerate(ranks):
+    for rank, process in enumerate(started):
         error = process.communicate(timeout=30)[1]
         assert process.returncode == USAGE and "Traceback" not in error
         line = (
@@ -180,13 +184,7 @@ def test_srun_without_scontrol(rank, tmp_path):
         "SLURM_STEP_NODELIST": "n[1-2]",
         "PATH": str(tmp_path),
     }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "sample_ddp.py"), "--model", "DiT-Demo/2"],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        env={**FREE, **step},
-    )
+    done = forks.run([ROOT / "sample_ddp.py", "--model", "DiT-Demo/2"], **step)
     assert done.returncode == USAGE and done.stderr.count("\n") == 1 - rank
     assert rank or ("sample_ddp.py: srun: " in done.stderr and "export MASTER_ADDR" in done.stderr)
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from jobs import finish, ranks_of, run_each, start
+from jobs import finish, ranks_of, run, run_each, start
 from PIL import Image
 
 from accel.errors import USAGE
@@ -191,7 +191,7 @@ def test_weights_missing_on_one_node_are_named_before_sampling(demo, tmp_path):
 
 @pytest.mark.skipif(CUDA, reason="there is a GPU")
 def test_ranks_without_gpus_are_named(demo):
-    text = finish(start(2, *demo[:-1], "cuda"), status=USAGE)
+    text = run(2, *demo[:-1], "cuda", status=USAGE)
     assert re.search(r"^sample_ddp.py: no GPU; .*--device cpu", text, re.M) and text.count("no GPU") == 1
 
 
@@ -219,5 +219,5 @@ def test_bad_input_is_one_line_and_exit_status_2(args, words, demo, here):
 
 def test_a_mistake_in_the_flags_is_named_once(demo):
     """By rank 0; the others leave in silence, and later."""
-    text = finish(start(3, *demo, "--per-proc-batch-size", "4"), status=USAGE)
+    text = run(3, *demo, "--per-proc-batch-size", "4", status=USAGE)
     assert text.count("--per-proc-batch-size: is for the folder") == 1

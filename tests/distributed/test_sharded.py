@@ -2,13 +2,9 @@
 arithmetic says."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from jobs import run
 
 from accel.parallel.exchanges import traffic
 from accel.parallel.planner import Layout
@@ -19,16 +15,7 @@ T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: values tha
 @pytest.fixture(scope="module")
 def results():
     """What every one of four ranks found, on meshes of two, three and four; the smaller leave some idle."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("sharded_worker.py"))],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))},
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = json.loads(done.stdout)
+    ranks = json.loads(run(4, script="tests/distributed/sharded_worker.py").splitlines()[0])
     assert len(ranks) == 4 and len(ranks[0]) > len(ranks[2]) > len(ranks[3])
     return [row for rank in ranks for row in rank]
 

@@ -1,10 +1,10 @@
 """docs/python.md: every block runs as it stands, in order, and every value that it shows is right."""
 
-import os
 import re
 import subprocess
 import sys
 
+import forks
 import pytest
 from conftest import ROOT
 from PIL import Image
@@ -29,13 +29,7 @@ def test_every_block_runs_and_shows_what_it_gives(checkout):
     shown = SHOWN.findall(code)
     assert len(shown) >= 6
     code = SHOWN.sub(lambda line: f"assert str({line[1]}) == {line[2]!r}, {line[1]}", code)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=checkout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = forks.run(["-c", code], checkout, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH="")
     assert done.returncode == 0, done.stderr
     assert "20/20" in done.stderr  # the bar of progress=True
     sizes = {name: Image.open(checkout / name).size for name in ("planet.png", "sea.png", "grid.png")}

@@ -8,12 +8,11 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
-from jobs import files, finish, pictures, ranks_of, run, start, wait_for_pictures
+from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
 from safetensors.torch import load_file, save_file
 
 from accel.errors import STOPPED, USAGE
@@ -63,12 +62,12 @@ def by_hand(weights, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps)
 
 
 @pytest.mark.parametrize("world, cfg_scale", [(2, 1.5), (1, 1.0)])
-def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, one, tmp_path):
+def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_path):
     n, wanted, seed, steps = 3, 7, 5, 3
     rounds = -(-wanted // (n * world))
     how = ["--num-fid-samples", wanted, "--per-proc-batch-size", n, "--num-sampling-steps", steps]
     command = [*demo, *how, "--global-seed", seed, "--cfg-scale", cfg_scale, "--sample-dir", tmp_path]
-    text = run(world, *command) if world > 1 else one(*command)
+    text = run(world, *command)
     assert f"· {wanted} pictures ·" in text and "labels" not in text  # it draws its own
     name = f"DiT-Demo-2-demo-size-128-vae-{tiny_vae.name}-cfg-{cfg_scale}-seed-5"
     assert {path.name for path in tmp_path.iterdir()} == {name, name + ".npz"}
@@ -118,29 +117,31 @@ def copy(short, tmp_path):
 
 @pytest.mark.timeout(600)
 def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
-    """One job, killed ten times: while it starts, or a random moment after some more pictures, rank 0, rank 1 or all.
+    """One job, killed ten times: while it starts, or a random moment after some more pictures; a rank of torchrun's,
+    or both ranks.
 
     Started again each time with the same command, it ends with every bit of an undisturbed one.
     """
     dice, seen = random.Random(time.time_ns()), []
     for kill in range(10):
-        made = len(list(tmp_path.glob("*/*.png")))
-        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
-        while not (ranks := ranks_of(job)) and job.poll() is None:  # its launcher starts first
-            time.sleep(0.05)
+        made, command = len(list(tmp_path.glob("*/*.png"))), [*demo, *FID, "--sample-dir", tmp_path]
+        jobs = start_ranks(2, *command) if kill % 5 else [start(2, *command)]
         if kill % 4 == 3:
-            time.sleep(dice.uniform(0, 3))
-        elif wait_for_pictures(tmp_path, min(made + dice.randint(1, 3), MADE), job):
+            time.sleep(dice.uniform(0, 1))
+        elif wait_for_pictures(tmp_path, min(made + dice.randint(1, 3), MADE), jobs[0]):
             time.sleep(dice.uniform(0, 0.2))
-        victims = ranks if kill % 5 else [dice.choice(ranks)]  # a lone one takes its launcher longer
-        with suppress(ProcessLookupError):  # all was made, and it has ended
-            for victim in victims:
-                os.kill(victim, signal.SIGKILL)
-        _, error = job.communicate(timeout=90 if kill else 60)  # a lost rank ends its job within a minute
-        if kill == 0:  # the other was at work, and takes the launcher's SIGTERM for a request to stop
-            assert re.search(rf"Root Cause.*rank +: {ranks.index(victims[0])} .*SIGKILL", error, re.DOTALL), error
+        if kill % 5:
+            for job in jobs:
+                job.kill()
+                job.wait()
+        else:
+            [job], victim = jobs, dice.randrange(2)
+            os.kill(ranks_of(job)[victim], signal.SIGKILL)
+            _, error = job.communicate(timeout=60)  # a lost rank ends its job within a minute
+            # The other was at work, and takes the launcher's SIGTERM for a request to stop.
+            assert re.search(rf"Root Cause.*rank +: {victim} .*SIGKILL", error, re.DOTALL), error
         lines = sum(len(path.read_bytes().splitlines()) for path in tmp_path.glob("*/.job/rank*"))
-        seen.append((kill, len(victims), len(list(tmp_path.glob("*/*.png"))), lines))
+        seen.append((kill, len(jobs), len(list(tmp_path.glob("*/*.png"))), lines))
     assert sum(0 < made < MADE for _, _, made, _ in seen) >= 6, seen
     run(2, *demo, *FID, "--sample-dir", tmp_path)
     assert files(tmp_path) == undisturbed, seen
@@ -176,7 +177,8 @@ def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_
         pages = sum(-(-len(content) // 4096) for name, content in undisturbed.items() if not name.endswith(".npz"))
         # Enough for the pictures, not for the .npz.
         subprocess.run(["mount", "-o", f"remount,size={4 * pages + 400}k", tmp_path], check=True)
-        text = run(2, *demo, *FID, "--sample-dir", tmp_path, status=USAGE)
+        # Rank 0 fails while rank 1 waits for it to have written that: the launcher ends both.
+        text = finish(start(2, *demo, *FID, "--sample-dir", tmp_path), status=USAGE)
         assert "--sample-dir: No space left on device" in text
         assert sum(name.endswith(".png") for name in files(tmp_path)) == MADE and not list(tmp_path.glob("*npz*"))
         subprocess.run(["mount", "-o", "remount,size=100m", tmp_path], check=True)

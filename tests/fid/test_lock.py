@@ -5,13 +5,11 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
+import forks
 import pytest
-from conftest import ROOT
 
 from accel.errors import USAGE, UsageError
 from accel.fid import lock
@@ -45,21 +43,16 @@ def holder(folder):
     started = []
 
     def start(*how):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(folder), *how],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        process = forks.Fork(["-c", HOLD, folder, *how])
         started.append(process)
-        assert process.stdout.readline() == "held\n", process.stderr.read()
+        while process.text()[0] != "held\n":
+            assert process.poll() is None, process.text()
+            time.sleep(0.01)
         return process
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
 
 
 @pytest.fixture

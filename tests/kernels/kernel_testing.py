@@ -4,10 +4,10 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -32,8 +32,7 @@ def needs_hopper():
 def fresh_process(*arguments, **environment):
     """Output of python in a process of its own, which may import tests."""
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, **environment}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+    done = forks.run(arguments, **{"PYTHONPATH": path, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -6,16 +6,14 @@ The published Inception weights are not needed: random ones have the same shapes
 import hashlib
 import io
 import math
-import subprocess
-import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
 from torch_fidelity import calculate_metrics
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -89,45 +87,14 @@ def theirs(data, inception):
     )
 
 
-def figures(samples, reference, inception, neighbours=True, batch_size=64):
-    network = fid.load_inception(inception, CPU)
-    return fid.compare(fid.Pictures(samples), fid.Pictures(reference), network, CPU, batch_size, neighbours)
-
-
-@pytest.mark.parametrize("samples, reference", [("samples.npz", "reference"), ("samples", "reference.npz")])
-def test_torch_fidelitys_figures_to_the_bit(samples, reference, data, inception, theirs):
-    mine = figures(data / samples, data / reference, inception)
-    assert mine == theirs and theirs["frechet_inception_distance"] > 0.01 and theirs["inception_score_mean"] > 1
-
-
-def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path):
-    """With statistics in the file its pictures are not looked at, but for precision and recall."""
-    random = np.random.default_rng(0)
-    root = random.normal(size=(2048, 2048)) / 2048**0.5
-    mu, sigma = random.normal(size=2048), root @ root.T + np.eye(2048)
-    np.savez(tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu[:7])
-    mine = figures(data / "samples.npz", tmp_path / "adm.npz", inception, neighbours=False, batch_size=7)
-    network = fid.load_inception(inception, CPU)
-    with torch.inference_mode():
-        pool = network(torch.from_numpy(draw(20)).permute(0, 3, 1, 2))[0].double().numpy()
-    # tr (S·T)^½ = tr (T^½·S·T^½)^½, of symmetric matrices.
-    values, vectors = np.linalg.eigh(sigma)
-    half = vectors * values**0.5 @ vectors.T
-    cross = np.linalg.eigvalsh(half @ np.cov(pool, rowvar=False) @ half).clip(0) ** 0.5
-    direct = np.sum((pool.mean(0) - mu) ** 2) + np.trace(np.cov(pool, rowvar=False)) + np.trace(sigma) - 2 * cross.sum()
-    assert math.isclose(mine["frechet_inception_distance"], direct, rel_tol=1e-5)
-
-
-def test_the_command(data, inception, theirs, run):
-    """As a module and as a file. What makes a figure incomparable is said below it."""
+def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, inception, theirs, here, monkeypatch):
+    """What makes a figure incomparable is said below it."""
+    figures, compare = [], fid.compare
+    monkeypatch.setattr(fid, "compare", lambda *how: figures.append(compare(*how)) or figures[0])
     how = "--inception-weights", inception, "--device", "cpu", "--precision-recall"
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.fid", data / "samples.npz", data / "reference", *how],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)
     assert done.returncode == 0, done.stderr
+    assert figures == [theirs] and theirs["frechet_inception_distance"] > 0.01 and theirs["inception_score_mean"] > 1
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] in "FPR")
     assert math.isclose(float(lines["FID"]), theirs["frechet_inception_distance"], rel_tol=1e-3)
     assert float(lines["Precision"]) == round(theirs["precision"], 4)
@@ -136,7 +103,30 @@ def test_the_command(data, inception, theirs, run):
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
     assert "note: these are not the published Inception weights" in done.stdout
     assert "20/20" in done.stderr and "24/24" in done.stderr  # the bars
-    assert "VIRTUAL_imagenet256_labeled.npz" in run("scripts/fid.py", "--help").stdout
+
+
+@pytest.mark.parametrize("name", ["samples", "reference"])
+def test_an_archive_and_a_folder_of_the_same_pictures(name, data):
+    folder, archive = ([*fid.Pictures(data / file).batches(7)] for file in (name, f"{name}.npz"))
+    assert np.array_equal(np.concatenate(folder), np.concatenate(archive)) and {len(a) for a in archive[:-1]} == {7}
+
+
+def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path):
+    """With statistics in the file its pictures are not looked at, but for precision and recall."""
+    random = np.random.default_rng(0)
+    root = random.normal(size=(2048, 2048)) / 2048**0.5
+    mu, sigma = random.normal(size=2048), root @ root.T + np.eye(2048)
+    np.savez(tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu[:7])
+    samples, reference = fid.Pictures(data / "samples.npz"), fid.Pictures(tmp_path / "adm.npz")
+    network = fid.load_inception(inception, CPU)
+    mine = fid.compare(samples, reference, network, CPU, 7, False)
+    with torch.inference_mode():
+        pool = network(torch.from_numpy(draw(20)).permute(0, 3, 1, 2))[0].double().numpy()
+    # Of S = XᵀX with the 20 centred rows of X: S·T and X·T·Xᵀ have the same eigenvalues but zeros.
+    x = (pool - pool.mean(0)) / 19**0.5
+    cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
+    direct = np.sum((pool.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()
+    assert math.isclose(mine["frechet_inception_distance"], direct, rel_tol=1e-5)
 
 
 #################################################################################
@@ -151,7 +141,7 @@ def jobs(tmp_path_factory):
     common = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-fid-samples", "10", "--per-proc-batch-size", "10"]
     for steps in "23":
         command = [*common, "--num-sampling-steps", steps, "--sample-dir", folder / steps]
-        subprocess.run([sys.executable, "sample_ddp.py", *command], cwd=ROOT, check=True, capture_output=True)
+        assert forks.run(["sample_ddp.py", *command]).returncode == 0
     return [next((folder / steps).glob("*.npz")) for steps in "23"]
 
 
@@ -314,5 +304,5 @@ def test_without_torch_fidelity(tmp_path):
         "import sys; sys.modules['torch_fidelity'] = None\nimport torch; from scripts import fid\n"
         "fid.load_inception('x.pth', torch.device('cpu'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = forks.run(["-c", code])
     assert done.stderr.strip().splitlines()[-1].endswith("torch-fidelity is not installed: pip install torch-fidelity")
