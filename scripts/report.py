@@ -12,7 +12,6 @@ if not __package__:
 
 import base64
 import hashlib
-import html
 import io
 import json
 import re
@@ -20,6 +19,7 @@ import statistics
 from pathlib import Path
 
 import jinja2
+from markdown_it import MarkdownIt
 from PIL import Image
 
 import evaluate
@@ -336,35 +336,16 @@ def markdown(data: dict, lang: str) -> str:
 
 def page(text: str, figures: dict[str, bytes], lang: str) -> str:
     """report.md's text as one HTML file with its pictures inside."""
-    blocks = html.escape(text, quote=False).strip().split("\n\n")
-    body = "\n".join(as_html(block, figures) for block in blocks)
+
+    def figure(match):
+        kind = "jpeg" if match[1].endswith("jpg") else "png"
+        source = f"data:image/{kind};base64,{base64.b64encode(figures[match[1]]).decode()}"
+        return f'<figure><img alt="{match[2]}" src="{source}"><figcaption>{match[2]}</figcaption></figure>'
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub(r'<p><img src="figures/(.*?)" alt="(.*?)" /></p>', figure, body, flags=re.S)
     frame = jinja2.Template((TEMPLATES / "page.html.j2").read_text())
     return frame.render(lang=lang, title=re.match("# (.*)", text)[1], body=body) + "\n"
-
-
-def as_html(block: str, figures: dict[str, bytes]) -> str:
-    """One block of the Markdown that the templates use, escaped: code, heading, figure, table, list or paragraph."""
-    if block.startswith("```"):
-        return f"<pre>{block.removeprefix('```').removesuffix('```').strip()}</pre>"
-    block = re.sub("`([^`]+)`", r"<code>\1</code>", block)
-    if heading := re.fullmatch("(#+) (.*)", block):
-        level = len(heading[1])
-        return f"<h{level}>{heading[2]}</h{level}>"
-    if figure := re.fullmatch(r"!\[(.*)\]\(figures/(.*)\)", block, re.S):
-        kind = "jpeg" if figure[2].endswith("jpg") else "png"
-        source = f"data:image/{kind};base64,{base64.b64encode(figures[figure[2]]).decode()}"
-        return f'<figure><img alt="{figure[1]}" src="{source}"><figcaption>{figure[1]}</figcaption></figure>'
-    if block.startswith("- "):
-        return "<ul>" + "".join(f"<li>{line[2:]}</li>" for line in block.splitlines()) + "</ul>"
-    if not block.startswith("|"):
-        return f"<p>{block}</p>"
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()]
-    classes = [" class=n" if rule.endswith(":") else "" for rule in rows.pop(1)]
-    lines = []
-    for tag, cells in zip(["th"] + ["td"] * len(rows), rows):
-        lines.append("".join(f"<{tag}{name}>{cell.strip()}</{tag}>" for cell, name in zip(cells, classes)))
-    table = "".join(f"<tr>{line}</tr>" for line in lines).replace(r"\|", "|")
-    return f"<div class=wide><table>{table}</table></div>"
 
 
 def main() -> None:
