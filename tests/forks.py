@@ -95,9 +95,10 @@ def run(words, cwd=ROOT, timeout=240, **environment):
         process.kill()
 
 
-def ranks(world, words, **how):
-    """The ranks of a job on this host."""
+def ranks(world, words, cwds=None, **environment):
+    """The ranks of a job on this host; cwds: each in its own folder."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(world))
-    return [Fork(words, RANK=str(rank), LOCAL_RANK=str(rank), **address, **how) for rank in range(world)]
+        environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(world))
+    cwds = cwds or [ROOT] * world
+    return [Fork(words, cwds[rank], RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world)]

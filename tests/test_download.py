@@ -135,7 +135,7 @@ def test_upstreams_sample_runs_unmodified(checkout, run, here, tmp_path):
 
 def test_upstreams_sample_ddp_runs_unmodified(checkout, tmp_path):
     command = "sample_ddp.py", DEMO / "vae", DEMO / "dit.safetensors", tmp_path / "pictures"
-    finish(*forks.ranks(2, command, cwd=checkout))
+    finish(*forks.ranks(2, command, [checkout] * 2))
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"{n:06d}.png" for n in range(4)]
 
 

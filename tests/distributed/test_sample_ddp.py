@@ -7,9 +7,11 @@ import socket
 import threading
 import time
 
+import forks
 import numpy as np
 import pytest
 import torch
+from forks import ROOT
 from jobs import finish, ranks_of, run, run_each, start
 from PIL import Image
 
@@ -174,17 +176,8 @@ def test_weights_missing_on_one_node_are_named_before_sampling(demo, tmp_path):
     for node in ("n0", "n1"):
         (tmp_path / node).mkdir()
     (tmp_path / "n0" / "w.safetensors").symlink_to(demo[3])
-    common, port = [*demo[:3], "w.safetensors", *demo[4:], "--output", tmp_path / "x.png"], free_port()
-    nodes = [
-        start(
-            1,
-            *common,
-            cwd=tmp_path / f"n{i}",
-            launch=["--nnodes=2", f"--node_rank={i}", "--master_addr=127.0.0.1", f"--master_port={port}"],
-        )
-        for i in range(2)
-    ]
-    text = finish(*nodes, status=USAGE)
+    command = [ROOT / "sample_ddp.py", *demo[:3], "w.safetensors", *demo[4:], "--output", tmp_path / "x.png"]
+    text = finish(*forks.ranks(2, command, cwds=[tmp_path / "n0", tmp_path / "n1"]), status=USAGE)
     assert re.search(r"^sample_ddp.py: rank 1 on \S+: --ckpt w.safetensors: no such file", text, re.M)
     assert "step/s" not in text and not (tmp_path / "x.png").exists()
 

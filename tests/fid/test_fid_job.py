@@ -20,9 +20,9 @@ from diffusion import create_diffusion
 from models import DiT_models
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
-FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 20]
+FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 10]
 SHORT = ["--num-fid-samples", 6, "--per-proc-batch-size", 2, "--num-sampling-steps", 4]
-MIDDLE = ["--num-fid-samples", 24, "--per-proc-batch-size", 2, "--num-sampling-steps", 20]
+MIDDLE = ["--num-fid-samples", 24, "--per-proc-batch-size", 2, "--num-sampling-steps", 12]
 
 
 @pytest.fixture
@@ -196,11 +196,11 @@ def test_world_independent_noise(demo, one, tmp_path):
     shown = [int(number) for number in re.findall(rf"(\d+)/{wanted} \[\S+ +\S*(?:picture/s|s/picture)\]", text)]
     assert shown == sorted(shown) and shown[-1] == wanted, text  # one bar, over all ranks
     one(*how, "--sample-dir", tmp_path / "1")
-    job = start(2, *how, "--sample-dir", tmp_path / "2+1")
-    assert wait_for_pictures(tmp_path / "2+1", 3, job)
-    for rank in ranks_of(job):
-        os.kill(rank, signal.SIGKILL)
-    job.communicate()
+    jobs = start_ranks(2, *how, "--sample-dir", tmp_path / "2+1")
+    assert wait_for_pictures(tmp_path / "2+1", 3, jobs[0])
+    for job in jobs:
+        job.kill()
+        job.wait()
     one(*how, "--sample-dir", tmp_path / "2+1")
     three, *others = (pictures(tmp_path / name) for name in ("3", "1", "2+1"))
     assert sorted(three) == [f"{i:06d}.png" for i in range(wanted)]
@@ -216,7 +216,7 @@ def test_world_independent_noise(demo, one, tmp_path):
 #################################################################################
 
 
-@pytest.mark.parametrize("other, delay", [(["--num-sampling-steps", 19], 0), ([], 0.3)])
+@pytest.mark.parametrize("other, delay", [(["--num-sampling-steps", 11], 0), ([], 0.3)])
 def test_of_two_jobs_one_is_refused(other, delay, demo, one, tmp_path):
     """Started at one moment, or shortly after another: with other settings, or with the same."""
     first = start(1, *demo, *MIDDLE, "--sample-dir", tmp_path)
