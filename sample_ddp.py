@@ -104,19 +104,19 @@ def sample_grid(options: DistributedOptions, job) -> None:
         engine.reconfigure(one)
         sampled.append(engine.sample(slice(None) if shared and job.rank < busy else mine, show=job.rank == 0))
     engine.release_network()
-    local = options.output_type == "image" and options.decode == "local"
+    into_pictures, side = options.output_type == "image", options.image_size
     for one, latents in zip(each, sampled, strict=True):
         engine.reconfigure(one)
         if shared:
             job.assert_identical(latents, busy)
             latents = latents[mine]
-        if local:
-            side = options.image_size
+        part = latents
+        if into_pictures:
             part = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
         with engine.watch.phase("gather"):
-            whole = gather_rows(job, part if local else latents, n, busy)
+            whole = gather_rows(job, part, n, busy)
         if job.rank == 0:
-            engine.save(None if local else whole, whole if local else None)
+            engine.save(**{"pixels" if into_pictures else "latents": whole})
     if job.rank == 0:
         print(f"{', '.join(one.output for one in each)}: {engine.watch}")
 

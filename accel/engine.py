@@ -368,7 +368,7 @@ class Engine:
                 )
             return pixels
 
-    def save(self, latents: torch.Tensor, pixels: torch.Tensor | None = None) -> None:
+    def save(self, latents: torch.Tensor | None = None, pixels: torch.Tensor | None = None) -> None:
         """Write the options' output: the latents, or a grid or a folder of `pixels`, decoded here if not given.
 
         Every file is whole or absent. Raises UsageError if the disk does not take it.

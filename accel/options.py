@@ -24,7 +24,7 @@ EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
 # Keys of --parallel that go together.
 LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}
 # Options of a grid that have no meaning in an FID job.
-OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode", "seed_list", "batch_size"}
+OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "seed_list", "batch_size"}
 
 WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # groups of --help
 
@@ -270,12 +270,6 @@ class DistributedOptions(SamplingOptions):
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
     )
     sample_dir: str = flag("samples", "FID: where the folder is made", FILES)
-    decode: str = flag(
-        "local",
-        "grid: local: every rank decodes its own latents; gather: rank 0 decodes all",
-        ADVANCED,
-        choices=("local", "gather"),
-    )
 
     @property
     def guided(self) -> bool:

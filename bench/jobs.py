@@ -141,8 +141,7 @@ def against_one(args: Namespace, device: torch.device, flags: list, folder: Path
     results = {}
     flags = [*flags, "--precision", args.precision or precision.default_tier(device)]
     flags += ["--device", "cpu"] if device.type == "cpu" else []
-    kinds = ((1, "local"), (args.gpus, "local"), (args.gpus, "gather"))
-    with tqdm(total=(device.type == "cuda") + 3 * args.repeats + 2, desc="jobs", unit="job", leave=False) as bar:
+    with tqdm(total=(device.type == "cuda") + 2 * args.repeats + 2, desc="jobs", unit="job", leave=False) as bar:
 
         def launch(ranks, steps, *more):
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
@@ -153,13 +152,13 @@ def against_one(args: Namespace, device: torch.device, flags: list, folder: Path
 
         if device.type == "cuda":
             launch(args.gpus, 3, "--output", folder / "warm.png")  # file and kernel caches
-        grids = {kind: [] for kind in kinds}
-        for (ranks, how), some in [*grids.items()] * args.repeats:
-            some.append(launch(ranks, args.steps, "--decode", how, "--output", folder / "grid.png"))
-        sampling = {n: [grid["phases"]["sample"] for grid in grids[n, "local"]] for n in (1, args.gpus)}
+        grids = {ranks: [] for ranks in (1, args.gpus)}
+        for ranks, some in [*grids.items()] * args.repeats:
+            some.append(launch(ranks, args.steps, "--output", folder / "grid.png"))
+        sampling = {ranks: [grid["phases"]["sample"] for grid in some] for ranks, some in grids.items()}
         results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
         for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
-            results[name] = {f"{n} {how}": [grid[key] for grid in some] for (n, how), some in grids.items()}
+            results[name] = {ranks: [grid[key] for grid in some] for ranks, some in grids.items()}
         record(results)
         rates = {}
         for ranks in (1, args.gpus):

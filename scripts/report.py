@@ -236,7 +236,7 @@ def many(found: dict) -> dict:
     series = {}  # of the figure: name → {GPUs: speed over one}
     for ddp in found.get("ddp", ()):
         most, name = str(ddp["gpus"]), f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
-        totals = [run["total"] for run in ddp.get("grid_phases_s", {}).get(f"{most} local", ()) if "total" in run]
+        totals = [run["total"] for run in ddp.get("grid_phases_s", {}).get(most, ()) if "total" in run]
         ddp["T"] = statistics.median(totals) if totals else None
         ddp["points"] = score(ddp["T"]) if totals else None
         series[f"{name}: 8 labels"] = {1: 1.0, ddp["gpus"]: 1 / ddp["grid_sampling_s"]["ratio"]}

@@ -159,8 +159,8 @@ def log(folder, gpu=GPU):
             steps=250,
             grid_sampling_s={"1": [8.5, 8.4], "4": [2.21, 2.2], "ratio": 0.262},
             start_to_first_step_s={"1": [9.0], "4": [11.0], "ratio": 1.22},
-            grid_start_to_picture_s={"1 local": [19.2], "4 local": [20.1], "4 gather": [20.5]},
-            grid_phases_s={"4 local": [dict(total=11.8)]},
+            grid_start_to_picture_s={"1": [19.2], "4": [20.1]},
+            grid_phases_s={"4": [dict(total=11.8)]},
             fid_pictures_per_s={"1": 9.0, "4": 35.1, "steps": 25, "batch": 32, "efficiency": 0.975},
         ),
         "parallel": dict(
