@@ -257,9 +257,8 @@ def test_ranks_share_their_losses():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    torch.multiprocessing.spawn(rank_of_two, (port, results), nprocs=2)
+    results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
+    torch.multiprocessing.start_processes(rank_of_two, (port, results), nprocs=2, start_method="forkserver")
     weights = dict(results.get() for _ in range(2))
     expected = 0.999 * np.array([4.0, 2.5, 1.5]) / 8 + 0.001 / 3
     np.testing.assert_allclose(weights[0], expected)

@@ -174,7 +174,7 @@ def test_evaluate_waits_for_the_pictures(cluster, checkout, demo):
     cluster.run("scancel", never)
 
 
-FID = "--num-fid-samples", "32", "--per-proc-batch-size", "2", "--num-sampling-steps", "25"
+FID = "--num-fid-samples", "28", "--per-proc-batch-size", "2", "--num-sampling-steps", "25"
 
 
 def fid_files(checkout, job):
@@ -224,7 +224,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
         finish(cluster, checkout, each)
     expected = fid_files(checkout, calm)
     assert (
-        sum(name.endswith(".png") for name in expected) == 32 and sum(name.endswith(".npz") for name in expected) == 1
+        sum(name.endswith(".png") for name in expected) == 28 and sum(name.endswith(".npz") for name in expected) == 1
     )
     assert fid_files(checkout, job) == expected
     assert int(cluster.fact(job, "Restarts")) == 3 and int(cluster.fact(calm, "Restarts")) == 0
