@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,19 +14,12 @@ from PIL import Image
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
 
 
-def start(world, *args, launch=("--standalone",), cwd=ROOT):
+def start(world, *args, launch=("--standalone",)):
     """A job of so many ranks on this host: one is the process itself, several run under torchrun."""
-    if world == 1 and "--standalone" in launch:
-        return Fork([ROOT / "sample_ddp.py", *args], cwd, **ENVIRONMENT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", *launch, f"--nproc_per_node={world}"]
-    return subprocess.Popen(
-        [*launcher, ROOT / "sample_ddp.py", *map(str, args)],
-        cwd=cwd,
-        env={**os.environ, **ENVIRONMENT},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = [ROOT / "sample_ddp.py", *args]
+    if world > 1 or "--standalone" not in launch:
+        command = ["-m", "torch.distributed.run", *launch, f"--nproc_per_node={world}", *command]
+    return Fork(command, **ENVIRONMENT)
 
 
 def finish(*processes, status=0, seconds=200):

@@ -22,9 +22,8 @@ WORKER = Path(__file__).with_name("job_worker.py")
 
 def under_torchrun(world, ending):
     """Run job_worker.py → (exit statuses by rank, standard output, standard error)."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run([*launcher, str(WORKER), ending], env=environment, capture_output=True, text=True, timeout=60)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    done = forks.run([*launcher, WORKER, ending], timeout=60, **ENVIRONMENT)
     statuses = re.findall(r"rank +: (\d+) \(local_rank.*\n +exitcode +: (-?\d+)", done.stderr)
     assert done.returncode == (1 if statuses else 0), done.stderr
     return {int(rank): int(status) for rank, status in statuses}, done.stdout, done.stderr

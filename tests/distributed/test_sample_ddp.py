@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 
 import forks
@@ -137,21 +136,13 @@ def test_a_rank_lost_with_tokens_on_its_gpu(demo, tmp_path):
     """Killed in the middle of a run in which every layer waits for it."""
     common = [*demo, "--num-sampling-steps", 1000, "--parallel", "tokens=2", "--labels", 6, "--output-type", "latent"]
     job = start(2, *common, "--output", tmp_path / "l.npy")
-    begun = threading.Event()
-
-    def listen():
-        for line in job.stdout:
-            if line.startswith("parallel:"):
-                begun.set()
-
-    listener = threading.Thread(target=listen)
-    listener.start()
-    assert begun.wait(120)
+    while "parallel:" not in job.text()[0]:
+        assert job.poll() is None, job.text()
+        time.sleep(0.05)
     time.sleep(1)
     os.kill(ranks_of(job)[1], signal.SIGKILL)
     assert job.wait(60) == 1
-    listener.join()
-    assert re.search(r"Root Cause.*rank +: 1 .*SIGKILL", job.stderr.read(), re.S) and not (tmp_path / "l.npy").exists()
+    assert re.search(r"Root Cause.*rank +: 1 .*SIGKILL", job.text()[1], re.S) and not (tmp_path / "l.npy").exists()
 
 
 def test_two_nodes(grids, demo, here, tmp_path):
