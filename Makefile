@@ -21,7 +21,7 @@ $(VENV)/ready: requirements.txt
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends python3-venv; } || { \
 	  echo "python cannot make a venv: sudo apt-get install python3-venv, then make again"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@# pip compiles on one core, compileall on all; its status tells of files that are not for this python.
+	@# compileall uses all cores, pip one. Its status is ignored: packages ship files for other versions of Python.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
 	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@

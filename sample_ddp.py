@@ -116,7 +116,7 @@ def sample_grid(options: DistributedOptions, job) -> None:
         with engine.watch.phase("gather"):
             whole = gather_rows(job, part, n, busy)
         if job.rank == 0:
-            engine.save(**{"pixels" if into_pictures else "latents": whole})
+            engine.save(pixels=whole) if into_pictures else engine.save(whole)
     if job.rank == 0:
         print(f"{', '.join(one.output for one in each)}: {engine.watch}")
 

@@ -1,7 +1,6 @@
-"""Commands in processes of their own that are forks of one which has imported torch: a fresh python takes 3 s for it.
+"""Run commands in forks of a process that has imported torch, which takes a fresh interpreter three seconds.
 
-The parent, one a pytest process, has imported nothing of ours. Ranks are started as srun starts them, without a
-launcher of their own.
+Every pytest process has one such parent, by the standard library's fork server. It imports nothing of this repository.
 """
 
 import multiprocessing
@@ -11,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,19 +20,19 @@ SERVER.set_forkserver_preload(["torch"])
 
 
 class Fork:
-    """As subprocess.Popen of this python with `words`: a file, -m and a module, or -c and code; then its arguments.
+    """A Python process, with the part of subprocess.Popen's interface that tests use.
 
-    It has the interface of Popen as far as tests use it. environment: more variables than this process has.
+    command: what follows `python`. environment: variables to add to those of this process.
     """
 
-    def __init__(self, words, cwd=ROOT, **environment):
-        self.args = list(map(str, words))
+    def __init__(self, command, cwd=ROOT, **environment):
+        self.args = list(map(str, command))
         self._folder = TemporaryDirectory()
         self._places = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
         for place in self._places:
             place.touch()
         environment = {**os.environ, **environment}
-        self._process = SERVER.Process(target=_become, args=(self.args, cwd, environment, self._places), daemon=True)
+        self._process = SERVER.Process(target=_run, args=(self.args, cwd, environment, self._places), daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
@@ -51,6 +51,13 @@ class Fork:
         """What it has printed so far: standard output, standard error."""
         return tuple(place.read_text() for place in self._places)
 
+    def wait_for(self, text, seconds=120):
+        """Until `text` stands in its standard output."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text()[0]:
+            assert self.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.01)
+
     def communicate(self, timeout=None):
         self.wait(timeout)
         return self.text()
@@ -63,8 +70,8 @@ class Fork:
             self.send_signal(signal.SIGKILL)
 
 
-def _become(words, cwd, environment, places):
-    """In the fork: be the process that was asked for."""
+def _run(command, cwd, environment, places):
+    """Run `command` in this fork as a fresh interpreter would."""
     import torch
 
     for number, place in enumerate(places, start=1):
@@ -72,33 +79,50 @@ def _become(words, cwd, environment, places):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     others = [path for path in sys.path if not Path(path).is_relative_to(ROOT) or "site-packages" in path]
     given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    first = "" if words[0] in ("-c", "-m") else str(Path(words[0]).resolve().parent)
+    first = "" if command[0] in ("-c", "-m") else str(Path(command[0]).resolve().parent)
     sys.path[:] = dict.fromkeys([first, *given, *others])
-    sys.argv = words if first else words[1:]
-    if words[0] == "-m":
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    sys.argv = command if first else command[1:]
+    if command[0] == "-m":
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    elif command[0] == "-c":
+        exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(command[0], run_name="__main__")
 
 
-def run(words, cwd=ROOT, timeout=240, **environment):
-    """As subprocess.run of this python with `words`."""
-    process = Fork(words, cwd, **environment)
+def run(command, cwd=ROOT, timeout=240, **environment):
+    """Run `command` to its end → subprocess.CompletedProcess."""
+    process = Fork(command, cwd, **environment)
     try:
         return subprocess.CompletedProcess(process.args, process.wait(timeout), *process.text())
     finally:
         process.kill()
 
 
-def ranks(world, words, cwds=None, **environment):
-    """The ranks of a job on this host; cwds: each in its own folder."""
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(world))
-    cwds = cwds or [ROOT] * world
-    return [Fork(words, cwds[rank], RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world)]
+        return s.getsockname()[1]
+
+
+def ranks(world, command, **environment):
+    """The ranks of a job on this host, started as srun does: without a launcher that ends all once one has ended."""
+    environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world))
+    return [Fork(command, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world)]
+
+
+def torchrun(world, *options):
+    """What follows `python` to start so many ranks; options: in place of --standalone."""
+    return ["-m", "torch.distributed.run", *(options or ["--standalone"]), f"--nproc_per_node={world}"]
+
+
+def kill(*processes):
+    """Kill all, then wait for each."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()

@@ -8,18 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from forks import ROOT, Fork, ranks
+from forks import ROOT, Fork, kill, ranks, torchrun
 from PIL import Image
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
 
 
-def start(world, *args, launch=("--standalone",)):
+def start(world, *args, launch=(), cwd=ROOT):
     """A job of so many ranks on this host: one is the process itself, several run under torchrun."""
-    command = [ROOT / "sample_ddp.py", *args]
-    if world > 1 or "--standalone" not in launch:
-        command = ["-m", "torch.distributed.run", *launch, f"--nproc_per_node={world}", *command]
-    return Fork(command, **ENVIRONMENT)
+    launcher = torchrun(world, *launch) if world > 1 or launch else []
+    return Fork([*launcher, ROOT / "sample_ddp.py", *args], cwd, **ENVIRONMENT)
 
 
 def finish(*processes, status=0, seconds=200):
@@ -29,8 +27,7 @@ def finish(*processes, status=0, seconds=200):
         for process in processes:
             texts += process.communicate(timeout=max(1, deadline - time.monotonic()))
     finally:
-        for process in processes:
-            process.kill()
+        kill(*processes)
     text = "\n".join(texts)
     for process in processes:
         launched = "torch.distributed.run" in process.args

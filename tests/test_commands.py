@@ -195,11 +195,9 @@ def test_help_has_groups_and_three_examples(script, run):
 @BOTH
 def test_a_plain_terminal_shows_plain_characters(script, here, tmp_path):
     def plain(*args):
-        command, environment = (
-            [sys.executable, ROOT / script, *map(str, args)],
-            os.environ | dict(PYTHONIOENCODING="ascii"),
-        )
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
+        command = [sys.executable, ROOT / script, *map(str, args)]
+        ascii = os.environ | dict(PYTHONIOENCODING="ascii")
+        return subprocess.run(command, capture_output=True, text=True, env=ascii)
 
     args = [*DEMO, "--labels", "sea", "--seeds", 1, 2, "--output", tmp_path / "p.png"]
     stdout = succeeds(plain(*args))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
-from jobs import finish
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -134,8 +133,9 @@ def test_upstreams_sample_runs_unmodified(checkout, run, here, tmp_path):
 
 
 def test_upstreams_sample_ddp_runs_unmodified(checkout, tmp_path):
-    command = "sample_ddp.py", DEMO / "vae", DEMO / "dit.safetensors", tmp_path / "pictures"
-    finish(*forks.ranks(2, command, [checkout] * 2))
+    command = [*forks.torchrun(2), "sample_ddp.py", DEMO / "vae", DEMO / "dit.safetensors", tmp_path / "pictures"]
+    done = forks.run(command, checkout)
+    assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"{n:06d}.png" for n in range(4)]
 
 

@@ -91,6 +91,7 @@ def test_loading_costs_the_file(tmp_path):
     done = forks.run(["-c", code])
     assert path.stat().st_size > 5e8
     assert 0.9 * path.stat().st_size < int(done.stdout) < 1.2 * path.stat().st_size, done.stderr
+    path.unlink()
 
 
 #################################################################################

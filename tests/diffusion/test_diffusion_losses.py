@@ -1,10 +1,10 @@
 import os
-import socket
 
 import numpy as np
 import pytest
 import torch
 from closed_forms import wavy
+from forks import free_port
 from reference import Reference, linear_betas
 
 from diffusion import create_diffusion
@@ -254,11 +254,8 @@ def rank_of_two(rank, port, results):
 
 
 def test_ranks_share_their_losses():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
-    torch.multiprocessing.start_processes(rank_of_two, (port, results), nprocs=2, start_method="forkserver")
+    torch.multiprocessing.start_processes(rank_of_two, (free_port(), results), nprocs=2, start_method="forkserver")
     weights = dict(results.get() for _ in range(2))
     expected = 0.999 * np.array([4.0, 2.5, 1.5]) / 8 + 0.001 / 3
     np.testing.assert_allclose(weights[0], expected)

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,17 +21,19 @@ WORKER = Path(__file__).with_name("job_worker.py")
 
 def under_torchrun(world, ending):
     """Run job_worker.py → (exit statuses by rank, standard output, standard error)."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    done = forks.run([*launcher, WORKER, ending], timeout=60, **ENVIRONMENT)
+    done = forks.run([*forks.torchrun(world), WORKER, ending], timeout=60, **ENVIRONMENT)
     statuses = re.findall(r"rank +: (\d+) \(local_rank.*\n +exitcode +: (-?\d+)", done.stderr)
     assert done.returncode == (1 if statuses else 0), done.stderr
     return {int(rank): int(status) for rank, status in statuses}, done.stdout, done.stderr
 
 
 def by_themselves(world, ending):
-    """The same without a launcher, which would end the others once one has ended."""
+    """The same without a launcher: each rank ends by itself."""
     jobs = forks.ranks(world, [WORKER, ending], **ENVIRONMENT)
-    output, error = map("".join, zip(*(job.communicate(timeout=60) for job in jobs)))
+    try:
+        output, error = map("".join, zip(*(job.communicate(timeout=60) for job in jobs)))
+    finally:
+        forks.kill(*jobs)
     return {rank: job.returncode for rank, job in enumerate(jobs)}, output, error
 
 
@@ -62,7 +63,7 @@ def test_a_mistake_on_any_rank_ends_all_with_one_line(ending, line):
 
 
 def test_a_mistake_is_torchruns_root_cause():
-    statuses, _, error = under_torchrun(2, "on_one")
+    statuses, _, error = under_torchrun(3, "on_one")
     assert len(re.findall("^job_worker.py: rank 1 on .*: --ckpt x: no such file$", error, re.M)) == 1, error
     assert root_cause(error)[1] == str(USAGE) and set(statuses.values()) <= {USAGE, -signal.SIGTERM}
     assert "Error:" not in error.split("ChildFailedError")[0], error
@@ -71,13 +72,13 @@ def test_a_mistake_is_torchruns_root_cause():
 @pytest.mark.parametrize("ending, rank", [("crash", 1), ("crash_on_0", 0)])
 def test_the_failing_rank_s_traceback_comes_first(ending, rank):
     """It is torchrun's root cause too; what the others meet because of it is a line each."""
-    _, _, error = under_torchrun(2, ending)
+    _, _, error = under_torchrun(3, ending)
     first = error.index("Traceback")
-    assert re.search(rf"rank {rank} of 2 on \S+:\n$", error[:first])
+    assert re.search(rf"rank {rank} of 3 on \S+:\n$", error[:first])
     assert f"ZeroDivisionError: of rank {rank}" in error[first:].split("\n\n")[0]
     own = error[: error.index("ChildFailedError")]
     assert set(re.findall(r"^rank (\d): \w+Error.*\(after rank (\d) failed\)$", own, re.M)) <= {
-        (str(1 - rank), str(rank))
+        (str(other), str(rank)) for other in range(3) if other != rank
     }
     assert root_cause(error) == (str(rank), "1")
     assert f"ZeroDivisionError: of rank {rank}" in error[error.index("Root Cause") :]
@@ -104,9 +105,7 @@ def test_ranks_with_different_latents_fail():
 
 def test_ranks_that_do_not_all_start():
     """Begun by hand, without the others: a bounded wait and a line."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(forks.free_port())}
     started = [
         forks.Fork([WORKER, "exchange", 2], **ENVIRONMENT, **address, RANK=str(rank), WORLD_SIZE="3") for rank in (0, 1)
     ]
@@ -172,7 +171,7 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
 
 
 @pytest.mark.parametrize("rank", (0, 1))
-def test_srun_without_scontrol(rank, tmp_path):
+def test_srun_without_scontrol(rank, tmp_path, monkeypatch):
     """As in a container without Slurm's commands: rank 0 names what to export."""
     step = {
         "SLURM_STEP_NUM_TASKS": "2",
@@ -183,6 +182,8 @@ def test_srun_without_scontrol(rank, tmp_path):
         "SLURM_STEP_NODELIST": "n[1-2]",
         "PATH": str(tmp_path),
     }
+    for name in [name for name in os.environ if name.startswith(("MASTER_", "RANK", "SLURM"))]:
+        monkeypatch.delenv(name)
     done = forks.run([ROOT / "sample_ddp.py", "--model", "DiT-Demo/2"], **step)
     assert done.returncode == USAGE and done.stderr.count("\n") == 1 - rank
     assert rank or ("sample_ddp.py: srun: " in done.stderr and "export MASTER_ADDR" in done.stderr)

@@ -3,14 +3,12 @@
 import os
 import re
 import signal
-import socket
 import time
 
-import forks
 import numpy as np
 import pytest
 import torch
-from forks import ROOT
+from forks import free_port
 from jobs import finish, ranks_of, run, run_each, start
 from PIL import Image
 
@@ -19,12 +17,6 @@ from accel.parallel.rows import share
 from evaluate import GATES, mae, psnr, ssim
 
 CUDA = torch.cuda.is_available()
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 #################################################################################
@@ -136,9 +128,7 @@ def test_a_rank_lost_with_tokens_on_its_gpu(demo, tmp_path):
     """Killed in the middle of a run in which every layer waits for it."""
     common = [*demo, "--num-sampling-steps", 1000, "--parallel", "tokens=2", "--labels", 6, "--output-type", "latent"]
     job = start(2, *common, "--output", tmp_path / "l.npy")
-    while "parallel:" not in job.text()[0]:
-        assert job.poll() is None, job.text()
-        time.sleep(0.05)
+    job.wait_for("parallel:")
     time.sleep(1)
     os.kill(ranks_of(job)[1], signal.SIGKILL)
     assert job.wait(60) == 1
@@ -165,8 +155,10 @@ def test_weights_missing_on_one_node_are_named_before_sampling(demo, tmp_path):
     for node in ("n0", "n1"):
         (tmp_path / node).mkdir()
     (tmp_path / "n0" / "w.safetensors").symlink_to(demo[3])
-    command = [ROOT / "sample_ddp.py", *demo[:3], "w.safetensors", *demo[4:], "--output", tmp_path / "x.png"]
-    text = finish(*forks.ranks(2, command, cwds=[tmp_path / "n0", tmp_path / "n1"]), status=USAGE)
+    common, port = [*demo[:3], "w.safetensors", *demo[4:], "--output", tmp_path / "x.png"], free_port()
+    address = "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"
+    nodes = [start(1, *common, cwd=tmp_path / f"n{i}", launch=[*address, f"--node_rank={i}"]) for i in range(2)]
+    text = finish(*nodes, status=USAGE)
     assert re.search(r"^sample_ddp.py: rank 1 on \S+: --ckpt w.safetensors: no such file", text, re.M)
     assert "step/s" not in text and not (tmp_path / "x.png").exists()
 

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from forks import kill
 from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
 from safetensors.torch import load_file, save_file
 
@@ -123,17 +124,15 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
     Started again each time with the same command, it ends with every bit of an undisturbed one.
     """
     dice, seen = random.Random(time.time_ns()), []
-    for kill in range(10):
+    for number in range(10):
         made, command = len(list(tmp_path.glob("*/*.png"))), [*demo, *FID, "--sample-dir", tmp_path]
-        jobs = start_ranks(2, *command) if kill % 5 else [start(2, *command)]
-        if kill % 4 == 3:
+        jobs = start_ranks(2, *command) if number % 5 else [start(2, *command)]
+        if number % 4 == 3:
             time.sleep(dice.uniform(0, 1))
         elif wait_for_pictures(tmp_path, min(made + dice.randint(1, 3), MADE), jobs[0]):
             time.sleep(dice.uniform(0, 0.2))
-        if kill % 5:
-            for job in jobs:
-                job.kill()
-                job.wait()
+        if number % 5:
+            kill(*jobs)
         else:
             [job], victim = jobs, dice.randrange(2)
             os.kill(ranks_of(job)[victim], signal.SIGKILL)
@@ -141,23 +140,21 @@ def test_ten_kills_change_nothing(demo, undisturbed, tmp_path):
             # The other was at work, and takes the launcher's SIGTERM for a request to stop.
             assert re.search(rf"Root Cause.*rank +: {victim} .*SIGKILL", error, re.DOTALL), error
         lines = sum(len(path.read_bytes().splitlines()) for path in tmp_path.glob("*/.job/rank*"))
-        seen.append((kill, len(jobs), len(list(tmp_path.glob("*/*.png"))), lines))
+        seen.append((number, len(jobs), len(list(tmp_path.glob("*/*.png"))), lines))
     assert sum(0 < made < MADE for _, _, made, _ in seen) >= 6, seen
     run(2, *demo, *FID, "--sample-dir", tmp_path)
     assert files(tmp_path) == undisturbed, seen
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_job_resumes(demo, undisturbed, tmp_path):
-    """SIGUSR1 to one rank of torchrun's; then, in the next run, SIGTERM to the other, which has no launcher."""
+    """SIGUSR1 to one rank; then, in the next run, SIGTERM to the other."""
     for number, victim in ((signal.SIGUSR1, 1), (signal.SIGTERM, 0)):
         least = 2 + len(list(tmp_path.glob("*/*.png")))  # two more than there are: the job is at work
-        begin = start_ranks if victim == 0 else lambda *job: [start(*job)]
-        jobs = begin(2, *demo, *FID, "--sample-dir", tmp_path)
-        assert wait_for_pictures(tmp_path, least, jobs[0])
-        os.kill(jobs[0].pid if victim == 0 else ranks_of(jobs[0])[victim], number)
-        text = finish(*jobs, status=STOPPED)
-        assert text.count("start again with the same command") == 1
-        assert victim == 0 or text.count(f"exitcode  : {STOPPED}") == 2
+        job = start(2, *demo, *FID, "--sample-dir", tmp_path)
+        assert wait_for_pictures(tmp_path, least, job)
+        os.kill(ranks_of(job)[victim], number)
+        text = finish(job, status=STOPPED)
+        assert text.count("start again with the same command") == 1 and text.count(f"exitcode  : {STOPPED}") == 2
         made = files(tmp_path)
         count = sum(name.endswith(".png") for name in made)
         assert least <= count < MADE and not any(".part" in name or name.endswith("npz") for name in made)
@@ -179,7 +176,7 @@ def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_
         pages = sum(-(-len(content) // 4096) for name, content in undisturbed.items() if not name.endswith(".npz"))
         # Enough for the pictures, not for the .npz.
         subprocess.run(["mount", "-o", f"remount,size={4 * pages + 400}k", tmp_path], check=True)
-        # Rank 0 fails while rank 1 waits for it to have written that: the launcher ends both.
+        # Rank 0 fails in the .npz while rank 1 waits at a barrier: the launcher ends both.
         text = finish(start(2, *demo, *FID, "--sample-dir", tmp_path), status=USAGE)
         assert "--sample-dir: No space left on device" in text
         assert sum(name.endswith(".png") for name in files(tmp_path)) == MADE and not list(tmp_path.glob("*npz*"))
@@ -200,9 +197,7 @@ def test_world_independent_noise(demo, one, tmp_path):
     one(*how, "--sample-dir", tmp_path / "1")
     jobs = start_ranks(2, *how, "--sample-dir", tmp_path / "2+1")
     assert wait_for_pictures(tmp_path / "2+1", 3, jobs[0])
-    for job in jobs:
-        job.kill()
-        job.wait()
+    kill(*jobs)
     one(*how, "--sample-dir", tmp_path / "2+1")
     three, *others = (pictures(tmp_path / name) for name in ("3", "1", "2+1"))
     assert sorted(three) == [f"{i:06d}.png" for i in range(wanted)]

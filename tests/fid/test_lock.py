@@ -45,9 +45,7 @@ def holder(folder):
     def start(*how):
         process = forks.Fork(["-c", HOLD, folder, *how])
         started.append(process)
-        while process.text()[0] != "held\n":
-            assert process.poll() is None, process.text()
-            time.sleep(0.01)
+        process.wait_for("held")
         return process
 
     yield start

@@ -107,10 +107,9 @@ def interpret():
     for width in WIDTHS:
         for n, tokens in ((2, 3), (1, 1)):  # an interpreter takes its time for a token
             for branches, update in ((0, False), (1, False), (1, True), (2, True)):
-                check(width, n, tokens, branches, update, torch.float16, "cpu", 3e-4)
-            # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
-            check(width, n, tokens, 2, True, torch.bfloat16, "cpu", 5e-3)
-            check(width, n, tokens, 2, True, torch.float32, "cpu", 1e-6)
+                # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
+                for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
+                    check(width, n, tokens, branches, update, dtype, "cpu", tolerance)
     kernels.tile_config = tile_config
     check_rms("cpu", tokens=5)
     check_rms("cpu", 192, tokens=5)

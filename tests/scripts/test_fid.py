@@ -103,6 +103,8 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, inception, t
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
     assert "note: these are not the published Inception weights" in done.stdout
     assert "20/20" in done.stderr and "24/24" in done.stderr  # the bars
+    for program in (["scripts/fid.py"], ["-m", "scripts.fid"]):
+        assert "VIRTUAL_imagenet256_labeled.npz" in forks.run([*program, "--help"]).stdout
 
 
 @pytest.mark.parametrize("name", ["samples", "reference"])
@@ -122,7 +124,7 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
     mine = fid.compare(samples, reference, network, CPU, 7, False)
     with torch.inference_mode():
         pool = network(torch.from_numpy(draw(20)).permute(0, 3, 1, 2))[0].double().numpy()
-    # Of S = XᵀX with the 20 centred rows of X: S·T and X·T·Xᵀ have the same eigenvalues but zeros.
+    # S = XᵀX for X's 20 centred rows, so S·T has the nonzero eigenvalues of the 20×20 matrix X·T·Xᵀ.
     x = (pool - pool.mean(0)) / 19**0.5
     cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
     direct = np.sum((pool.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()

@@ -47,6 +47,7 @@ def checkout(tmp_path):
 @pytest.mark.parametrize(
     "ending, status, words",
     [
+        ("exchange", 0, "exchanged"),
         ("on_one", USAGE, "--ckpt x: no such file"),
         ("crash_on_0", 1, "Traceback"),
         ("stopped", STOPPED, "stopped; start again"),
@@ -54,10 +55,10 @@ def checkout(tmp_path):
     ],
 )
 def test_a_step_of_srun_ends_with_the_status_of_its_ranks(ending, status, words, cluster):
-    """Two ranks on two nodes, without torchrun, end within a minute: tests/distributed/job_worker.py."""
+    """Three ranks on two nodes, without torchrun, end within a minute: tests/distributed/job_worker.py."""
     worker = ROOT / "tests" / "distributed" / "job_worker.py"
     done = subprocess.run(
-        ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=1", sys.executable, str(worker), ending],
+        ["srun", "--nodes=2", "--ntasks=3", "--kill-on-bad-exit=1", sys.executable, str(worker), ending],
         env={**cluster.env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
