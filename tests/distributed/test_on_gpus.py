@@ -116,9 +116,7 @@ def test_a_rank_lost_in_a_captured_step(demo, tmp_path):
     """The other waits for it in a kernel of NCCL's, which no exception interrupts: the launcher ends it."""
     how = ["--parallel", "tokens=2", "--labels", 3, "--num-sampling-steps", 1000, "--repeats", 1000]
     job = start(2, *demo, *how, "--output-type", "latent", "--output", tmp_path / "l.npy")
-    for line in job.stdout:
-        if line.startswith("parallel:"):
-            break
+    job.wait_for("parallel:")
     time.sleep(10)
     os.kill(ranks_of(job)[1], signal.SIGKILL)
     killed = time.monotonic()
