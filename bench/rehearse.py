@@ -50,7 +50,7 @@ GATES = {"fp16": "contest", "tf32": "contest", "exact": "strict"}  # bf16 is the
 PSNR = evaluate.GATES["contest"]["psnr"]
 FID_JOB = "--model", "DiT-Demo/2", "--num-fid-samples", 16, "--per-proc-batch-size", 4, "--num-sampling-steps", 50
 NEWER = {  # what must not be launched before a capability
-    (8, 0): r"bf16|bfloat16|tf32|flash|^_split_(linear|attention)$",
+    (8, 0): r"bf16|bfloat16|tf32|flash|^_(attention|split_attention|split_linear)$",
     (9, 0): r"cudnn.*(sdpa|flash|fmha|attention)",
 }
 

@@ -36,12 +36,13 @@ def test_seen_as_ends():
 def test_backends(seen, monkeypatch):
     """Hopper's kernels on Hopper alone, Triton's with tensor cores from Ampere on, before that cuBLAS."""
     monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
-    half = {OLD: "efficient", AMPERE: "flash", HOPPER: "hopper", BLACKWELL: "flash"}
+    half = {OLD: "efficient", AMPERE: "triton", HOPPER: "hopper", BLACKWELL: "flash"}
     split = {OLD: "cublas", AMPERE: "triton", HOPPER: "hopper", BLACKWELL: "triton"}
     [generation] = (group for group in half if seen in group)
     for dtype in (torch.float16, torch.bfloat16):
         assert attention.choose(GPU, dtype, 72) == half[generation]
-    assert attention.choose(GPU, torch.float16, 64) == ("cudnn" if seen == (9, 0) else half[generation])
+    others = {OLD: "efficient", HOPPER: "cudnn"}
+    assert attention.choose(GPU, torch.float16, 64) == others.get(generation, "flash")
     assert attention.choose(GPU, torch.float32, 72) == "efficient"
     assert split_attention.choose(GPU, 72) == split[generation]
     assert split_linear.choose(GPU) == ("cublas" if seen == (10, 0) else split[generation])

@@ -9,6 +9,7 @@ from bench import rehearse
 NAMES = [
     "adaln",
     "_adaln",
+    "_attention",
     "_split_linear",
     "pytorch_flash::flash_fwd_kernel",
     "fmha_cutlassF_f16_aligned_64x128_rf_sm80",
@@ -21,7 +22,7 @@ NAMES = [
 @pytest.mark.parametrize(
     "capability, newer",
     [
-        ((7, 0), {"adaln", "_split_linear", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
+        ((7, 0), {"adaln", "_attention", "_split_linear", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
         ((8, 6), {"adaln", "cudnn"}),
         ((9, 0), set()),
         ((12, 0), {"adaln"}),

@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 
 from accel.kernels import ancestral_update, patch_embed, push, qk_norm_rotary, swiglu
 from accel.kernels.adaln import triton as adaln
+from accel.kernels.attention import triton as attention
 from accel.kernels.group_norm import triton as group_norm
 from accel.kernels.split_attention import triton as split_attention
 from accel.kernels.split_linear import triton as split_linear
@@ -68,6 +69,11 @@ VARIANTS = {
         group_norm._normalise,
         ["*fp32", "*fp32", "*fp32", "*fp16", "i32", "i32*16", "i32"],
         group_norm.TILE,
+    ),
+    "attention": lambda _: (
+        attention._attention,
+        ["*fp16", "*fp16", "*fp16", "i32*16", "i32*16", "i32*16", "i32*16", "fp32"],
+        dict(TOKENS=1024, DIM=72, MAIN=64, REST=16, **attention.TILE),
     ),
     "split_linear": lambda _: (
         split_linear._split_linear,

@@ -1,11 +1,11 @@
-"""Attention's backends against float64, from the packed projection, over shapes, dtypes and unusual inputs; our
-kernel's machine code."""
+"""Attention's backends against float64, from the packed projection, over shapes, dtypes and unusual inputs; Triton's
+kernel through its interpreter on a CPU; the machine code of Hopper's."""
 
 import re
 
 import pytest
 import torch
-from kernel_testing import disassemble, draw, error, needs_hopper
+from kernel_testing import disassemble, draw, error, interpreted, needs_hopper
 
 from accel.kernels import attention as module
 from accel.kernels import cuda
@@ -55,6 +55,29 @@ def test_backends_on_the_cpu(backend, shape):
         assert error(got, formula(qkv, shape[2])) <= tolerance
 
 
+def check(n, tokens, heads, dim, backend, device, dtype=torch.float16):
+    """Flat, usual and sharp weights, its own keys and others: the same bits every time."""
+    tolerance = 4e-4 if dtype == torch.float16 else 3e-3
+    for sharpness in (1, 30, 0):
+        qkv = packed(n, tokens, heads, dim, dtype, device, tokens)
+        qkv[..., : 2 * heads * dim] *= sharpness
+        got, bound = attention(qkv, heads, backend), tolerance * (2 if sharpness == 30 else 1)
+        assert got.is_contiguous() and got.isfinite().all() and error(got, formula(qkv, heads)) <= bound
+        assert torch.equal(got, attention(qkv, heads, backend))
+    qkv, kv, want = cross(n, tokens, 2 * tokens + 3, heads, dim, dtype, device)
+    assert error(attention_to(qkv, kv, heads, backend), want) <= tolerance
+
+
+def interpret():
+    for dim in (72, 64, 36, 96):  # two parts with columns to spare, one part, two without
+        for tokens in (1, 64, 130):
+            check(2, tokens, 2, dim, "triton", "cpu")
+
+
+def test_interpreted_kernel():
+    interpreted("test_attention.interpret()")
+
+
 @pytest.mark.parametrize("queries, keys", ((5, 17), (17, 5), (64, 128)))
 def test_other_keys_and_values(queries, keys):
     for dtype, tolerance in TOLERANCES:
@@ -79,6 +102,8 @@ def test_refusals():
         attention(qkv, 1, "hopper")
     with pytest.raises(ValueError, match="backend 'nonsense': one of auto, hopper"):
         attention(qkv, 1, "nonsense")
+    with pytest.raises(ValueError, match="backend 'triton' takes half precision, not torch.float32; take 'auto'$"):
+        attention(qkv.float(), 1, "triton")
     for backend in ("cudnn", "efficient"):
         with pytest.raises(RuntimeError):
             attention(qkv, 1, backend)
@@ -90,12 +115,13 @@ def test_refusals():
         ((7, 0), torch.float16, "efficient"),
         ((7, 0), torch.float32, "efficient"),
         ((7, 5), torch.float16, "efficient"),
-        ((8, 0), torch.float16, "flash"),
-        ((8, 0), torch.bfloat16, "flash"),
+        ((8, 0), torch.float16, "triton"),
+        ((8, 9), torch.bfloat16, "triton"),
         ((8, 0), torch.float32, "efficient"),
         ((9, 0), torch.float16, "hopper"),
         ((9, 0), torch.bfloat16, "hopper"),
         ((10, 0), torch.float16, "flash"),
+        ((12, 0), torch.float16, "flash"),
         ((9, 0), torch.float32, "efficient"),
         ((9, 0), torch.float64, "torch"),
     ),
@@ -104,8 +130,8 @@ def test_auto_by_capability(capability, dtype, expected, monkeypatch):
     """The choice is a table of the GPU's capability: asked without the GPU."""
     monkeypatch.setattr(cuda, "capability", lambda device: capability)
     assert module.choose(torch.device("cuda"), dtype, 72) == expected
-    if expected == "hopper":  # which has no other head dim
-        assert module.choose(torch.device("cuda"), dtype, 64) == "cudnn"
+    if expected in ("hopper", "triton"):  # at other head dims torch's
+        assert module.choose(torch.device("cuda"), dtype, 64) == ("cudnn" if expected == "hopper" else "flash")
         assert module.choose(torch.device("cuda"), dtype, 136) == "flash"
 
 
@@ -146,16 +172,15 @@ def test_backends_on_a_gpu(backend, dtype, tolerance):
 @pytest.mark.parametrize("queries, keys", ((5, 17), (512, 1024), (256, 4096), (300, 77)))
 def test_other_keys_and_values_on_a_gpu(queries, keys):
     capability = torch.cuda.get_device_capability()
-    backends = (
-        ("torch", "efficient") + ("flash", "cudnn") * (capability >= (8, 0)) + ("hopper",) * (capability == (9, 0))
-    )
+    newer = ("flash", "cudnn", "triton") * (capability >= (8, 0))
+    backends = ("torch", "efficient") + newer + ("hopper",) * (capability == (9, 0))
     qkv, kv, want = cross(2, queries, keys, 16, 72, torch.float16, "cuda")
     for backend in backends:
         assert error(attention_to(qkv, kv, 16, backend), want) <= 1e-3, backend
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ("efficient", "flash", "cudnn", "hopper"))
+@pytest.mark.parametrize("backend", ("efficient", "flash", "cudnn", "triton", "hopper"))
 def test_nothing_is_copied(backend):
     if backend == "hopper":
         needs_hopper()
@@ -169,6 +194,13 @@ def test_nothing_is_copied(backend):
     assert kernels and not any(word in name for name in kernels for word in ("copy", "cat", "transpose", "pad")), (
         kernels
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_triton_on_a_gpu(dtype):
+    for shape in (*SHAPES, (2, 191, 5, 72), (1, 300, 4, 96), (4, 1024, 16, 72), (1, 4096, 3, 72)):
+        check(*shape, "triton", "cuda", dtype)
 
 
 @pytest.mark.gpu

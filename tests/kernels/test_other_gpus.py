@@ -50,13 +50,15 @@ ANY_GPU = [
     ("test_group_norm", "group_norm.triton", "check(80, 16, 9, 8, *tests.FORMS[3], 'cuda', 'triton')"),
 ]
 TENSOR_CORES = [
+    ("test_attention", "attention.triton", "check(4, 1024, 16, 72, 'triton', 'cuda')"),
+    ("test_attention", "attention.triton", "check(3, 17, 2, 72, 'triton', 'cuda', torch.bfloat16)"),
     ("test_split_linear", "split_linear.triton", "check_linear(2048, 3456, 1152, 'triton', 'cuda')"),
     ("test_split_linear", "split_linear.triton", "check_linear(33, 200, 72, 'triton', 'cuda')"),
     ("test_split_attention", "split_attention.triton", "check(2, 1024, 16, 72, 'triton', 'cuda')"),
     ("test_split_attention", "split_attention.triton", "check(3, 17, 2, 72, 'triton', 'cuda')"),
 ]
 # What a GPU chooses another backend for is not compiled for it; shared memory of a block, in KiB.
-NO_TENSOR_CORES = {"split_linear", "split_attention"}
+NO_TENSOR_CORES = {"attention", "split_linear", "split_attention"}
 LEFT_OUT = {70: NO_TENSOR_CORES, 75: NO_TENSOR_CORES, 100: {"split_linear"}}
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 # Kernels without bfloat16, which a V100 has not, and how many loads and stores of 16 bytes they have at least.
@@ -77,7 +79,7 @@ def test_every_kernel_compiles(capability, tmp_path):
     names = set(ahead_of_time.VARIANTS) - LEFT_OUT.get(capability, set())
     for name, report in compiled_for(capability, sorted(names), tmp_path).items():
         assert report["shared"] <= SHARED[capability] << 10 and report["tf32"] == 0, name
-        assert (report["tensor_core"] > 0) == name.startswith("split_"), name
+        assert (report["tensor_core"] > 0) == (name in NO_TENSOR_CORES), name
         assert name not in WIDE or report["wide"] >= WIDE[name] and not report["bf16"], (name, report)
 
 

@@ -5,10 +5,12 @@
 Every backend but "torch" keeps softmax's statistics in float32 and never stores the (T, T) weights.
 
     hopper                      our kernel: half precision, head dim 72, capability 9.0; not differentiable
+    triton                      our kernel for other GPUs from sm_80 on: half precision; not differentiable
     cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
     torch                       the reference, any dtype and device
-    auto                        in half precision hopper or, at other head dims, cudnn on Hopper, flash on other GPUs
-                                from sm_80 on; efficient on older GPUs and for float32; flash on CPUs
+    auto                        head dim 72 in half precision: hopper on Hopper, triton on Ampere and Ada
+                                other head dims in half precision: cudnn on Hopper, flash on Ampere and Ada
+                                efficient on older GPUs and for float32; flash on Blackwells and CPUs
 """
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from accel.kernels import check_backend, cuda
 from accel.kernels.attention import hopper, reference, sdpa
 
-BACKENDS = ("auto", "hopper", *sdpa.KERNELS, "torch")
+BACKENDS = ("auto", "hopper", "triton", *sdpa.KERNELS, "torch")
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
@@ -39,15 +41,19 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
         return "torch"
     if dtype not in cuda.HALF or capability < (8, 0):
         return "efficient"
-    if capability != (9, 0) or dim > 128 or dim % 8:
-        return "flash"
-    return "hopper" if dim == hopper.HEAD_DIM else "cudnn"
+    if dim == hopper.HEAD_DIM and capability <= (9, 0):  # which libraries pad to 96
+        return "hopper" if capability == (9, 0) else "triton" if cuda.HAS_TRITON else "flash"
+    return "cudnn" if capability == (9, 0) and dim <= 128 and dim % 8 == 0 else "flash"
 
 
 def _attend(qkv, kv, num_heads, backend):
     backend = _resolve(qkv, num_heads, backend)
     if backend == "hopper":
         return hopper.attention(qkv, kv, num_heads)
+    if backend == "triton":
+        from accel.kernels.attention import triton
+
+        return triton.attention(qkv, kv, num_heads)
     q, k, v = _heads(qkv, kv, num_heads)
     out = reference.attention(q, k, v) if backend == "torch" else sdpa.attention(q, k, v, backend)
     return out.transpose(1, 2).flatten(2)
@@ -60,6 +66,8 @@ def _resolve(qkv, num_heads, backend):
     if backend == "hopper" and (cuda.capability(qkv.device) != (9, 0) or dim != hopper.HEAD_DIM):
         takes = f"head dim {hopper.HEAD_DIM} on a GPU of capability 9.0"
         raise ValueError(f"attention: backend 'hopper' takes {takes}, not {dim} on {qkv.device}; take 'auto'")
+    if backend == "triton" and qkv.dtype not in cuda.HALF:
+        raise ValueError(f"attention: backend 'triton' takes half precision, not {qkv.dtype}; take 'auto'")
     return choose(qkv.device, qkv.dtype, dim) if backend == "auto" else backend
 
 
