@@ -48,7 +48,10 @@ ERRORS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 OVERFLOW = "Warning: Error buffer overflow has been detected"  # of one launch's records; counts as an error
 REPORTED = re.compile(r"^========= (?:Error: Race .* access|Uninitialized .*\n=========    ) at (.+)", re.M)
 LIBRARIES = re.compile(r"nvjet|xmma|cudnn|fmha|cublas|at::native")  # kernels of cuBLAS, cuDNN and torch
-STORES_BY_TMA = (Linear, "__call__"), (F, "linear"), (F, "conv2d"), (F, "scaled_dot_product_attention")
+STORES_BY_TMA = (
+    (Linear, "__call__"),
+    *((F, name) for name in ("linear", "conv2d", "conv_transpose2d", "scaled_dot_product_attention")),
+)
 FOUND = 9  # the tools' exit status where they report errors
 
 #################################################################################

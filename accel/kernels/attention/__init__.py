@@ -5,7 +5,7 @@
 Every backend but "torch" keeps softmax's statistics in float32 and never stores the (T, T) weights.
 
     hopper                      our kernel: half precision, head dim 72, capability 9.0; not differentiable
-    triton                      our kernel for other GPUs from sm_80 on: half precision; not differentiable
+    triton                      our kernel for Ampere and Ada: half precision, any head dim from 16; not differentiable
     cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
     torch                       the reference, any dtype and device
     auto                        head dim 72 in half precision: hopper on Hopper, triton on Ampere and Ada
@@ -63,11 +63,14 @@ def _resolve(qkv, num_heads, backend):
     """The backend's name, also for "auto"."""
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
-    if backend == "hopper" and (cuda.capability(qkv.device) != (9, 0) or dim != hopper.HEAD_DIM):
+    capability, takes = cuda.capability(qkv.device), None
+    if backend == "hopper" and (capability != (9, 0) or dim != hopper.HEAD_DIM):
         takes = f"head dim {hopper.HEAD_DIM} on a GPU of capability 9.0"
-        raise ValueError(f"attention: backend 'hopper' takes {takes}, not {dim} on {qkv.device}; take 'auto'")
-    if backend == "triton" and qkv.dtype not in cuda.HALF:
-        raise ValueError(f"attention: backend 'triton' takes half precision, not {qkv.dtype}; take 'auto'")
+    if backend == "triton" and (qkv.is_cuda and not (8, 0) <= capability < (9, 0) or qkv.dtype not in cuda.HALF):
+        takes = "half precision on a GPU of capability 8.0 to 8.9"
+    if takes:
+        given = f"{qkv.dtype} and head dim {dim} on {qkv.device}"
+        raise ValueError(f"attention: backend {backend!r} takes {takes}, not {given}; take 'auto'")
     return choose(qkv.device, qkv.dtype, dim) if backend == "auto" else backend
 
 
