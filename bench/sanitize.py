@@ -48,6 +48,7 @@ ERRORS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 OVERFLOW = "Warning: Error buffer overflow has been detected"  # of one launch's records; counts as an error
 REPORTED = re.compile(r"^========= (?:Error: Race .* access|Uninitialized .*\n=========    ) at (.+)", re.M)
 LIBRARIES = re.compile(r"nvjet|xmma|cudnn|fmha|cublas|at::native")  # kernels of cuBLAS, cuDNN and torch
+BLOCKS = re.compile(r"^=========\s*\n", re.M)  # between reports
 STORES_BY_TMA = (
     (Linear, "__call__"),
     *((F, name) for name in ("linear", "conv2d", "conv_transpose2d", "scaled_dot_product_attention")),
@@ -128,6 +129,19 @@ def work(args: Namespace, device: torch.device) -> None:
 #################################################################################
 
 
+def reports(text: str) -> tuple[int, dict[str, int], list[str]]:
+    """What a tool printed: how many reports name a kernel of `libraries`, how often which others are named, and all
+    lines but the libraries' reports."""
+    foreign, ours, lines = 0, Counter(), []
+    for block in BLOCKS.split(text):
+        names = [name.partition("+0x")[0] for name in REPORTED.findall(block)]
+        others = [name for name in names if not LIBRARIES.search(name)]
+        foreign += len(names) - len(others)
+        ours.update(others)
+        lines += block.splitlines() if others or not names else []
+    return foreign, dict(ours), lines
+
+
 def under(tool: str | None, mode: str, args: Namespace) -> dict:
     """Run `work` in a process of its own, under a tool: its record, with the number of errors that it reports (None
     where it ran out of time or did not end well) and how many of them are in kernels of `libraries`."""
@@ -149,10 +163,8 @@ def under(tool: str | None, mode: str, args: Namespace) -> dict:
         status, text = done.returncode, done.stdout
     found, seconds = [int(number) for number in ERRORS.findall(text)], time.monotonic() - start
     errors = sum(found) - text.count(OVERFLOW) if found else 0 if status == 0 and not tool else None
-    report = [line for line in text.splitlines() if line.startswith("=====") or not tool]
-    kernels = Counter(name.partition("+0x")[0] for name in REPORTED.findall(text))
-    ours = {name: times for name, times in kernels.items() if not LIBRARIES.search(name)}
-    foreign = kernels.total() - sum(ours.values())
+    foreign, ours, lines = reports(text)
+    report = [line for line in lines if not tool or line.startswith("=====") and OVERFLOW not in line]
     clean = errors == foreign and status == (FOUND if foreign else 0)
     row = dict(tool=tool, mode=mode, status=status, errors=errors, libraries=foreign, seconds=seconds, clean=clean)
     return row | dict(reported_in=ours, report=[] if clean else report[:200] + report[-5:])

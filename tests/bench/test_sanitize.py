@@ -13,11 +13,12 @@ memcheck) echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING, $*"; echo "========= ER
 racecheck)
   echo "========= Error: Race reported between Read access at nvjet_sm90_hsh_64x8+0xa50"; hazards=1
   case "$*" in *eager*) echo "========= Error: Race reported between Read access at linear+0xa50"; hazards=2;; esac
+  echo "========= "
   echo "========= RACECHECK SUMMARY: $hazards hazards displayed ($hazards errors, 0 warnings)"; exit 9;;
 synccheck) exec sleep 60;;
 initcheck)
   case "$*" in *eager*) echo "========= Error: process didn't terminate successfully"; exit 1;; esac
-  printf "========= Uninitialized __global__ memory read of size 8 bytes\n=========     at %s+0x330\n" \
+  printf "========= Uninitialized __global__ memory read of size 8 bytes\n=========     at %s+0x330\n========= \n" \
     "void at::native::vectorized_elementwise_kernel<(int)8, at::native::MulFunctor>(int, T2, T3)" \
     "void cublasLt::splitKreduce_kernel<(int)32>" $UNWRITTEN
   echo "========= Warning: Error buffer overflow has been detected. Some records have been dropped"
@@ -59,6 +60,7 @@ def test_unwritten_memory(tool, monkeypatch):
     monkeypatch.setenv("UNWRITTEN", "adaln")
     row = tool("initcheck", "captured")
     assert not row["clean"] and (row["errors"], row["libraries"]) == (3, 2) and row["reported_in"] == {"adaln": 1}
+    assert [line.split()[1] for line in row["report"][:3]] == ["Uninitialized", "at", "ERROR"]
 
 
 def test_without_a_gpu(run):
