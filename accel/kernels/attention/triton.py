@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = dict(QUERIES=128, KEYS=64, num_warps=4, num_stages=2)  # log/attention-72-h200.json
+TILE = dict(QUERIES=128, KEYS=64, num_warps=4, num_stages=2)  # log/ampere-h200.json
 
 
 def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
