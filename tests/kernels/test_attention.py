@@ -112,6 +112,9 @@ def test_refusals():
         attention(qkv, 1, "nonsense")
     with pytest.raises(ValueError, match="'triton' takes half precision .*, not torch.float32 and .* take 'auto'$"):
         attention(qkv.float(), 1, "triton")
+    for given in ((qkv.mT.contiguous().mT, None), (qkv, qkv[..., 72:])):
+        with pytest.raises(ValueError, match="backend 'triton' takes contiguous tensors$"):
+            module._attend(*given, 1, "triton")
     for backend in ("cudnn", "efficient"):
         with pytest.raises(RuntimeError):
             attention(qkv, 1, backend)

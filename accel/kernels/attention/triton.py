@@ -15,17 +15,19 @@ TILE = dict(QUERIES=128, KEYS=64, num_warps=4, num_stages=2)  # log/ampere-h200.
 
 def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
     """qkv (N, t, 3·D) half, contiguous → (N, t, D). kv (N, T, 2·D): keys and values in place of the packed ones."""
+    keys = qkv if kv is None else kv
+    if not qkv.is_contiguous() or not keys.is_contiguous():
+        raise ValueError("attention: backend 'triton' takes contiguous tensors")
     n, queries, packed = qkv.shape
     width = packed // 3
-    dim = width // num_heads
-    kv = qkv[..., width:] if kv is None else kv
-    tokens, out = kv.shape[1], qkv.new_empty(n, queries, width)
+    dim, tokens, out = width // num_heads, keys.shape[1], qkv.new_empty(n, queries, width)
     main = 1 << (dim.bit_length() - 1)
     rest = max(16, 1 << (dim - main - 1).bit_length()) if dim > main else 0
-    numbers = queries, num_heads, packed, kv.stride(1), 1 / (math.sqrt(dim) * math.log(2))
+    tensors = qkv, qkv[..., width:] if kv is None else kv, out
+    numbers = queries, num_heads, packed, keys.shape[2], 1 / (math.sqrt(dim) * math.log(2))
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
         grid = triton.cdiv(queries, TILE["QUERIES"]), num_heads, n
-        _attention[grid](qkv, kv, out, *numbers, TOKENS=tokens, DIM=dim, MAIN=main, REST=rest, **TILE)
+        _attention[grid](*tensors, *numbers, TOKENS=tokens, DIM=dim, MAIN=main, REST=rest, **TILE)
     return out
 
 
