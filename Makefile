@@ -23,7 +23,7 @@ $(VENV)/ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	@# compileall uses all cores, pip one. Its status is ignored: packages ship files for other versions of Python.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 clean:

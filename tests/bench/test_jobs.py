@@ -4,11 +4,23 @@ import hashlib
 import json
 import os
 import sys
+from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 
 from bench import jobs
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """The jobs' processes are forks."""
+
+    def run(command, cwd, env, **_):
+        return forks.run(command[1:], cwd, **env)
+
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run))
 
 
 def here(monkeypatch, *args):
@@ -23,7 +35,7 @@ def test_the_contests_points(seconds, points):
     assert jobs.score(seconds) == pytest.approx(points, abs=0.001)
 
 
-def test_contest(tmp_path, monkeypatch, run):
+def test_contest(forked, tmp_path, monkeypatch, run):
     here(monkeypatch, "--contest", "--device", "cpu", "--steps", 2, "--output", tmp_path / "log.json")
     record = json.loads((tmp_path / "log.json").read_text())
     [row] = record["contest"]
@@ -38,7 +50,7 @@ def test_contest(tmp_path, monkeypatch, run):
     assert "DiT-Demo/2 · 128 px · 8 labels · 2 steps" in row["settings"]
 
 
-def test_one_process_against_two(tmp_path, monkeypatch):
+def test_one_process_against_two(forked, tmp_path, monkeypatch):
     flags = ["--gpus", "2", "--device", "cpu", "--steps", "2", "--fid-steps", "2", "--batch", "1", "--output"]
     here(monkeypatch, *flags, tmp_path / "log.json")
     record = json.loads((tmp_path / "log.json").read_text())
@@ -82,7 +94,7 @@ def test_refused_before_anything_runs(arguments, words, monkeypatch, capsys):
     assert stop.value.code == 2 and error.count("\n") == 1 and words in error
 
 
-def test_a_ranks_complaint_is_given_in_its_line(tmp_path, monkeypatch, capsys):
+def test_a_ranks_complaint_is_given_in_its_line(forked, tmp_path, monkeypatch, capsys):
     weights = ["--gpus", "2", "--device", "cpu", "--ckpt", "x", "--vae", "x", "--output"]
     with pytest.raises(SystemExit) as stop:
         here(monkeypatch, *weights, tmp_path / "x.json")
