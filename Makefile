@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: sample test clean
+unexport PYTHONDONTWRITEBYTECODE # pip compiles nothing below: Python keeps what it has compiled of what is imported
 
 sample: $(VENV)/ready
 	$(BIN)/python sample.py --model DiT-Demo/2 --output sample.png
@@ -21,9 +22,7 @@ $(VENV)/ready: requirements.txt
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends python3-venv; } || { \
 	  echo "python cannot make a venv: sudo apt-get install python3-venv, then make again"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@# compileall uses all cores, pip one. Its status is ignored: packages ship files for other versions of Python.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
-	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 clean:
