@@ -74,6 +74,7 @@ def algorithms(network: FastDiT, m: int) -> Iterator[list]:
 
 
 def rewritten(function: Callable) -> Callable:
+    """The same function, its result written by torch's multiplication."""
     return lambda *given, **options: function(*given, **options) * 1
 
 
@@ -130,8 +131,8 @@ def work(args: Namespace, device: torch.device) -> None:
 
 
 def reports(text: str) -> tuple[int, dict[str, int], list[str]]:
-    """What a tool printed: how many reports name a kernel of `libraries`, how often which others are named, and all
-    lines but the libraries' reports."""
+    """What a tool printed: how many reports name a kernel of `LIBRARIES`, how many each other kernel, and all lines but
+    the libraries' reports."""
     foreign, ours, lines = 0, Counter(), []
     for block in BLOCKS.split(text):
         names = [name.partition("+0x")[0] for name in REPORTED.findall(block)]
@@ -172,7 +173,7 @@ def under(tool: str | None, mode: str, args: Namespace) -> dict:
 
 def line(row: dict) -> str:
     """A record as it is printed."""
-    verdict = f"status {row['status']}, {row['errors']} errors {row['reported_in'] or ''}"
+    verdict = f"status {row['status']}, {row['errors']} errors, of ours {row['reported_in']}"
     if row["clean"]:
         verdict = f"clean, but {row['libraries']} reports in libraries" if row["libraries"] else "clean"
     if row["status"] is None:
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--side", type=positive, default=32, help="of a latent, even; 64 is a picture of 512 px")
     parser.add_argument("--limit", type=positive, default=120, help="seconds of a run")
     parser.add_argument("--work", action="store_true", help="no tool: launch the kernels in this process")
-    parser.add_argument("--rewrite", action="store_true", help="for --work: torch copies what TMA has stored")
+    parser.add_argument("--rewrite", action="store_true", help="for --work: torch writes again what TMA has stored")
     measure.add_arguments(parser, network=False)
     args = parser.parse_args()
     with user_errors(parser):

@@ -55,6 +55,8 @@ def test_backends_of_tensors(seen):
         x, branch = torch.empty(2, 64, 1152, device=GPU), torch.empty(2, 64, 1152, device=GPU, dtype=torch.float16)
         weight, bias = torch.empty(8, 8, device=GPU, dtype=torch.float16), torch.empty(8, device=GPU)
         assert adaln._portable(x) == "triton"
+        runs = [attention._runs(backend, branch, 72) for backend in attention.GENERATIONS]
+        assert runs == [seen in HOPPER, seen in AMPERE]
         assert adaln_hopper.runs(x, x, ((branch, 0),), torch.float16) == (seen == (9, 0))
         assert Linear(weight, bias).backend == "tuned" and Linear(weight.float(), bias).backend == "torch"
 

@@ -189,7 +189,7 @@ def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_
 
 def test_world_independent_noise(demo, one, tmp_path):
     """Three ranks, one rank, and a job begun by two and ended by one: the same pictures."""
-    wanted = 16
+    wanted = 14
     how = [*demo, *FID, "--num-fid-samples", wanted, "--num-sampling-steps", 6, "--world-independent-noise"]
     text = run(3, *how, "--sample-dir", tmp_path / "3")
     shown = [int(number) for number in re.findall(rf"(\d+)/{wanted} \[\S+ +\S*(?:picture/s|s/picture)\]", text)]

@@ -73,7 +73,7 @@ VARIANTS = {
     "attention": lambda _: (
         attention._attention,
         ["*fp16", "*fp16", "*fp16", "i32*16", "i32*16", "i32*16", "i32*16", "fp32"],
-        dict(TOKENS=1024, DIM=72, MAIN=64, REST=16, **attention.TILE),
+        dict(TOKENS=1024, **attention.TILE),
     ),
     "split_linear": lambda _: (
         split_linear._split_linear,

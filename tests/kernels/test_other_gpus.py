@@ -50,7 +50,7 @@ ANY_GPU = [
     ("test_group_norm", "group_norm.triton", "check(80, 16, 9, 8, *tests.FORMS[3], 'cuda', 'triton')"),
 ]
 TENSOR_CORES = [
-    ("test_attention", "attention.triton", "check_triton()"),
+    ("test_attention", "attention.triton", "check_on_a_gpu()"),
     ("test_split_linear", "split_linear.triton", "check_linear(2048, 3456, 1152, 'triton', 'cuda')"),
     ("test_split_linear", "split_linear.triton", "check_linear(33, 200, 72, 'triton', 'cuda')"),
     ("test_split_attention", "split_attention.triton", "check(2, 1024, 16, 72, 'triton', 'cuda')"),

@@ -5,7 +5,7 @@
 Every backend but "torch" keeps softmax's statistics in float32 and never stores the (T, T) weights.
 
     hopper                      our kernel: half precision, head dim 72, capability 9.0; not differentiable
-    triton                      our kernel for Ampere and Ada: half precision, any head dim from 16; not differentiable
+    triton                      our kernel for Ampere and Ada: half precision, head dim 72; not differentiable
     cudnn, flash, efficient     torch's kernels; torch refuses what they cannot do
     torch                       the reference, any dtype and device
     auto                        head dim 72 in half precision: hopper on Hopper, triton on Ampere and Ada
@@ -19,7 +19,8 @@ from torch import Tensor
 from accel.kernels import check_backend, cuda
 from accel.kernels.attention import hopper, reference, sdpa
 
-BACKENDS = ("auto", "hopper", "triton", *sdpa.KERNELS, "torch")
+GENERATIONS = {"hopper": "9.0", "triton": "8.0 to 8.9"}  # the capabilities that our kernels are for
+BACKENDS = ("auto", *GENERATIONS, *sdpa.KERNELS, "torch")
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
@@ -41,9 +42,10 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
         return "torch"
     if dtype not in cuda.HALF or capability < (8, 0):
         return "efficient"
-    if dim == hopper.HEAD_DIM and capability <= (9, 0):  # which libraries pad to 96
-        return "hopper" if capability == (9, 0) else "triton" if cuda.HAS_TRITON else "flash"
-    return "cudnn" if capability == (9, 0) and dim <= 128 and dim % 8 == 0 else "flash"
+    ours = dim == hopper.HEAD_DIM  # which libraries pad to 96
+    if capability == (9, 0):
+        return "hopper" if ours else "cudnn" if dim <= 128 and dim % 8 == 0 else "flash"
+    return "triton" if ours and capability[0] == 8 and cuda.HAS_TRITON else "flash"
 
 
 def _attend(qkv, kv, num_heads, backend):
@@ -63,15 +65,20 @@ def _resolve(qkv, num_heads, backend):
     """The backend's name, also for "auto"."""
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
-    capability, takes = cuda.capability(qkv.device), None
-    if backend == "hopper" and (capability != (9, 0) or dim != hopper.HEAD_DIM):
-        takes = f"head dim {hopper.HEAD_DIM} on a GPU of capability 9.0"
-    if backend == "triton" and (qkv.is_cuda and not (8, 0) <= capability < (9, 0) or qkv.dtype not in cuda.HALF):
-        takes = "half precision on a GPU of capability 8.0 to 8.9"
-    if takes:
+    if backend == "auto":
+        return choose(qkv.device, qkv.dtype, dim)
+    if backend in GENERATIONS and not _runs(backend, qkv, dim):
+        takes = f"half precision and head dim {hopper.HEAD_DIM} on a GPU of capability {GENERATIONS[backend]}"
         given = f"{qkv.dtype} and head dim {dim} on {qkv.device}"
         raise ValueError(f"attention: backend {backend!r} takes {takes}, not {given}; take 'auto'")
-    return choose(qkv.device, qkv.dtype, dim) if backend == "auto" else backend
+    return backend
+
+
+def _runs(backend, qkv, dim):
+    """Whether one of our kernels takes this; on a CPU Triton's interpreter does."""
+    capability = cuda.capability(qkv.device)
+    on_its_gpu = capability == (9, 0) if backend == "hopper" else capability[0] == 8 or not qkv.is_cuda
+    return on_its_gpu and dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF
 
 
 def _heads(qkv, kv, num_heads):
