@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from accel.checkpoint import Held
 from accel.engine import Engine
 from accel.errors import UsageError
 from accel.options import SamplingOptions
 from accel.precision import apply_precision, switches_kept
 from accel.progress import step_bar
 from accel.vae import to_grid
+from accel.weights.checkpoint import Held
 
 Labels = int | str | Iterable[int | str]
 

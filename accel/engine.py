@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from accel import precision, vae
-from accel.checkpoint import Checkpoint, Held, published_name, shapes_only
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
@@ -22,6 +21,7 @@ from accel.network import MODELS, Network, constructor, plain, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampler import OnStep, denoise, initial_noise
+from accel.weights.checkpoint import Checkpoint, Held, published_name, shapes_only
 from diffusion import create_diffusion
 
 #################################################################################

@@ -6,9 +6,9 @@ import json
 from copy import copy
 from pathlib import Path
 
-from accel.checkpoint import Checkpoint
 from accel.errors import UsageError
 from accel.options import SamplingOptions
+from accel.weights.checkpoint import Checkpoint
 from diffusion.respace import SpacedDiffusion
 from diffusion.strides import Strides
 

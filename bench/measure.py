@@ -16,7 +16,6 @@ import torch
 from tqdm import tqdm
 
 from accel import engine, precision, vae
-from accel.diffusers_layout import config_of, to_diffusers
 from accel.errors import UsageError
 from accel.fast import family_of
 from accel.fast.dit import Optimisations
@@ -25,6 +24,7 @@ from accel.network import MODELS, Network, PlainDiT, guide, plain
 from accel.options import ROOT, SamplingOptions, check_writable, positive
 from accel.sampler import denoise
 from accel.vae.decoder import SD_VAE_FT, Decoder
+from accel.weights.diffusers_layout import config_of, to_diffusers
 from diffusion import create_diffusion
 from diffusion.respace import SpacedDiffusion
 

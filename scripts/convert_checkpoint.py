@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from accel.checkpoint import find_model
 from accel.command_line import OneLineParser, user_errors
-from accel.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.errors import UsageError
 from accel.files import atomic_write
-from accel.tensor_files import digest, mode_of
 from accel.vae import find_vae
+from accel.weights.checkpoint import find_model
+from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
+from accel.weights.tensor_files import digest, mode_of
 
 # DiT's diffusion process.
 SCHEDULER = {"_class_name": "DDIMScheduler", "beta_start": 0.0001, "beta_end": 0.02, "clip_sample": False}

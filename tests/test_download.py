@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import download
 import pretrained_models.download
-from accel import checkpoint
 from accel.errors import UsageError
 from accel.options import DEMO
+from accel.weights import checkpoint
 from models import DiT
 
 NAME = "DiT-XL-2-512x512.pt"

@@ -41,20 +41,15 @@ RULES = {
     "accel/command_line.py": ERRORS | {"accel.options"},
     "accel/kernels/": {"accel.files", "accel.gpu"},
     "accel/network.py": {"accel.graphs", "large_dit", "models"},
-    "accel/tensor_files.py": ERRORS,
-    "accel/diffusers_layout.py": ERRORS | {"accel.tensor_files", "models"},
-    "accel/consolidated_layout.py": ERRORS | {"accel.network", "accel.tensor_files"},
-    "accel/checkpoint.py": ERRORS
-    | {"accel.consolidated_layout", "accel.diffusers_layout", "accel.network", "accel.tensor_files", "models"},
+    "accel/weights/": ERRORS | {"accel.network", "models"},
     "accel/fast/": {"accel.graphs", "accel.kernels", "accel.network", "accel.precision", "large_dit", "models"},
     "accel/sampler.py": {"accel.kernels", "accel.network", "diffusion"},
-    "accel/forecast.py": {"accel.checkpoint", "accel.errors", "accel.options", "diffusion"},
-    "accel/vae/": ERRORS
-    | {"accel.checkpoint", "accel.diffusers_layout", "accel.kernels", "accel.precision", "accel.tensor_files"},
+    "accel/forecast.py": {"accel.weights", "accel.errors", "accel.options", "diffusion"},
+    "accel/vae/": ERRORS | {"accel.kernels", "accel.precision", "accel.weights"},
     "accel/parallel/": ERRORS | {"accel.graphs", "accel.kernels", "accel.network", "accel.options", "accel.precision"},
     "accel/engine.py": ERRORS
     | {
-        "accel.checkpoint",
+        "accel.weights",
         "accel.fast",
         "accel.forecast",
         "accel.gpu",
@@ -70,7 +65,7 @@ RULES = {
     },
     "accel/fid/": ERRORS | {"accel.engine", "accel.kernels", "accel.options", "accel.parallel", "accel.vae"},
     "accel/api.py": {
-        "accel.checkpoint",
+        "accel.weights",
         "accel.engine",
         "accel.errors",
         "accel.options",
@@ -88,7 +83,7 @@ RULES = {
         "accel.options",
         "accel.parallel",
     },
-    "download.py": {"accel.checkpoint"},
+    "download.py": {"accel.weights"},
     "pretrained_models/download.py": {"download"},
     "pretrained_models/demo/": {"accel", "diffusion", "evaluate", "large_dit", "models"},
     "bench/": {"accel", "diffusion", "evaluate", "large_dit", "models"},

@@ -63,7 +63,7 @@ def test_parity_would_fail_if_adaln_stayed_zero():
 def test_equals_diffusers_where_its_deviations_are_neutralised():
     from diffusers import DiTTransformer2DModel
 
-    from accel.diffusers_layout import to_diffusers
+    from accel.weights.diffusers_layout import to_diffusers
 
     model = fill(DiT(**SMALL))
     theirs = DiTTransformer2DModel(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from accel.checkpoint import FOLDER, fetch_from_hub, shapes_only
-from accel.diffusers_layout import WEIGHTS, weight_files
 from accel.errors import UsageError
 from accel.precision import convolutions
-from accel.tensor_files import cached_digest, file_stamps, mode_of, read_json, read_tensors, require_floats
 from accel.vae.decoder import Decoder
+from accel.weights.checkpoint import FOLDER, fetch_from_hub, shapes_only
+from accel.weights.diffusers_layout import WEIGHTS, weight_files
+from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_json, read_tensors, require_floats
 
 SCALE = 0.18215  # latents of sd-vae-ft-* times this have about unit variance
 PUBLISHED = ("ema", "mse")

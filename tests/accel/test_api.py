@@ -70,7 +70,7 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
 @DEVICES
 def test_a_module_that_the_caller_holds(device):
     """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by name. They are copied."""
-    from accel.checkpoint import find_model
+    from accel.weights.checkpoint import find_model
 
     model = DiT_models["DiT-Demo/2"]()
     model.load_state_dict(find_model(DEMO / "dit.safetensors"))

@@ -13,11 +13,11 @@ from hub import Hub
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
-from accel import checkpoint, tensor_files
-from accel.checkpoint import Checkpoint, find_model, published_name, shapes_only
-from accel.diffusers_layout import to_diffusers
 from accel.errors import UsageError
 from accel.options import DEMO
+from accel.weights import checkpoint, tensor_files
+from accel.weights.checkpoint import Checkpoint, find_model, published_name, shapes_only
+from accel.weights.diffusers_layout import to_diffusers
 from models import DiT, DiT_models
 
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)

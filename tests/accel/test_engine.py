@@ -43,7 +43,11 @@ def load(options):
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
-    for fetch in ("accel.vae.fetch_from_hub", "accel.checkpoint.fetch_from_hub", "accel.checkpoint._download"):
+    for fetch in (
+        "accel.vae.fetch_from_hub",
+        "accel.weights.checkpoint.fetch_from_hub",
+        "accel.weights.checkpoint._download",
+    ):
         monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr(vae, "FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):

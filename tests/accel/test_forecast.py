@@ -13,13 +13,13 @@ from networks import build, small
 from safetensors.torch import save_file
 
 from accel import sampler
-from accel.checkpoint import Checkpoint
 from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
 from accel.fast.dit import FastDiT, Optimisations
 from accel.forecast import KIND, StridePlan, plan_path, read_plan, settings_of, write_plan
 from accel.network import PlainDiT
 from accel.options import SamplingOptions
+from accel.weights.checkpoint import Checkpoint
 from diffusion import create_diffusion
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from conftest import fill
 from safetensors.torch import save_file
 
 from accel import engine
-from accel.checkpoint import Checkpoint
 from accel.errors import UsageError
 from accel.network import MODELS, plain
 from accel.options import SamplingOptions
+from accel.weights.checkpoint import Checkpoint
 from large_dit import DiT_Llama
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from accel.checkpoint import Checkpoint
 from accel.forecast import settings_of
 from accel.options import SamplingOptions
+from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
 from scripts.calibrate import best_plans, kinds_up_to
 

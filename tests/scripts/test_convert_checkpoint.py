@@ -9,9 +9,9 @@ from conftest import fill
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
-from accel.diffusers_layout import to_diffusers
 from accel.network import MODELS
 from accel.options import DEMO
+from accel.weights.diffusers_layout import to_diffusers
 from diffusion import create_diffusion
 from download import find_model
 from models import DiT_models

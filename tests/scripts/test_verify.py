@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import evaluate
-from accel.checkpoint import Checkpoint
 from accel.errors import UsageError
 from accel.forecast import settings_of, write_plan
 from accel.options import SamplingOptions
 from accel.vae import to_grid
+from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate, verify
 
 

@@ -10,12 +10,12 @@ from reference_large_dit import large_dit
 from test_large_dit import FORMS, batch, build
 
 from accel import accelerate, engine, sampler
-from accel.checkpoint import Checkpoint, shapes_only
 from accel.errors import UsageError
 from accel.fast import load
 from accel.fast.large_dit import FastLargeDiT
 from accel.network import guide, plain
 from accel.options import SamplingOptions
+from accel.weights.checkpoint import Checkpoint, shapes_only
 from diffusion import create_diffusion
 from large_dit import DiT_Llama, Large_DiT_models
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accel.errors import UsageError
 from accel.network import QK_NORM
-from accel.tensor_files import read_namespace
+from accel.weights.tensor_files import read_namespace
 
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"  # the first that is there is used
 ARGUMENTS = "model_args.pth"

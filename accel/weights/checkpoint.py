@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from accel import consolidated_layout, diffusers_layout
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.network import MODELS, constructor, unwrapped
-from accel.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
+from accel.weights import consolidated_layout, diffusers_layout
+from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
 from models import DiT
 
-FOLDER = Path(__file__).resolve().parents[1] / "pretrained_models"
+FOLDER = Path(__file__).resolve().parents[2] / "pretrained_models"
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}  # published names; the variable's name is upstream's
 

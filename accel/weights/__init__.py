@@ -1,0 +1,1 @@
+"""The weights of a network: a name, file, folder or hub id → tensors. One file a layout."""
