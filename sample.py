@@ -19,14 +19,13 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         options = options_from(args)
-        each = options.for_each_seed()
-        for one in each:
+        for one in options.for_each_seed():
             one.check_output()
         from accel.engine import Engine  # after the cheap checks: torch is slow to import
 
         engine = Engine(options)
         print(engine.describe())
-        latents = []
+        each, latents = engine.options.for_each_seed(), []
         for one in each:
             engine.reconfigure(one)
             latents.append(engine.sample())

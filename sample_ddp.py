@@ -15,6 +15,7 @@ from accel.options import DistributedOptions
 if TYPE_CHECKING:  # torch is slow to import
     from accel.engine import Engine
     from accel.parallel.processes import Job
+    from accel.weights.checkpoint import Checkpoint
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
@@ -66,14 +67,22 @@ def stop_at_once(*_) -> None:
     os._exit(STOPPED)
 
 
-def load(options: DistributedOptions, job: "Job", batch_rows: int, **how) -> "Engine":
-    """The engine on this rank. What any rank lacks is named before anything is sampled."""
-    from accel.engine import Engine, open_checkpoint
+def open_weights(options: DistributedOptions, job: "Job") -> tuple["Checkpoint", DistributedOptions]:
+    """The weights, fetched, and the options with all that follows from them. What any rank lacks is named before
+    anything is sampled."""
+    from accel.engine import fetch, open_checkpoint
 
     checkpoint = job.run_collectively(lambda: open_checkpoint(options))
     # One download where the file system is shared, one a node where it is not.
-    job.run_collectively(checkpoint.fetch, only=0)
-    job.run_collectively(lambda: job.local_rank or checkpoint.fetch())
+    job.run_collectively(lambda: fetch(options, checkpoint), only=0)
+    job.run_collectively(lambda: job.local_rank or fetch(options, checkpoint))
+    return checkpoint, job.run_collectively(lambda: fetch(options, checkpoint))
+
+
+def load(options: DistributedOptions, job: "Job", batch_rows: int, **how) -> "Engine":
+    """The engine on this rank."""
+    from accel.engine import Engine
+
     engine = job.run_collectively(lambda: Engine(options, batch_rows, job.from_rank_0, **how))
     print(f"{engine.describe()} · {job.world} rank{'s' * (job.world > 1)}")
     return engine
@@ -86,16 +95,19 @@ def sample_grid(options: DistributedOptions, job) -> None:
     from accel.parallel.planner import OFF, Planner
     from accel.parallel.rows import gather_rows, share
 
+    job.run_collectively(lambda: [one.check_output() for one in options.for_each_seed()], only=0)
+    checkpoint, options = open_weights(options, job)
     n, each = len(options.labels), options.for_each_seed()
-    job.run_collectively(lambda: [one.check_output() for one in each], only=0)
     planner = Planner(job, options, job.run_collectively(lambda: empty_model(options)))
     wanted = job.run_collectively(planner.wanted)
     job.open_collectives(options.device)
     layout = wanted or OFF
     at_once = min(n, (options.batch_size or n) * layout.busy(job.world) // layout.ranks)  # pictures, of all ranks
-    engine = load(options, job, layout.batch_rows(at_once, job.world), divided=layout.weights > 1)
+    rows = layout.batch_rows(at_once, job.world) // (1 if options.guided else 2)
+    engine = load(options, job, rows, checkpoint=checkpoint, divided=layout.weights > 1)
     with engine.watch.phase("plan"):
         engine.network, layout = planner.parallel(engine.network, wanted)
+    checkpoint.close()  # ranks that divide the weights have read their parts
 
     busy = layout.busy(job.world)
     mine = share(n, busy, job.rank)  # the pictures that this rank decodes
@@ -126,8 +138,10 @@ def sample_for_fid(options: DistributedOptions, job) -> None:
     from accel import fid
 
     job.run_collectively(lambda: fid.check(options, job.world), only=0)
+    checkpoint, options = open_weights(options, job)
     with fid.locked(options, job):
-        fid.run(load(options, job, fid.batch_rows(options), tuner_folders=fid.tuner_folders(options)), job)
+        how = dict(checkpoint=checkpoint, tuner_folders=fid.tuner_folders(options))
+        fid.run(load(options, job, fid.batch_rows(options), **how), job)
 
 
 if __name__ == "__main__":

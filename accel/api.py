@@ -10,11 +10,11 @@ from PIL import Image
 
 from accel.engine import Engine
 from accel.errors import UsageError
-from accel.options import SamplingOptions
+from accel.options import MODELS, SamplingOptions
 from accel.precision import apply_precision, switches_kept
 from accel.progress import step_bar
 from accel.vae import to_grid
-from accel.weights.checkpoint import Held
+from accel.weights.checkpoint import HUB_ID, Held
 
 Labels = int | str | Iterable[int | str]
 
@@ -37,7 +37,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: str | torch.nn.Module = "DiT-XL/2",
+        model: str | torch.nn.Module | None = None,
         *,
         image_size: int | None = None,
         precision: str | None = None,
@@ -45,21 +45,23 @@ class Sampler:
         vae: str | Path | None = None,
         **options,
     ):
-        held = None if isinstance(model, str) else Held(model)
+        held = Held(model) if isinstance(model, torch.nn.Module) else None
         if held:
             if wrong := [name for name in ("ckpt", "forecast", "forecast_plan") if name in options]:
                 raise UsageError(f"{wrong[0]}: is for weights on disk, and the model was given; drop it")
-            model, image_size = held.name, image_size or held.image_size
-            options = {"num_classes": held.num_classes, **options}
-        if classes := options.get("num_classes"):
-            options.setdefault("labels", tuple(range(min(classes, 8))))  # to load for; ImageNet's may not be among them
+            model, options["ckpt"] = None, held.name
+        elif model not in (None, *MODELS) and (Path(model).exists() or HUB_ID.fullmatch(model)):
+            if "ckpt" in options:
+                raise UsageError(f"ckpt={options['ckpt']}: conflicts with {model}, which are weights too; give one")
+            model, options["ckpt"] = None, model
         if isinstance(vae, torch.nn.Module):
             raise UsageError(f"--vae {type(vae).__name__}: give ema, mse or a folder; save_pretrained writes one")
         device, vae = (None if given is None else str(given) for given in (device, vae))
         options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
-        self.options = SamplingOptions(**options).resolve()
+        options = SamplingOptions(**options).resolve()
         with switches_kept():
-            self._engine = Engine(self.options, held=held)
+            self._engine = Engine(options, checkpoint=held)
+        self.options = self._engine.options
         if held:
             self._engine.checkpoint = None  # a copy of the caller's weights, which the network has by now
 

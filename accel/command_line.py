@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 
-from accel.errors import INTERRUPTED, USAGE, UsageError
+from accel.errors import INTERRUPTED, USAGE, UsageError, shown
 from accel.options import SamplingOptions, flag_names
 
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
@@ -34,7 +34,7 @@ class OneLineParser(argparse.ArgumentParser):
                 stream.reconfigure(errors="plain")
 
     def error(self, message: str) -> None:
-        self.exit(USAGE, f"{self.prog}: {message}\n")
+        self.exit(USAGE, f"{self.prog}: {shown(message, 1000)}\n")
 
 
 class _Once(argparse.Action):
@@ -53,9 +53,9 @@ def add_arguments(
     """Add a flag for every field of `options` but those in `leave_out`, in the groups that the fields name."""
     groups = {}
     for item in fields(options):
-        if item.name in leave_out:
+        if item.name in leave_out or not item.metadata:
             continue
-        argument = {key: value for key, value in item.metadata.items() if key not in ("names", "group")}
+        argument = {key: value for key, value in item.metadata.items() if key not in ("names", "group", "bounds")}
         if item.default is None and not argument.keys() & {"nargs", "type", "choices", "action"}:
             argument["action"] = _Once
         if item.default not in (None, MISSING) and "action" not in argument:

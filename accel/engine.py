@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.forecast import StridePlan, read_plan
 from accel.gpu import missing_code
-from accel.network import MODELS, Network, constructor, plain, rows_of_a_latent
+from accel.network import MODELS, Network, plain, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampler import OnStep, denoise, initial_noise
-from accel.weights.checkpoint import Checkpoint, Held, published_name, shapes_only
+from accel.weights.checkpoint import Checkpoint, Held, published_name
+from accel.weights.identity import shapes_only
 from diffusion import create_diffusion
 
 #################################################################################
@@ -61,23 +63,48 @@ def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[st
         raise UsageError(str(error)) from None
 
 
-def empty_model(options: SamplingOptions, build: Callable | None = None) -> torch.nn.Module:
-    """The model of `options` on the meta device: shapes without values. UsageError for a model or size that is none.
-    build: makes the model, in place of the entry of MODELS."""
-    build = build or MODELS.get(options.model)
-    if build is None:
-        raise UsageError(f"--model {options.model}: unknown; choose from {', '.join(MODELS)}")
+def empty_model(options: SamplingOptions) -> torch.nn.Module:
+    """The model of `options` on the meta device: shapes without values."""
+    build = options.weights.build if options.weights else MODELS[options.model]
     with shapes_only():
-        model = build(input_size=options.latent_size, num_classes=options.num_classes)
-    if options.latent_size % model.patch_size:
-        side = 8 * model.patch_size
-        raise UsageError(f"--image-size {options.image_size}: must be a multiple of {side} for {options.model}")
-    return model
+        return build(input_size=options.latent_size, num_classes=options.num_classes)
 
 
 def open_checkpoint(options: SamplingOptions) -> Checkpoint:
     """The options' weights, not fetched or read yet. Raises UsageError if there are none of that name."""
-    return Checkpoint(options.ckpt or published_name(options.model, options.image_size, options.num_classes))
+    name = options.ckpt or published_name(options.model, options.image_size, options.num_classes)
+    # A CPU computes with copies: whoever writes to the file meanwhile must not change what is computed with. A network
+    # that ranks divide stays in the file, of which each reads its part.
+    divided = "weights" in (getattr(options, "mesh", None) or ())
+    return Checkpoint(name, mapped=options.device != "cpu" or divided)
+
+
+def fetch(options: SamplingOptions, checkpoint: Checkpoint | Held) -> SamplingOptions:
+    """Download what is not here yet of network and decoder. Returns the options with all that follows from the weights.
+    Raises UsageError that names all that is missing."""
+    missing = []
+
+    def find_vae(name):
+        if options.output_type == "image":
+            vae.find_vae(name)
+
+    def attempt(work, *arguments):
+        try:
+            work(*arguments)
+        except UsageError as error:
+            missing.append(str(error))
+
+    if options.vae:
+        attempt(find_vae, options.vae)
+    attempt(checkpoint.fetch)
+    if not missing:
+        options = options.complete(checkpoint)
+        attempt(find_vae, options.vae)
+    if len(missing) > 1:
+        missing.append("or take --model DiT-Demo/2, which ships with both")
+    if missing:
+        raise UsageError("; ".join(missing))
+    return options
 
 
 #################################################################################
@@ -100,21 +127,11 @@ def load_network(
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    state = checkpoint.state
-    model = empty_model(options, checkpoint.build or constructor(options.model, state))
-    checkpoint.require_fit(options.model, model, options.image_size)
-    trained_with = checkpoint.trained_with
-    for name in ("image_size", "vae"):
-        here, there = getattr(options, name), trained_with.get(name)
-        if there not in (None, here):
-            flag = name.replace("_", "-")
-            print(f"{options.model}: weights trained with --{flag} {there}, sampling with {here}")
+    state, model, trained = checkpoint.state, empty_model(options), options.weights.image_size
+    if trained not in (None, options.image_size):
+        print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
-        trained = round(table.shape[1] ** 0.5) * model.patch_size * 8
-        print(
-            f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px with new positions"
-        )
         state = {**state, "pos_embed": model.position_table()}
     if precision.TIERS[tier].accelerated:
         from accel import fast  # brings Triton; the other tiers need not wait for it
@@ -135,7 +152,7 @@ def overflows(network: Network, options: SamplingOptions, device: torch.device, 
     """Whether `network` gives infinities or NaN on noise, at the first, the middle and the last timestep."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     n, side = batch_rows // rows_of_a_latent(batch_rows, options.guided), options.latent_size
-    labels = (list(options.labels) * n)[:n] + [options.num_classes] * (batch_rows - n)
+    labels = (list(options.labels or (0,)) * n)[:n] + [options.num_classes] * (batch_rows - n)
     y = torch.tensor(labels, device=device)
     x = torch.randn(n, network.in_channels, side, side, generator=generator, device=device)
     # On the rows of the run: other shapes would be compiled and tuned for nothing.
@@ -153,7 +170,7 @@ class Engine:
 
     batch_rows: rows of one network evaluation on this rank; by default two for every label. share(make): `make()` of
     rank 0, on every rank. tuner_folders: where the GEMM autotuner keeps what it measures. divided: as load_network
-    has it. held: weights in place of the options'.
+    has it. checkpoint: the weights, where they are opened already.
     """
 
     def __init__(
@@ -163,24 +180,26 @@ class Engine:
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
         tuner_folders: list[Path] | None = None,
         divided: bool = False,
-        held: Held | None = None,
+        checkpoint: Checkpoint | Held | None = None,
     ):
-        self.options, self.device = options, choose_device(options)
-        self.batch_rows = batch_rows or 2 * min(len(options.labels), options.batch_size or len(options.labels))
+        self.device = choose_device(options)
         self.share, self.tuner_folders = share, tuner_folders
         self.watch = Stopwatch(self.device)
         self.decoder = self._loading_decoder = None
-        with self.watch.phase("load"), self._memory():
+        with self.watch.phase("load"):
             # What the flags alone decide is refused before weights are fetched and read.
-            empty_model(options, held and held.build)
-            self.checkpoint = held or open_checkpoint(options)
+            self.checkpoint = checkpoint or open_checkpoint(replace(options, device=str(self.device)))
             self.precision, self.decoder_precision = choose_precision(options, self.device)
+            self.options = options = options if options.weights else fetch(options, self.checkpoint)
+            at_once = min(len(options.labels or ()), options.batch_size or len(options.labels or ()))
+            self.batch_rows = batch_rows or (2 if options.guided else 1) * at_once
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             self._prepare_steps(options)
-            self._load_network(divided)
+            with self._memory():
+                self._load_network(divided)
 
     def _prepare_steps(self, options):
-        diffusion = create_diffusion(str(options.num_sampling_steps))
+        diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.weights.learn_sigma)
         planned = options.forecast == "plan"
         self.plan = StridePlan(diffusion, read_plan(options, self.checkpoint)) if planned else None
         self.diffusion = diffusion
@@ -195,6 +214,8 @@ class Engine:
     def _load_network(self, divided=False):
         tier, rows = self.precision, self.batch_rows
         self.network = load_network(self.options, self.checkpoint, tier, self.device, rows, self.tuner_folders, divided)
+        if not divided:
+            self.checkpoint.close()
         if not precision.TIERS[tier].accelerated:
             return
         self.network.tune([rows * (self.options.latent_size // self.network.patch_size) ** 2], self.share)
@@ -249,7 +270,7 @@ class Engine:
             if on_step is not None:
                 on_step(index, x)
 
-        how = {"plan": self.plan, "eta": options.ddim_eta, **how, "on_step": after_step}
+        how = {"plan": self.plan, "eta": options.ddim_eta, "guided": options.guided, **how, "on_step": after_step}
         with self._memory():
             latents = denoise(self.network, self.diffusion, z, labels, options.cfg_scale, options.num_classes, **how)
         failed = torch.nonzero(~sums.isfinite())

@@ -17,6 +17,12 @@ class Stopped(Exception):
     """The job was asked to stop and has recorded its work; the text goes to the user. Commands exit with STOPPED."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """`value` as a message shows it: on one line, without control characters, and not longer than `most`."""
+    text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+
+
 @contextmanager
 def path_errors(flag: str, path: str | Path, remedy: str = "choose another path") -> Iterator[None]:
     """Turn an OSError of the block into a UsageError about `path`, which the user named by `flag`."""

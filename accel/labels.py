@@ -5,10 +5,11 @@ import importlib.util
 import operator
 import re
 import runpy
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from accel.errors import UsageError
+from accel.errors import UsageError, shown
 
 DEMO = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")
 NEAREST = 5  # names that an error suggests
@@ -29,24 +30,26 @@ def _imagenet():
     return tuple(runpy.run_path(str(file))["_IMAGENET_CATEGORIES"]) if file and file.exists() else ()
 
 
-def find_label(label: int | str, model: str, num_classes: int) -> int:
+def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     """The number of a class, given as a number or a name: the whole name, or words that one name alone contains.
 
-    Case and punctuation matter only where two names differ in nothing else. UsageError for any other label.
+    names: of all classes, or () where they are unknown; a name may list several, separated by commas. Case and
+    punctuation matter only where two names differ in nothing else. UsageError for any other label.
     """
-    if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d+\s*", label):
+    if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d{1,30}\s*", label):
         number = int(label) if isinstance(label, str) else operator.index(label)
         if not 0 <= number < num_classes:
-            raise UsageError(f"--labels {number}: the model knows classes 0 to {num_classes - 1}")
+            raise UsageError(f"--labels {shown(str(number))}: the model knows classes 0 to {num_classes - 1}")
         return number
-    names = class_names(model, num_classes)
     if not names:
-        raise UsageError(f"--labels {label}: no class names are known here; give a number from 0 to {num_classes - 1}")
+        raise UsageError(
+            f"--labels {shown(label)}: no class names are known here; give a number from 0 to {num_classes - 1}"
+        )
     if label in names:
-        return names.index(label)
+        return list(names).index(label)
     words = file_name(label)
     plain = [file_name(name) for name in names]
-    found = [i for i, name in enumerate(plain) if name == words]
+    found = [i for i, name in enumerate(names) if words in map(file_name, name.split(","))]
     found = found or [i for i, name in enumerate(plain) if words and f"-{words}-" in f"-{name}-"]
     if len(found) == 1:
         return found[0]
@@ -54,7 +57,7 @@ def find_label(label: int | str, model: str, num_classes: int) -> int:
     listed = ", ".join(f"{names[i]} ({i})" for i in near[:NEAREST]) + ", …" * (len(near) > NEAREST)
     problem = f"{len(found)} classes have that name" if found else "no class has that name"
     remedy = f"give one of {listed}" if near else f"give a number from 0 to {num_classes - 1}"
-    raise UsageError(f"--labels {label}: {problem}; {remedy}")
+    raise UsageError(f"--labels {shown(label)}: {problem}; {remedy}")
 
 
 def file_name(name: str) -> str:

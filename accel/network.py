@@ -9,9 +9,8 @@ T = (H/p)² tokens, D width.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from models import DiT, DiT_models, attention
 MODELS = {**DiT_models, **Large_DiT_models}  # every name that --model takes → its constructor
 KEPT = 4  # captured steps: of another guidance or number of steps, each is another
 GUIDED_CHANNELS = 3  # of the noise estimate; the published pictures were made so
-QK_NORM = "layers.0.attention.q_norm.weight"  # a weight of a Large-DiT with qk_norm only
 
 
 def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
@@ -226,8 +224,3 @@ PLAIN = {DiT: PlainDiT, DiT_Llama: PlainLargeDiT}
 def plain(model: torch.nn.Module) -> Plain:
     """A module of MODELS behind the protocol."""
     return PLAIN[type(model)](model)
-
-
-def constructor(name: str, weights: Container[str]) -> Callable[..., torch.nn.Module]:
-    """The constructor `name` of MODELS. Whether a Large-DiT has qk-norm follows from the names of its `weights`."""
-    return partial(MODELS[name], qk_norm=QK_NORM in weights) if name in Large_DiT_models else MODELS[name]

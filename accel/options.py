@@ -1,17 +1,26 @@
 """Every option once: its default, its flag, its check. accel/command_line.py makes the flags."""
 
 import argparse
+import numbers
+import operator
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from accel.errors import UsageError, path_errors
+from accel.errors import UsageError, path_errors, shown
 from accel.files import atomic_write
 from accel.labels import class_names, file_name, find_label
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "pretrained_models" / "demo"
 
+MODELS = (
+    *(f"DiT-{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8)),
+    "DiT-Demo/2",
+    *(f"Large-DiT-{size}/2" for size in ("600M", "3B", "7B", "Demo")),
+)
 # What a model implies for the options that the user leaves open. Published weights exist for XL/2 at 256 and 512 px.
 IMAGENET = dict(image_size=512, num_classes=1000, labels=(207, 360, 387, 974, 88, 979, 417, 279), vae="ema", ckpt=None)
 DRAWN = dict(image_size=128, num_classes=8, labels=tuple(range(8)), vae=str(DEMO / "vae"))
@@ -25,6 +34,8 @@ EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
 LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}
 # Options of a grid that have no meaning in an FID job.
 OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "seed_list", "batch_size"}
+
+MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 
 WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # groups of --help
 
@@ -44,22 +55,35 @@ def positive(text: str) -> int:
 
 @dataclass
 class SamplingOptions:
-    """Options of one sampling run. Those left None follow from `model` (see `resolve`)."""
+    """Options of one sampling run. Those left None follow from `model` (`resolve`) or from the weights (`complete`)."""
 
-    guided = True  # whether the network is evaluated with guidance, on two rows a picture: a grid always is
     tf32 = None  # only sample_ddp.py has that flag
 
-    model: str = flag("DiT-XL/2", "network, a key of accel.network.MODELS; DiT-Demo/2 ships with its weights", WHAT)
+    model: str = flag(
+        None,
+        "network: DiT-XL/2, L, B or S with /2, /4 or /8 for its patches, Large-DiT-600M/2, 3B or 7B; DiT-Demo/2 and "
+        "Large-DiT-Demo/2 ship with their weights and run on any machine; default: that of --ckpt, else DiT-XL/2",
+        WHAT,
+        type=str,
+    )
     labels: tuple = flag(
         None,
-        'class of each picture, by number or name ("golden retriever"); default: eight ImageNet classes',
+        'class of each picture, by number or name ("golden retriever"); default: eight ImageNet classes, or the first '
+        "eight of a model with other classes",
         WHAT,
         nargs="+",
         metavar="LABEL",
     )
-    image_size: int = flag(None, "side of a picture in pixels, a multiple of 16; default: 512", WHAT, type=int)
+    image_size: int = flag(
+        None,
+        "side of a picture in pixels, a multiple of 16: what the weights were trained for, other sizes look worse; "
+        "default: that of --ckpt, else 512",
+        WHAT,
+        type=int,
+        bounds=(1, MOST_PIXELS),
+    )
     cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", WHAT, type=float)
-    num_sampling_steps: int = flag(250, "denoising steps, up to 1000", WHAT, type=int)
+    num_sampling_steps: int = flag(250, "denoising steps, up to 1000", WHAT, type=int, bounds=(1, 1000))
     sampler: str = flag(
         "ddpm",
         "ddpm: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few steps such as 25",
@@ -77,7 +101,13 @@ class SamplingOptions:
         type=int,
         metavar="SEED",
     )
-    num_classes: int = flag(None, "number of classes the network knows; default: 1000", WHAT, type=int)
+    num_classes: int = flag(
+        None,
+        "number of classes that the weights were trained with; default: what --ckpt says, else 1000",
+        WHAT,
+        type=int,
+        bounds=(1, 10**6),
+    )
 
     precision: str = flag(
         None,
@@ -103,9 +133,16 @@ class SamplingOptions:
         choices=("off", "plan"),
     )
     batch_size: int = flag(
-        None, "pictures to sample at a time, from the noise of all; default: all of --labels", SPEED, type=positive
+        None,
+        "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures stay the same; default: "
+        "all of --labels",
+        SPEED,
+        type=int,
+        bounds=(1, 10**9),
     )
-    repeats: int = flag(1, "time the sampling this often after a warm-up: median and spread", SPEED, type=positive)
+    repeats: int = flag(
+        1, "time the sampling this often after a warm-up: median and spread", SPEED, type=int, bounds=(1, 10**9)
+    )
 
     ckpt: str = flag(
         None,
@@ -114,7 +151,9 @@ class SamplingOptions:
         FILES,
     )
     vae: str = flag(
-        None, "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: ema", FILES
+        None,
+        "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: that of --ckpt, else ema",
+        FILES,
     )
     output: str = flag(
         None,
@@ -130,6 +169,12 @@ class SamplingOptions:
     )
     forecast_plan: str = flag(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json", FILES)
     device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one", ADVANCED)
+    weights: Any = field(default=None, repr=False)  # no flag: what the weights say of themselves, see `complete`
+
+    @property
+    def guided(self) -> bool:
+        """Whether the network is evaluated with guidance, on two rows a picture: a grid always is, where it can be."""
+        return self.weights is None or self.weights.null_class
 
     @property
     def latent_size(self) -> int:
@@ -163,9 +208,9 @@ class SamplingOptions:
     @property
     def picture_names(self) -> list[str]:
         """The file names of pictures in a folder."""
-        names = class_names(self.model, self.num_classes)
+        names = self.class_names
         return [
-            f"{index:03d}-{label}{'-' + file_name(names[label]) if names else ''}.png"
+            f"{index:03d}-{label}{'-' + file_name(names[label].split(',')[0]) if names else ''}.png"
             for index, label in enumerate(self.labels)
         ]
 
@@ -178,35 +223,74 @@ class SamplingOptions:
         return [replace(self, seed=n, seed_list=None, output=f"{start}seed-{n}{end}") for n in self.seed_list]
 
     def resolve(self) -> "SamplingOptions":
-        """Fill in what the model implies, then check all that can be checked without torch. Returns self.
+        """Check types and choices, fill in what the model implies, and check all that can be checked without torch.
+        With a `ckpt` what follows from its weights stays None until `complete`. Returns self.
 
         Raises UsageError, naming the flag and the remedy.
         """
-        for name, value in {**IMAGENET, **DEFAULTS_OF.get(self.model, {})}.items():
+        self._check_types()
+        if self.ckpt is None:
+            self._fill(self.model or "DiT-XL/2")
+        self._check()
+        return self
+
+    def _check_types(self):
+        for item in fields(self):
+            if item.metadata and getattr(self, item.name) is not None:
+                setattr(self, item.name, _checked(self, item))
+
+    def complete(self, weights: Any) -> "SamplingOptions":
+        """These options with all that follows from `weights`, a Checkpoint or what stands in its place. Raises
+        UsageError for a contradiction."""
+        identity = weights.identify(self.model, self.num_classes)
+        options = replace(self, weights=identity, model=identity.model, num_classes=identity.num_classes)
+        options.image_size, options.vae = self.image_size or identity.image_size, self.vae or identity.vae
+        options._fill(identity.model)
+        options._check()
+        return options
+
+    def _fill(self, model):
+        """What is open becomes what `model` implies."""
+        implied = {"model": model, **IMAGENET, **DEFAULTS_OF.get(model, {})}
+        if self.num_classes not in (None, implied["num_classes"]):
+            implied["labels"] = tuple(range(min(self.num_classes, 8)))
+        for name, value in implied.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if self.image_size < 16 or self.image_size % 16:
-            raise UsageError(f"--image-size {self.image_size}: must be a multiple of 16 (VAE factor 8, patch 2)")
-        if self.num_classes < 1:
-            raise UsageError(f"--num-classes {self.num_classes}: must be at least 1")
-        if not self.labels:
-            raise UsageError("--labels: give at least one")
-        self.labels = tuple(find_label(label, self.model, self.num_classes) for label in self.labels)
+
+    def _check(self):
+        """Refuse what the values that are known so far forbid."""
+        if self.weights is None and self.model not in (None, *MODELS):
+            raise UsageError(f"--model {shown(self.model)}: unknown; choose from {', '.join(MODELS)}")
+        side = 8 * int((self.model or "/2").rpartition("/")[2])
+        if self.image_size is not None and self.image_size % side:
+            raise UsageError(
+                f"--image-size {self.image_size}: must be a multiple of {side} (VAE factor 8, patch {side // 8})"
+            )
+        if self.labels is not None and self.num_classes is not None:
+            self._find_labels()
         if not 1 <= self.cfg_scale < float("inf"):
             raise UsageError(f"--cfg-scale {self.cfg_scale:g}: must be at least 1 (1 is no guidance)")
-        if not 1 <= self.num_sampling_steps <= 1000:
-            raise UsageError(f"--num-sampling-steps {self.num_sampling_steps}: must be from 1 to 1000")
+        if self.weights is not None and not self.weights.null_class and self.cfg_scale != 1:
+            raise UsageError(
+                f"--cfg-scale {self.cfg_scale:g}: guidance needs a null class, and these weights were trained without "
+                f"(label table of {self.num_classes} rows); use --cfg-scale 1"
+            )
         if self.seed_list is not None and self.seed != 0:
             raise UsageError(f"--seeds: conflicts with {flag_names(type(self), 'seed')[0]} {self.seed}; give one")
+        if self.seed_list is not None and len(set(self.seed_list)) < len(self.seed_list):
+            raise UsageError("--seeds: names a seed twice, and each has a file of its own; name it once")
         for seed in self.seed_list or (self.seed,):
             if not -(2**63) <= seed < 2**64:
-                raise UsageError(f"{flag_names(type(self), 'seed')[0]} {seed}: must fit in 64 bits")
+                raise UsageError(f"{flag_names(type(self), 'seed')[0]} {shown(str(seed))}: must fit in 64 bits")
         if not 0 <= self.eta <= 1 or self.eta and self.sampler == "ddpm":
             raise UsageError(f"--eta {self.eta:g}: must be from 0 to 1, and is for --sampler ddim")
-        if self.precision == "exact" and self.model.startswith("Large-DiT"):
+        if self.precision == "exact" and (self.model or "").startswith("Large-DiT"):
             raise UsageError("--precision exact: is for DiT only; use --precision fp32, or fp16")
         if self.sampler == "ddim" and self.forecast == "plan":
             raise UsageError("--forecast plan: plans are made for --sampler ddpm; drop one of them")
+        if self.weights is not None and not self.weights.learn_sigma and self.forecast == "plan":
+            raise UsageError("--forecast plan: needs weights with learned sigma, which these have not; drop it")
         if self.forecast_plan is not None and self.forecast != "plan":
             raise UsageError(
                 f"--forecast-plan {self.forecast_plan}: is read with --forecast plan only; add that or drop this"
@@ -216,13 +300,23 @@ class SamplingOptions:
         if not self.into_folder and Path(self.output).suffix.lower() != suffix:
             folder = ", or name a folder (FOLDER/)" if self.output_type == "image" else ""
             raise UsageError(
-                f"--output {self.output}: must end in {suffix} for --output-type {self.output_type}{folder}"
+                f"--output {shown(self.output)}: must end in {suffix} for --output-type {self.output_type}{folder}"
             )
-        return self
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The name of every class; () where they are unknown."""
+        own = self.weights.class_names if self.weights is not None else ()
+        return own if len(own) == self.num_classes else class_names(self.model, self.num_classes)
+
+    def _find_labels(self):
+        if not self.labels:
+            raise UsageError("--labels: give at least one")
+        self.labels = tuple(find_label(label, self.class_names, self.num_classes) for label in self.labels)
 
     def check_output(self) -> None:
         """Make the output's folder and prove that a file can be written there, before any work is done."""
-        check_writable(Path(self.output, self.picture_names[0]) if self.into_folder else self.output)
+        check_writable(Path(self.output, "000.png") if self.into_folder else self.output)
 
 
 @dataclass
@@ -239,7 +333,8 @@ class DistributedOptions(SamplingOptions):
         None,
         "make so many pictures of random classes, one PNG each, and an .npz for FID; default: one grid of --labels",
         WHAT,
-        type=positive,
+        type=int,
+        bounds=(1, 10**9),
     )
     world_independent_noise: bool = flag(
         False,
@@ -254,7 +349,7 @@ class DistributedOptions(SamplingOptions):
         WHAT,
         action="store_true",
     )
-    per_proc_batch_size: int = flag(32, "FID: pictures that a rank makes at a time", SPEED)
+    per_proc_batch_size: int = flag(32, "FID: pictures that a rank makes at a time", SPEED, type=int, bounds=(1, 10**5))
     tf32: bool = flag(
         None,
         "--tf32 is --precision tf32 where the hardware has it, else fp32; --no-tf32 is --precision fp32",
@@ -263,9 +358,10 @@ class DistributedOptions(SamplingOptions):
     )
     parallel: str = flag(
         "auto",
-        "grid: how GPUs share fewer pictures than there are of them. auto: measured, the fastest; off: a GPU a "
-        "picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, and how "
-        "tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in one GPU",
+        "grid: how GPUs share fewer pictures than there are of them. auto: the fastest layout, measured once a "
+        "machine; off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, "
+        "their tokens, and how tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that "
+        "does not fit in one GPU",
         SPEED,
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
     )
@@ -273,7 +369,7 @@ class DistributedOptions(SamplingOptions):
 
     @property
     def guided(self) -> bool:
-        return self.num_fid_samples is None or self.cfg_scale > 1
+        return super().guided if self.num_fid_samples is None else self.cfg_scale > 1
 
     @property
     def pictures(self) -> str:
@@ -286,14 +382,13 @@ class DistributedOptions(SamplingOptions):
         return f"--per-proc-batch-size {self.per_proc_batch_size}: does not fit in free GPU memory; use a smaller one"
 
     def resolve(self) -> "DistributedOptions":
+        self._check_types()
         if self.tf32 is not None:
             tier = "tf32" if self.tf32 else "fp32"
             if self.precision not in (None, tier):
                 name = "--tf32" if self.tf32 else "--no-tf32"
                 raise UsageError(f"{name}: conflicts with --precision {self.precision}; give one")
             self.precision = tier
-        if self.per_proc_batch_size < 1:
-            raise UsageError(f"--per-proc-batch-size {self.per_proc_batch_size}: must be at least 1")
         if self.num_fid_samples is not None:
             if wrong := self._given(OF_A_GRID):
                 raise UsageError(
@@ -309,7 +404,13 @@ class DistributedOptions(SamplingOptions):
                 f"{wrong}: is for the folder of an FID job, and this makes one grid at --output; "
                 "add --num-fid-samples, or drop it"
             )
+        _ = self.mesh  # which checks --parallel
         return super().resolve()
+
+    def _fill(self, model):
+        super()._fill(model)
+        if self.num_fid_samples is not None:
+            self.labels = None  # an FID job draws its own
 
     def _given(self, names):
         """The flag of the first of these fields that is not at its default, or None."""
@@ -324,15 +425,50 @@ class DistributedOptions(SamplingOptions):
         items = [item.partition("=")[::2] for item in self.parallel.split(",")]
         given = dict(items)
         for name, value in items:
-            valid = value in EXCHANGES if name == "exchange" else value.isdecimal() and int(value) > 0
+            number = value.isdecimal() and len(value) < 5 and int(value) > 0
+            valid = value in EXCHANGES if name == "exchange" else number
             if not valid or len(given) < len(items) or not any(given.keys() <= family for family in LAYOUTS):
                 raise UsageError(
-                    f"--parallel {self.parallel}: {name or 'nothing'}={value}: give auto, off, "
+                    f"--parallel {shown(self.parallel)}: give auto, off, "
                     f"rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
                 )
         if "exchange" in given and "tokens" not in given:
             raise UsageError(f"--parallel {self.parallel}: exchange says how tokens are shared; add tokens=N")
         return {name: value if name == "exchange" else int(value) for name, value in given.items()}
+
+
+def _checked(options, item):
+    """The value of a field as its flag's type, choices and bounds have it, whoever gave it. Raises UsageError."""
+    value, name = getattr(options, item.name), flag_names(type(options), item.name)[0]
+    kind = item.metadata.get("type") or (str if item.type is tuple else item.type)
+    if item.metadata.get("nargs"):
+        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+            raise UsageError(f"{name} {shown(value)}: must be several; give a list")
+        return tuple(_converted(name, one, kind, item.name == "labels") for one in value)
+    value = _converted(name, value, kind)
+    choices, bounds = item.metadata.get("choices"), item.metadata.get("bounds")
+    if choices and value not in choices:
+        raise UsageError(f"{name} {shown(value)}: choose from {', '.join(choices)}")
+    if bounds and not bounds[0] <= value <= bounds[1]:
+        raise UsageError(f"{name} {shown(str(value))}: must be from {bounds[0]} to {bounds[1]}")
+    return value
+
+
+def _converted(name, value, kind, number_too=False):
+    """One value of a flag. A label may be a number or a name."""
+    try:
+        if kind is str and (isinstance(value, str) or not number_too):
+            return os.fspath(value)
+        if kind is bool and isinstance(value, bool):
+            return value
+        if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+            return float(value)
+        if kind in (int, str) and not isinstance(value, bool):
+            return operator.index(value)
+    except (TypeError, RuntimeError, OverflowError):
+        pass
+    words = {bool: "True or False", float: "a number", str: "a class's number or name" if number_too else "text"}
+    raise UsageError(f"{name} {shown(value)}: must be {words.get(kind, 'a whole number')}")
 
 
 def flag_names(options: type, name: str) -> tuple[str, ...]:

@@ -88,6 +88,8 @@ def prepare(args: Namespace) -> torch.device:
     on_gpu = device.type == "cuda"
     args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
     implied = options_of(args)
+    if args.ckpt:
+        implied = implied.complete(engine.open_checkpoint(implied))
     engine.empty_model(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
     for name, default in (("load", 5.0 if on_gpu else 0.5), ("window", 3.0 if on_gpu else 1.0)):
@@ -264,7 +266,8 @@ def random_network(model: str, image_size: int, num_classes: int, device: torch.
 
 def load_model(options: SamplingOptions, device: torch.device) -> torch.nn.Module:
     """The model of `options`, float32, with its weights."""
-    return engine.load_network(options, engine.open_checkpoint(options), "fp32", device, batch_rows=2).model
+    checkpoint = engine.open_checkpoint(options)
+    return engine.load_network(options.complete(checkpoint), checkpoint, "fp32", device, batch_rows=2).model
 
 
 def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:

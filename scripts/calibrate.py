@@ -33,7 +33,7 @@ from tqdm import tqdm
 import evaluate
 from accel import precision, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
-from accel.engine import Engine, empty_model, open_checkpoint
+from accel.engine import Engine, empty_model, fetch, open_checkpoint
 from accel.errors import UsageError
 from accel.forecast import StridePlan, plan_path, settings_of, write_plan
 from accel.options import DEMO, SamplingOptions, check_writable, flag_names, positive
@@ -318,9 +318,13 @@ def flags_of(options: SamplingOptions) -> str:
         return [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
 
     implied = SamplingOptions(options.model).resolve()
-    flags = ["--model", options.model] * (options.model != SamplingOptions.model)
-    for name in (item.name for item in fields(options)):
-        if words(name, options) != words(name, implied) and (name != "device" or options.device == "cpu"):
+    flags = ["--model", options.model] * (options.model not in (None, "DiT-XL/2"))
+    for name in (item.name for item in fields(options) if item.metadata and item.name != "model"):
+        if (
+            getattr(options, name) is not None
+            and words(name, options) != words(name, implied)
+            and (name != "device" or options.device == "cpu")
+        ):
             flags += [flag_names(type(options), name)[0], *words(name, options)]
     return shlex.join(flags)
 
@@ -333,6 +337,7 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         options = options_from(args)
+        options = fetch(options, open_checkpoint(options))
         path = check(args, options)
         calibrate(args, options, path)
         print(f"python sample.py {flags_of(by_plan(options, path))}")

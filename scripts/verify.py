@@ -292,8 +292,10 @@ def main() -> None:
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
+        checkpoint = engine.open_checkpoint(options)
+        options = engine.fetch(options, checkpoint)
         if options.forecast == "plan":
-            read_plan(options, engine.open_checkpoint(options))
+            read_plan(options, checkpoint)
         if args.calibrate is not None:
             if options.forecast == "plan":
                 raise UsageError("--calibrate: makes a plan, and --forecast plan verifies one; drop one of them")

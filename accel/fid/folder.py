@@ -107,7 +107,8 @@ class Batches:
 def settings_of(engine: "Engine", batches: Batches) -> dict:
     """All that decides a picture's bits, by the name of its flag where it has one; plain JSON."""
     options, device = engine.options, engine.device
-    relevant = [item for item in fields(options) if item.name not in {*OF_A_GRID, *RESOLVED, "sample_dir"}]
+    left_out = {*OF_A_GRID, *RESOLVED, "sample_dir"}
+    relevant = [item for item in fields(options) if item.metadata and item.name not in left_out]
     settings = {flag_names(type(options), item.name)[0]: getattr(options, item.name) for item in relevant} | {
         "--precision": engine.precision,
         "--ckpt (contents)": engine.checkpoint.digest(),

@@ -117,6 +117,10 @@ class Planner:
     def wanted(self) -> Layout | None:
         """The layout that --parallel names; None if it is to be chosen. Raises UsageError if it cannot run."""
         options = self.options
+        if not options.guided:
+            if options.mesh is not None:
+                raise UsageError(f"--parallel {options.parallel}: shares evaluations with guidance only; use off")
+            return OFF
         if options.mesh is None:
             # With a picture for every GPU there is nothing to share.
             return OFF if options.parallel == "off" or self.pictures >= self.job.world else None

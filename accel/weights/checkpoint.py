@@ -1,53 +1,50 @@
 """The weights of a network: a published name, a path or a hub id → tensors, opened once a run, checked, identified."""
 
+import argparse
 import os
 import re
 import stat
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from contextlib import suppress
+from functools import cached_property
 from http.client import HTTPException
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.network import MODELS, constructor, unwrapped
+from accel.network import unwrapped
 from accel.weights import consolidated_layout, diffusers_layout
+from accel.weights.identity import PATCHES, Identity, identify
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
-from models import DiT
 
 FOLDER = Path(__file__).resolve().parents[2] / "pretrained_models"
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
 pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}  # published names; the variable's name is upstream's
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
-PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
-LABELS = "y_embedder.embedding_table.weight"
+PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile and Lightning
 
 
 class Checkpoint:
-    """The weights that --ckpt names, fetched and opened when they are first needed, and only once.
+    """The weights that --ckpt names, fetched and opened when they are first needed.
 
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or as Large-DiT's training leaves
-    it, or a hub id (owner/name). Raises UsageError if it names nothing, before anything is fetched.
+    it, or a hub id (owner/name). mapped: tensors are mapped where the format allows it, else copies. Raises UsageError
+    if it names nothing, before anything is fetched.
     """
 
-    build = None  # a model of these weights' shape is made by its name
-
-    def __init__(self, name: str | Path):
-        self.name = str(name)
+    def __init__(self, name: str | Path, mapped: bool = True):
+        self.name, self.mapped = str(name), mapped
         self._path = _locate(self.name)  # None: on the hub
-        self._stamps = None  # of the files that `state` was read from
+        self._stamps = None  # of the files that were opened first
         self._digest = None
+        self._identities = {}
 
     @property
     def path(self) -> Path:
@@ -55,6 +52,8 @@ class Checkpoint:
         if self._path is None:
             remedy = f"fetch https://huggingface.co/{self.name} by other means and give its folder"
             self._path = fetch_from_hub(self.name, "transformer/", "--ckpt", remedy)
+            if diffusers_layout.has_vae(self._path):
+                fetch_from_hub(self.name, "vae/", "--vae", "give another decoder by --vae")
         return self._path
 
     def fetch(self) -> Path:
@@ -64,20 +63,40 @@ class Checkpoint:
         return self.path
 
     @cached_property
+    def _opened(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        stamps = self._stamp()  # before opening: what is read is of this version, or of a newer one
+        self._stamps = self._stamps or stamps
+        with path_errors("--ckpt", self.path):
+            return (_open_folder if self.path.is_dir() else _open_file)(self.path, self.mapped)
+
+    @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU, memory-mapped where the
-        format allows it. Read-only.
+        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU. Read-only.
 
         Raises UsageError if the file is damaged, holds no weights, or would execute code on load.
         """
-        self._stamps = self._stamp()  # before opening: what was read is of this version, or of a newer one
-        with path_errors("--ckpt", self.path):
-            return _open_folder(self.path) if self.path.is_dir() else _open_file(self.path)
+        return self._opened[0]
 
     @property
-    def trained_with(self) -> dict[str, Any]:
-        """The arguments of the training run, if the folder has them."""
-        return consolidated_layout.arguments_of(self.path) if self.path.is_dir() else {}
+    def said(self) -> dict[str, Any]:
+        """What lies beside the tensors: the arguments of a training run, or what a pipeline's configuration says."""
+        return self._opened[1]
+
+    def identify(self, model: str | None = None, num_classes: int | None = None) -> Identity:
+        """What follows from the weights; model, num_classes: what the user said. Raises UsageError."""
+        if (model, num_classes) not in self._identities:  # asked again, it says nothing again
+            self._identities[model, num_classes] = identify(self.name, self.state, self.said, model, num_classes)
+        return self._identities[model, num_classes]
+
+    def close(self) -> None:
+        """Let go of the tensors, which are mapped: nothing reads a file that somebody may write to any more. Raises
+        UsageError if somebody has, since they were opened."""
+        self.__dict__.pop("_opened", None)
+        self._require_unchanged()
+
+    def _require_unchanged(self):
+        if self._stamps not in (None, self._stamp()):
+            raise UsageError(f"--ckpt {self.name}: was changed while it was read; start again when it is whole")
 
     def digest(self) -> str:
         """16 hex digits of all values but the position table's, which are a function of the grid.
@@ -85,6 +104,8 @@ class Checkpoint:
         The first call for a file reads all of it; the cache folder keeps the result for later runs.
         """
         if self._digest is None:
+            if "_opened" not in self.__dict__:
+                self._require_unchanged()
             self._digest = cached_digest(self._stamps or self._stamp(), self._trained)
         return self._digest
 
@@ -98,65 +119,32 @@ class Checkpoint:
             files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         return file_stamps(files, "--ckpt")
 
-    def require_fit(self, model_name: str, model: torch.nn.Module, image_size: int) -> None:
-        """Raise UsageError, with the remedy, unless these are weights of `model`, trained at whatever image size.
-
-        model: the module of `model_name` for pictures of `image_size` pixels, on the meta device.
-        """
-        have, want, wrong = _compare(self.state, model)
-        if not wrong:
-            return
-        classes = have[LABELS][0] - 1 if LABELS in have else 1000
-        if wrong == [LABELS] and LABELS in have and have[LABELS][1:] == want[LABELS][1:]:
-            raise UsageError(
-                f"--num-classes {want[LABELS][0] - 1}: the weights in {self.name} know {classes} classes; "
-                f"use --num-classes {classes}"
-            )
-        for other in MODELS:
-            with shapes_only():
-                candidate = constructor(other, have)(input_size=image_size // 8, num_classes=classes)
-            if _shapes(candidate.state_dict()) == have:
-                raise UsageError(
-                    f"--ckpt {self.name}: holds the weights of {other}, not of {model_name}; use --model {other}"
-                )
-        first = wrong[0]
-        raise UsageError(
-            f"--ckpt {self.name}: fits none of {', '.join(MODELS)} ({len(wrong)} entries differ, first {first}: "
-            f"{have.get(first, 'missing')}, {model_name} has {want.get(first, 'none')})"
-        )
-
 
 class Held:
     """A copy of the weights of a DiT that the caller holds, in a Checkpoint's place.
 
     module: models.DiT or a class with the same state dict and `num_heads`; wrapped or compiled ones are unwrapped.
-    `build` makes a model of its shape, as an entry of network.MODELS does. Raises UsageError for another module.
+    Raises UsageError for another module.
     """
-
-    trained_with = {}  # nothing is known of the training run
 
     def __init__(self, module: torch.nn.Module):
         module = unwrapped(module)
         self.name = type(module).__name__
         self.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
-        try:
-            width, channels, patch, _ = self.state["x_embedder.proj.weight"].shape
-            fc1, last = self.state["blocks.0.mlp.fc1.weight"], self.state["final_layer.linear.weight"]
-            self.image_size = 8 * patch * isqrt(self.state["pos_embed"].shape[1])
-            self.num_classes = len(self.state[LABELS]) - 1  # the last is the null class
-            shape = dict(hidden_size=width, patch_size=patch, in_channels=channels, num_heads=module.num_heads)
-        except (KeyError, AttributeError) as error:
-            raise UsageError(f"{self.name}: is not a DiT, it has no {getattr(error, 'name', error)}") from None
-        if channels != 4 or len(last) != 2 * channels * patch**2:
-            raise UsageError(f"{self.name}: must have 4 latent channels and learned sigma; use accel.accelerate")
-        depth = sum(name.endswith(".attn.qkv.weight") for name in self.state)
-        self.build = partial(DiT, **shape, depth=depth, mlp_ratio=(len(fc1) + 0.5) / width)
+        if PATCHES not in self.state:
+            raise UsageError(f"{self.name}: is not a DiT, it has no {PATCHES!r}")
+        classes = getattr(getattr(module, "y_embedder", None), "num_classes", None)
+        self.said = {"num_heads": getattr(module, "num_heads", None), "num_classes": classes}
 
-    def require_fit(self, model_name: str, model: torch.nn.Module, image_size: int) -> None:
-        """Raise UsageError unless these are all weights of `model`, on the meta device."""
-        wrong = _compare(self.state, model)[2]
-        if wrong:
-            raise UsageError(f"{self.name}: is not a DiT, {len(wrong)} entries differ (first {wrong[0]})")
+    def identify(self, model: str | None = None, num_classes: int | None = None) -> Identity:
+        """What follows from the weights. Raises UsageError."""
+        return identify(self.name, self.state, self.said, model, num_classes)
+
+    def fetch(self) -> None:
+        """They are here."""
+
+    def close(self) -> None:
+        """The copy stays until the caller lets go of it."""
 
 
 def published_name(model: str, image_size: int, num_classes: int) -> str:
@@ -189,23 +177,6 @@ def fetch_published() -> None:
             print(Checkpoint(FOLDER / name).fetch())
         except UsageError as error:
             sys.exit(f"download.py: {error}")
-
-
-class _NoInitialisation(TorchFunctionMode):
-    """On the meta device there is nothing to draw, but trying makes torch import its compiler: up to three seconds."""
-
-    def __torch_function__(self, function, types, arguments=(), keywords=None):
-        draws = function in (torch.Tensor.uniform_, torch.Tensor.normal_)
-        if draws or getattr(function, "__module__", None) == "torch.nn.init":
-            return arguments[0] if arguments else keywords["tensor"]
-        return function(*arguments, **keywords or {})
-
-
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Modules made inside have shapes and no values: parameters on the meta device, nothing is initialised."""
-    with torch.device("meta"), _NoInitialisation():
-        yield
 
 
 #################################################################################
@@ -259,7 +230,8 @@ def fetch_from_hub(repository: str, subfolder: str, flag: str, remedy: str) -> P
 
     def snapshot(suffix, **how):
         names = "config.json", f"diffusion_pytorch_model{suffix}*", f"diffusion_pytorch_model-*{suffix}"
-        root = Path(snapshot_download(repository, allow_patterns=[subfolder + name for name in names], **how))
+        wanted = [subfolder + name for name in names] + ["model_index.json"] * bool(subfolder)
+        root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
         diffusers_layout.weight_files(root / subfolder, flag)
         return root
 
@@ -281,9 +253,10 @@ def fetch_from_hub(repository: str, subfolder: str, flag: str, remedy: str) -> P
 #################################################################################
 
 
-def _open_file(path: Path) -> dict[str, torch.Tensor]:
-    state = read_tensors(path, "--ckpt")
-    state = next((state[entry] for entry in ENTRIES if isinstance(state.get(entry), dict)), state)
+def _open_file(path: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(state dict, the arguments of the training run that lie beside it)."""
+    content = read_tensors(path, "--ckpt", mapped)
+    state = next((content[entry] for entry in ENTRIES if isinstance(content.get(entry), dict)), content)
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         entries = ", ".join(map(str, list(state)[:5]))
         raise UsageError(f"--ckpt {path}: holds no state dict of tensors (entries: {entries})")
@@ -293,34 +266,21 @@ def _open_file(path: Path) -> dict[str, torch.Tensor]:
         prefix += found[0]
     if prefix:
         print(f'--ckpt {path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    said = content.get("args", {})
+    said = vars(said) if isinstance(said, argparse.Namespace) else said
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, said if isinstance(said, dict) else {}
 
 
-def _open_folder(folder: Path) -> dict[str, torch.Tensor]:
+def _open_folder(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Another layout is another case here, and a module like diffusers_layout."""
     names = os.listdir(folder)
     if "transformer" in names or "config.json" in names:
-        return diffusers_layout.read_folder(folder / "transformer" if "transformer" in names else folder)
+        return diffusers_layout.read_folder(folder, mapped)
     if any(name.startswith("consolidated") for name in names) or consolidated_layout.ARGUMENTS in names:
-        state = _open_file(consolidated_layout.weights_of(folder))
+        state, _ = _open_file(consolidated_layout.weights_of(folder), mapped)
         consolidated_layout.require_match(folder, state)
-        return state
+        return state, consolidated_layout.arguments_of(folder)
     raise UsageError(
         f"--ckpt {folder}: a folder must hold transformer/config.json and its weights (diffusers' layout), or "
         "consolidated.00-of-01.pth (Large-DiT's)"
     )
-
-
-def _compare(state, model):
-    """The shapes that the weights `state` have, those that `model` wants, and the names that differ."""
-    have, want = _shapes(state), _shapes(model.state_dict())
-    return have, want, [name for name in {**want, **have} if want.get(name) != have.get(name)]
-
-
-def _shapes(state: dict[str, torch.Tensor]) -> dict[str, tuple]:
-    """Shape of every entry; position tables of all square grids have the same."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    table = shapes.get("pos_embed", ())
-    if len(table) == 3 and table[0] == 1 and table[1] == isqrt(table[1]) ** 2 > 0:
-        shapes["pos_embed"] = (1, "side*side", table[2])
-    return shapes

@@ -6,7 +6,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from accel.errors import UsageError
-from accel.network import QK_NORM
+from accel.weights.identity import QK_NORM
 from accel.weights.tensor_files import read_namespace
 
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"  # the first that is there is used

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import UsageError, path_errors
+from accel.errors import UsageError, path_errors, shown
 from accel.weights.tensor_files import read_json, read_tensors, require_floats
 from models import DiT_models, get_2d_sincos_pos_embed
 
@@ -33,11 +33,46 @@ _KINDS = ("weight", "bias")
 WEIGHTS, PICKLED = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"
 
 
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """State dict of models.DiT from a folder that holds config.json and weights. Raises UsageError about --ckpt."""
+# Of config.json: entries that must have one of these values, since nothing else is computed. norm_eps: DiT's own is
+# 1e-6, and diffusers writes its default, 1e-5, beside the published weights.
+COMPUTED = {
+    "_class_name": ("DiTTransformer2DModel", "Transformer2DModel"),
+    "activation_fn": ("gelu-approximate",),
+    "attention_bias": (True,),
+    "attention_type": ("default",),
+    "caption_channels": (None,),
+    "cross_attention_dim": (None,),
+    "double_self_attention": (False,),
+    "in_channels": (4,),
+    "interpolation_scale": (None,),
+    "norm_elementwise_affine": (False,),
+    "norm_eps": (1e-5, 1e-6),
+    "norm_type": ("ada_norm_zero",),
+    "num_vector_embeds": (None,),
+    "only_cross_attention": (False,),
+    "upcast_attention": (False,),
+    "use_additional_conditions": (None, False),
+    "use_linear_projection": (False,),
+}
+SIZES = (
+    "attention_head_dim",
+    "num_attention_heads",
+    "num_embeds_ada_norm",
+    "num_layers",
+    "out_channels",
+    "patch_size",
+    "sample_size",
+)
+WITHOUT_EFFECT = "dropout", "norm_num_groups"  # in evaluation, of this kind of transformer
+
+
+def read_folder(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(state dict of models.DiT, what the folder says of it) from a folder that holds config.json and weights, or a
+    pipeline with such a folder, transformer/, in it. Raises UsageError about --ckpt."""
+    folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}
     for file in weight_files(folder, "--ckpt"):
-        state |= read_tensors(file, "--ckpt")
+        state |= read_tensors(file, "--ckpt", mapped)
     require_floats(state, "--ckpt", folder)
     config = read_json(folder / "config.json", "--ckpt")
     sizes = config.get("sample_size"), config.get("patch_size")
@@ -45,7 +80,62 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
         raise UsageError(
             f"--ckpt {folder / 'config.json'}: sample_size and patch_size are {sizes}, not two sizes; copy it again"
         )
-    return from_diffusers(state, *sizes)
+    state = from_diffusers(state, *sizes)
+    try:
+        said = check_config(config, state)
+    except ValueError as error:
+        raise UsageError(f"--ckpt {folder / 'config.json'}: {error}") from None
+    return state, said | (_of_pipeline(folder.parent) if folder.name == "transformer" else {})
+
+
+def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a config of DiTTransformer2DModel says beside its weights `state` (under the names of models.DiT): the
+    number of heads and of classes. Raises ValueError where it describes another function than models.DiT's."""
+    for name, value in config.items():
+        if name in COMPUTED and value not in COMPUTED[name]:
+            wanted = " or ".join(map(str, COMPUTED[name]))
+            raise ValueError(
+                f"{name} is {shown(value)}, and a DiT has {wanted}; such a network cannot be computed here"
+            )
+        if name not in (*COMPUTED, *SIZES, *WITHOUT_EFFECT) and not name.startswith("_") and value not in (None, False):
+            raise ValueError(
+                f"{name} {shown(value)} is unknown, so it cannot be computed here; remove it if it is idle"
+            )
+    width, _, patch, _ = state["x_embedder.proj.weight"].shape
+    depth = sum(name.endswith("attn.qkv.weight") for name in state)
+    heads, side, classes = (config.get(name) for name in ("num_attention_heads", "attention_head_dim", SIZES[2]))
+    has = {
+        "patch_size": patch,
+        "num_layers": depth,
+        "out_channels": state["final_layer.linear.weight"].shape[0] // patch**2,
+        "num_embeds_ada_norm": len(state["y_embedder.embedding_table.weight"]) - 1,
+    }
+    if type(heads) is int and type(side) is int:
+        has["attention_head_dim"] = width // heads if heads > 0 and width % heads == 0 else f"a part of {width}"
+    for name, value in has.items():
+        if config.get(name) not in (None, value):
+            raise ValueError(f"{name} is {shown(config[name])}, and its weights have {value}; copy both again")
+    said = {"num_heads": heads if type(heads) is int else None, "num_classes": classes}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def has_vae(folder: Path) -> bool:
+    """Whether the index of a pipeline lists a decoder."""
+    index = folder / "model_index.json"
+    return index.exists() and read_json(index, "--ckpt").get("vae") == ["diffusers", "AutoencoderKL"]
+
+
+def _of_pipeline(folder):
+    """The decoder and the names of the classes that a DiTPipeline's folder holds."""
+    said = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
+    index = folder / "model_index.json"
+    names = read_json(index, "--ckpt").get("id2label") if index.exists() else None
+    if not isinstance(names, dict):
+        return said
+    numbers = range(len(names))
+    if {str(number) for number in numbers} != names.keys() or not all(isinstance(one, str) for one in names.values()):
+        raise UsageError(f"--ckpt {index}: id2label must name classes 0 to {len(names) - 1}; mend it, or remove it")
+    return said | {"class_names": [names[str(number)] for number in numbers]}
 
 
 def weight_files(folder: Path, flag: str) -> list[Path]:
@@ -112,6 +202,8 @@ def from_diffusers(state: dict[str, torch.Tensor], sample_size: int, patch_size:
         raise
     except (KeyError, ValueError, RuntimeError) as error:
         raise UsageError(f"--ckpt: not a DiT in diffusers' layout ({error})") from None
+    if unknown := sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"}):
+        raise UsageError(f"--ckpt: {unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)")
     out["pos_embed"] = torch.from_numpy(table).to(out["x_embedder.proj.weight"].dtype).unsqueeze(0)
     return out
 

@@ -34,10 +34,12 @@ def mode_of(path: Path, flag: str) -> int:
             return 0
 
 
-def read_tensors(path: Path, flag: str) -> dict:
-    """What a .safetensors file or a pickle (.pt, .ckpt, .bin) holds, on the CPU. Raises UsageError about `flag`."""
+def read_tensors(path: Path, flag: str, mapped: bool = True) -> dict:
+    """What a .safetensors file or a pickle (.pt, .ckpt, .bin) holds, on the CPU; mapped: not copied, where the format
+    allows it. Raises UsageError about `flag`."""
     with _regular_file(path, flag):
-        content = _read_safetensors(path, flag) if path.suffix == ".safetensors" else _read_pickle(path, flag)
+        read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
+        content = read(path, flag, mapped)
     if not isinstance(content, dict):
         raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not a state dict")
     return content
@@ -46,7 +48,7 @@ def read_tensors(path: Path, flag: str) -> dict:
 def read_namespace(path: Path, flag: str) -> dict:
     """The arguments of a training run, an argparse.Namespace that torch.save wrote. Raises UsageError about `flag`."""
     with _regular_file(path, flag):
-        content = _read_pickle(path, flag)
+        content = _read_pickle(path, flag, mapped=False)
     if not isinstance(content, argparse.Namespace):
         raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not the arguments of a training run")
     return vars(content)
@@ -127,24 +129,25 @@ def _regular_file(path: Path, flag: str) -> Iterator[None]:
         yield
 
 
-def _read_safetensors(path: Path, flag: str) -> dict[str, torch.Tensor]:
+def _read_safetensors(path: Path, flag: str, mapped: bool) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        tensors = load_file(path)
+        return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0][:120]
         raise UsageError(f"{flag} {path}: truncated or not safetensors ({reason}); copy it again") from None
 
 
-def _read_pickle(path: Path, flag: str) -> object:
+def _read_pickle(path: Path, flag: str, mapped: bool) -> object:
     damaged = UsageError(f"{flag} {path}: truncated or not a checkpoint; copy it again")
     try:
         # Training scripts store their parsed arguments beside the weights: a Namespace is plain data.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path))
     except pickle.UnpicklingError as error:
         if "truncated" in str(error) or "Ran out of input" in str(error):
             raise damaged from None

@@ -145,7 +145,6 @@ def test_close_frees_the_network():
         (lambda: demo().latents(0, cfg_scale=0.5), "--cfg-scale 0.5"),
         (lambda: demo(output_type="latent").sample(0), "--output-type latent: loads no decoder"),
         (lambda: Sampler(nn.Linear(2, 2)), "Linear: is not a DiT, it has no 'x_embedder.proj.weight'"),
-        (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, learn_sigma=False)), "learned sigma"),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"), "ckpt: is for weights on disk"),
     ],
 )

@@ -16,9 +16,9 @@ from unprivileged import unprivileged
 from accel.errors import UsageError
 from accel.options import DEMO
 from accel.weights import checkpoint, tensor_files
-from accel.weights.checkpoint import Checkpoint, find_model, published_name, shapes_only
+from accel.weights.checkpoint import Checkpoint, find_model, published_name
 from accel.weights.diffusers_layout import to_diffusers
-from models import DiT, DiT_models
+from models import DiT
 
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
 
@@ -258,9 +258,7 @@ def test_tensors_that_are_no_weights(tmp_path, state, tensor):
 @pytest.mark.parametrize("shape", [(9,), (1, 9), (1, 8, 144), (2, 16, 144), (1, 0, 144), (1, 16, 144, 1)])
 def test_malformed_position_table(tmp_path, state, shape):
     torch.save({**state, "pos_embed": torch.ones(shape)}, tmp_path / "a.pt")
-    with shapes_only():
-        model = DiT(**SMALL)
-    message = error(tmp_path / "a.pt", lambda path: Checkpoint(path).require_fit("a model", model, 64))
+    message = error(tmp_path / "a.pt", lambda path: Checkpoint(path).identify("DiT-S/2", 10))
     assert "first pos_embed: " in message and str(shape) in message
 
 
@@ -312,26 +310,23 @@ def test_unreadable_files(state, folder):
 #################################################################################
 
 
-def fit(path, model, **sizes):
-    with shapes_only():
-        module = DiT_models[model](**sizes)
-    Checkpoint(path).require_fit(model, module, 128)
-
-
 def test_which_model_the_weights_fit(tmp_path):
-    weights = DEMO / "dit.safetensors"
-    fit(weights, "DiT-Demo/2")
-    fit(weights, "DiT-Demo/2", input_size=32)  # positions are recomputed
-    with pytest.raises(UsageError, match=r"--num-classes 12: the weights in .* know 8 classes; use --num-classes 8"):
-        fit(weights, "DiT-Demo/2", num_classes=12)
+    weights = Checkpoint(DEMO / "dit.safetensors")
+    for said in ((), ("DiT-Demo/2",), ("DiT-Demo/2", 8)):
+        found = weights.identify(*said)
+        assert (found.model, found.num_classes, found.image_size) == ("DiT-Demo/2", 8, 128)
+        assert found.null_class and found.learn_sigma
+    with pytest.raises(UsageError, match=r"--num-classes 12: the label table in .* has 9 rows.*; use --num-classes 8"):
+        weights.identify("DiT-Demo/2", 12)
     with pytest.raises(UsageError, match="holds the weights of DiT-Demo/2, not of DiT-S/4; use --model DiT-Demo/2"):
-        fit(weights, "DiT-S/4")
+        weights.identify("DiT-S/4")
     torch.save({"blocks.0.x": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="fits none of DiT-XL/2.* first pos_embed: missing"):
-        fit(tmp_path / "x.pt", "DiT-S/8")
-    torch.save({**find_model(weights), "blocks.9.x": torch.ones(2)}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="1 entries differ, first blocks.9.x"):
-        fit(tmp_path / "x.pt", "DiT-Demo/2")
+        Checkpoint(tmp_path / "x.pt").identify("DiT-S/8")
+    torch.save({**find_model(DEMO / "dit.safetensors"), "blocks.9.x": torch.ones(2)}, tmp_path / "x.pt")
+    for name in ("DiT-Demo/2", None):
+        with pytest.raises(UsageError, match=r"1 entries differ, first blocks.9.x: \(2,\), DiT-Demo/2 has none"):
+            Checkpoint(tmp_path / "x.pt").identify(name)
 
 
 def test_published_names():
@@ -477,7 +472,7 @@ def test_hub_id(repository, hub_environment, tmp_path, run, here, kind):
         hub_environment["HF_ENDPOINT"] = hub.url
         done = run("sample.py", *SAMPLE, pictures[1], "--ckpt", "someone/dit-demo", **hub_environment)
         assert done.returncode == 0, done.stderr
-        wanted = ["transformer/config.json", f"transformer/diffusion_pytorch_model.{kind}"]
+        wanted = ["model_index.json", "transformer/config.json", f"transformer/diffusion_pytorch_model.{kind}"]
         assert sorted(hub.asked) == wanted
     done = run("sample.py", *SAMPLE, pictures[2], "--ckpt", "someone/dit-demo", **hub_environment)
     assert done.returncode == 0, done.stderr  # cached: the server is gone

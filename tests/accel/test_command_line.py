@@ -35,7 +35,6 @@ def test_a_command_leaves_out_what_it_has_no_use_for(capsys):
     "arguments, words",
     [
         (["--ckpt", "a.pt", "--ckpt", "b.pt"], "--ckpt b.pt: conflicts with --ckpt a.pt; give one"),
-        (["--repeats", 0], "argument --repeats: 0: must be at least 1"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--lables", 3], "unrecognized arguments: --lables"),
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),

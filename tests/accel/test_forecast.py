@@ -35,7 +35,7 @@ def weights(tmp_path_factory):
 
 def options_of(weights, **more):
     common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan")
-    return SamplingOptions(**{**common, **more}).resolve()
+    return SamplingOptions(**{**common, **more}).resolve().complete(Checkpoint(weights))
 
 
 @pytest.fixture

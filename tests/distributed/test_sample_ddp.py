@@ -176,7 +176,7 @@ def test_ranks_without_gpus_are_named(demo):
         (["--sample-dir", "here"], "--sample-dir: is for the folder of an FID job"),
         (["--per-proc-batch-size", "4"], "--per-proc-batch-size: is for the folder"),
         (["--tf32", "--precision", "fp32"], "--tf32: conflicts with --precision fp32"),
-        (["--per-proc-batch-size", "0"], "--per-proc-batch-size 0: must be at least 1"),
+        (["--per-proc-batch-size", "0"], "--per-proc-batch-size 0: must be from 1 to"),
         (["--world-independent-noise"], "--world-independent-noise: a grid is the same"),
         (["--num-fid-samples", "9", "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
         (["--parallel", "rows=2"], "--parallel rows=2: needs 2 processes, there are 1"),

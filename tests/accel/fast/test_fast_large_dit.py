@@ -15,7 +15,8 @@ from accel.fast import load
 from accel.fast.large_dit import FastLargeDiT
 from accel.network import guide, plain
 from accel.options import SamplingOptions
-from accel.weights.checkpoint import Checkpoint, shapes_only
+from accel.weights.checkpoint import Checkpoint
+from accel.weights.identity import shapes_only
 from diffusion import create_diffusion
 from large_dit import DiT_Llama, Large_DiT_models
 

@@ -1,0 +1,193 @@
+"""What weights say of themselves: which model they are of, its classes, its resolution.
+
+Shapes decide. What a training run or a pipeline stored beside the tensors is believed: DiT's train.py keeps its
+arguments, a diffusers folder its config.json.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import isqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from accel.errors import UsageError
+from accel.network import MODELS
+from large_dit import Large_DiT_models
+from models import DiT
+
+LABELS = "y_embedder.embedding_table.weight"
+PATCHES = "x_embedder.proj.weight"  # of a DiT, a convolution (D, C, p, p)
+LAST = "final_layer.linear.weight"
+QK_NORM = "layers.0.attention.q_norm.weight"  # a weight of a Large-DiT with qk_norm only
+OF_A_FLOW = "path_type", "prediction"  # arguments of SiT's training
+CHANNELS = 4  # of the latents that sd-vae-ft-* decodes
+
+Shapes = dict[str, tuple]
+
+
+class Identity(NamedTuple):
+    """What options follow from weights, and the module that they fit."""
+
+    model: str
+    build: Callable[..., torch.nn.Module]  # (input_size=, num_classes=) → a module of their shape
+    num_classes: int
+    null_class: bool = True  # whether the label table has a row for the unconditional estimate, after the classes'
+    learn_sigma: bool = True
+    image_size: int | None = None  # that they were trained at, where they say so
+    vae: str | None = None
+    class_names: tuple[str, ...] = ()
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """On the meta device there is nothing to draw, but trying makes torch import its compiler: up to three seconds."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        draws = function in (torch.Tensor.uniform_, torch.Tensor.normal_)
+        if draws or getattr(function, "__module__", None) == "torch.nn.init":
+            return arguments[0] if arguments else keywords["tensor"]
+        return function(*arguments, **keywords or {})
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules made inside have shapes and no values: parameters on the meta device, nothing is initialised."""
+    with torch.device("meta"), _NoInitialisation():
+        yield
+
+
+def identify(
+    source: str, state: dict[str, torch.Tensor], said: dict[str, Any], model: str | None, num_classes: int | None
+) -> Identity:
+    """The identity of the weights `state`, which the user named `source`.
+
+    said: what lies beside the tensors: model, num_classes, image_size, vae, num_heads, class_names. model, num_classes:
+    what the user said, which goes first. Raises UsageError for weights of another model, of none, and for
+    contradictions.
+    """
+    _refuse_flows(source, said, model)
+    have = shapes_of(state)
+    classes, null_class = _classes(source, have, said, num_classes)
+    how = dict(num_classes=classes, class_dropout_prob=0.1 if null_class else 0.0)
+    wrong, fits = {}, None
+    for name in sorted(MODELS, key=lambda name: name != (model or "DiT-XL/2")):  # the likely one first
+        build = _constructor(name, have)
+        wrong[name] = different(have, build, **how)
+        if not wrong[name]:
+            fits = name
+            break
+    if fits is None and PATCHES in have and (own := _custom(have, said)) and not different(have, own[1], **how):
+        fits, build = own
+    if fits is None:
+        raise UsageError(_why_none(source, have, model, wrong))
+    if model not in (None, fits):
+        raise UsageError(f"--ckpt {source}: holds the weights of {fits}, not of {model}; use --model {fits}")
+    heads = dict(num_heads=said["num_heads"]) if _divides(said.get("num_heads"), have) else {}
+    build = partial(build, class_dropout_prob=how["class_dropout_prob"], **heads)
+    side = have.get("pos_embed") and isqrt(state["pos_embed"].shape[1]) * have[PATCHES][-1] * 8
+    size = said.get("image_size")
+    vae = said.get("vae")
+    vae = vae if isinstance(vae, str) and (vae in ("ema", "mse") or Path(vae).is_dir()) else None
+    names = tuple(said.get("class_names", ()))
+    with shapes_only():
+        module = build()
+    if num_classes is None and "num_classes" not in said and classes != module.y_embedder.num_classes:
+        rows = classes + null_class
+        print(f"{source}: {classes} classes and the null class (all {rows} are classes? then --num-classes {rows})")
+    learn_sigma = module.final_layer.linear.out_features == 2 * CHANNELS * module.patch_size**2
+    return Identity(fits, build, classes, null_class, learn_sigma, side or size, vae, names)
+
+
+def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
+    """Shape of every entry; position tables of all square grids have the same, (1, "T", D)."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    table = shapes.get("pos_embed", ())
+    if len(table) == 3 and table[0] == 1 and table[1] == isqrt(table[1]) ** 2 > 0:
+        shapes["pos_embed"] = (1, "T", table[2])
+    return shapes
+
+
+def different(have: Shapes, build: Callable[..., torch.nn.Module], **how) -> dict[str, tuple[Any, Any]]:
+    """The entries in which weights of shapes `have` and the module of `build` differ: (there, wanted) by name."""
+    with shapes_only():
+        want = shapes_of(build(**how).state_dict())
+    # The module's own order: the first difference is then the nearest to the input.
+    return {name: (have.get(name), want.get(name)) for name in {**want, **have} if have.get(name) != want.get(name)}
+
+
+def _refuse_flows(source, said, model):
+    """SiT's weights have DiT's names and shapes, and mean a velocity: as noise they would give wrong pictures."""
+    name, flow = said.get("model"), next((name for name in OF_A_FLOW if name in said), None)
+    if flow or isinstance(name, str) and name.startswith("SiT"):
+        what = f"{flow} {said[flow]}" if flow else f"model {name}"
+        raise UsageError(f"--ckpt {source}: was trained as a SiT ({what}), whose outputs are no noise; give a DiT's")
+    if model is None and re.match(r"sit\b|sit[-_]", source.replace("\\", "/").rpartition("/")[2].lower()):
+        raise UsageError(f"--ckpt {source}: is named as a SiT, whose outputs are no noise; if it is a DiT, add --model")
+
+
+def _classes(source, have, said, wanted):
+    """(number of classes, whether a null class follows them), from the rows of the label table."""
+    table, n = have.get(LABELS, (1001,)), said.get("num_classes")
+    rows = table[0]
+    if wanted is None and type(n) is int:
+        if rows not in (n, n + 1):
+            raise UsageError(
+                f"--ckpt {source}: says num_classes {n}, and its label table has {rows} rows; give --num-classes"
+            )
+        return n, rows == n + 1
+    if wanted is not None:
+        if rows not in (wanted, wanted + 1):
+            known = f"--num-classes {rows - 1}" if rows > 1 else "--num-classes 1"
+            raise UsageError(
+                f"--num-classes {wanted}: the label table in {source} has {rows} rows, one for each class and one for "
+                f"no class; use {known}"
+            )
+        return wanted, rows == wanted + 1
+    return (rows - 1, True) if rows > 1 else (1, False)
+
+
+def _constructor(name, have):
+    """The entry `name` of MODELS with what it leaves open, by the shapes `have`."""
+    if name in Large_DiT_models:
+        return partial(MODELS[name], qk_norm=QK_NORM in have)
+    patch = int(name.rpartition("/")[2])
+    return partial(MODELS[name], learn_sigma=have.get(LAST, (0,))[0] != CHANNELS * patch**2)
+
+
+def _divides(heads, have):
+    """Whether `heads` is a number of heads for the width in `have`."""
+    return type(heads) is int and heads > 0 and have.get(PATCHES, (1,))[0] % heads == 0
+
+
+def _custom(have, said):
+    """(name, constructor) of a DiT of other sizes, where the number of heads was said; None where it was not."""
+    try:
+        width, channels, patch, _ = have[PATCHES]
+        hidden, last = have["blocks.0.mlp.fc1.weight"][0], have[LAST][0]
+    except (KeyError, ValueError):
+        return None
+    depth = sum(name.endswith(".attn.qkv.weight") for name in have)
+    if not _divides(said.get("num_heads"), have) or channels != CHANNELS:
+        return None
+    sizes = dict(hidden_size=width, depth=depth, patch_size=patch, num_heads=said["num_heads"])
+    sizes["mlp_ratio"] = (hidden + 0.5) / width
+    return f"DiT-{depth}x{width}/{patch}", partial(DiT, **sizes, learn_sigma=last == 2 * channels * patch**2)
+
+
+def _why_none(source, have, model, wrong):
+    """The line for weights that fit no model."""
+    if model is None and len(have.get(PATCHES, ())) == 4 and (have[PATCHES][1] != CHANNELS):
+        return f"--ckpt {source}: is for latents of {have[PATCHES][1]} channels; sd-vae-ft-* has {CHANNELS}"
+    name = model or min(wrong, key=lambda name: len(wrong[name]))
+    entry, (there, wanted) = next(iter(wrong[name].items()))
+    own = ""
+    if len(have.get(PATCHES, ())) == 4 and "blocks.0.attn.qkv.weight" in have and there and wanted:
+        own = "; for a DiT of other sizes load it into its class and use accel.Sampler(module)"
+    return (
+        f"--ckpt {source}: fits none of {', '.join(MODELS)} ({len(wrong[name])} entries differ, first {entry}: "
+        f"{there or 'missing'}, {name} has {wanted or 'none'}){own}"
+    )

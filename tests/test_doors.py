@@ -1,0 +1,269 @@
+"""Checkpoints of the users' own at every door: the file alone is enough, its pictures are those of upstream's loop over
+the module that it was saved from, and what cannot be sampled is refused in one line."""
+
+import argparse
+import json
+
+import jobs
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from safetensors.torch import save_file
+
+from accel import Sampler
+from accel.errors import UsageError
+from accel.weights.checkpoint import Checkpoint
+from accel.weights.diffusers_layout import config_of, to_diffusers
+from diffusion import create_diffusion
+from models import DiT, DiT_models
+
+STEPS, SEED = 3, 5
+# name → the model, its constructor's arguments, and how its file is written
+OWN = {
+    "train.py's, ten classes, 64 px": ("DiT-S/2", dict(input_size=8, num_classes=10), "training"),
+    "S/8, five classes, safetensors": ("DiT-S/8", dict(input_size=16, num_classes=5), "safetensors"),
+    "B/4, under DistributedDataParallel": ("DiT-B/4", dict(input_size=16, num_classes=10), "module."),
+    "sigma not learned, from Lightning": ("DiT-S/4", dict(input_size=16, num_classes=10, learn_sigma=False), "model."),
+    "no null class": ("DiT-S/4", dict(input_size=8, num_classes=10, class_dropout_prob=0.0), "training"),
+}
+
+
+def save(path, name, model, arguments, kind):
+    state = model.state_dict()
+    if kind == "training":
+        said = dict(model=name, image_size=8 * arguments["input_size"], num_classes=arguments["num_classes"], vae="ema")
+        other = {key: value + 1 for key, value in state.items()}
+        torch.save({"model": other, "ema": state, "opt": {}, "args": argparse.Namespace(**said)}, path)
+    elif kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"state_dict": {kind + key: value for key, value in state.items()}}, path)
+
+
+@pytest.fixture(scope="module", params=OWN)
+def own(request, tmp_path_factory):
+    """(file, module, flags that are needed) of a user's checkpoint."""
+    name, arguments, kind = OWN[request.param]
+    model = fill(DiT_models[name](**arguments))
+    path = tmp_path_factory.mktemp("own") / ("own.safetensors" if kind == "safetensors" else "own.pt")
+    save(path, name, model, arguments, kind)
+    yield path, model, [] if "class_dropout_prob" not in arguments else ["--cfg-scale", "1"]
+    path.unlink()
+
+
+@torch.no_grad()
+def upstream(model, labels, scale):
+    """Latents as upstream's loop gives them, on the CPU."""
+    torch.manual_seed(SEED)
+    side, classes = model.x_embedder.img_size[0], model.y_embedder.num_classes
+    z, y = torch.randn(len(labels), 4, side, side), torch.tensor(labels)
+    how = dict(clip_denoised=False)
+    diffusion = create_diffusion(str(STEPS), learn_sigma=model.learn_sigma)
+    if scale == 1:
+        return diffusion.p_sample_loop(model, z.shape, z, model_kwargs=dict(y=y), **how)
+    z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, classes)])
+    how["model_kwargs"] = dict(y=y, cfg_scale=scale)
+    return diffusion.p_sample_loop(model.forward_with_cfg, z.shape, z, **how).chunk(2)[0]
+
+
+def same(got, want):
+    want = want.numpy()
+    assert got.shape == want.shape and np.abs(want).max() > 0.1
+    return np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
+COMMON = ["--device", "cpu", "--num-sampling-steps", STEPS, "--output-type", "latent"]
+
+
+def test_a_checkpoint_is_enough_for_sample_py(own, tmp_path, here):
+    path, model, flags = own
+    done = here("sample.py", "--ckpt", path, *flags, *COMMON, "--seed", SEED, "--output", tmp_path / "x.npy")
+    assert done.returncode == 0, done.stderr
+    labels = range(min(8, model.y_embedder.num_classes))
+    assert same(np.load(tmp_path / "x.npy"), upstream(model, labels, 1 if flags else 4.0))
+
+
+def test_a_checkpoint_is_enough_for_sampler(own):
+    path, model, flags = own
+    how = dict(device="cpu", output_type="latent", num_sampling_steps=STEPS, cfg_scale=1.0 if flags else 4.0)
+    want = upstream(model, (3, 1), how["cfg_scale"])
+    for door in (dict(model=str(path)), dict(ckpt=path), dict(model=model)):
+        with Sampler(**door, **how) as sampler:
+            assert same(sampler.latents((3, 1), seed=SEED).numpy(), want), door
+
+
+def test_a_checkpoint_is_enough_for_ranks(own, tmp_path, tiny_vae):
+    """A grid on two ranks, and an FID job, whose labels are those of the model."""
+    path, model, flags = own
+    common = ["--ckpt", path, *flags, "--device", "cpu", "--num-sampling-steps", STEPS, "--vae", tiny_vae]
+    latents = ["--output-type", "latent", "--seed", SEED, "--output", tmp_path / "x.npy", "--labels", 3, 1]
+    fid = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"]
+    grid, job = jobs.run_each(2, [*common, *latents], [*common, *fid])
+    assert "2 labels" in grid["text"] and "4 pictures" in job["text"]
+    assert same(np.load(tmp_path / "x.npy"), upstream(model, (3, 1), 1 if flags else 4.0))
+    [npz] = (tmp_path / "samples").glob("*.npz")
+    pixels = np.load(npz)["arr_0"]
+    assert len(pixels) == 4 and pixels.std() > 1
+    settings = json.loads((tmp_path / "samples" / npz.stem / ".job" / "settings.json").read_text())
+    assert settings["--num-classes"] == model.y_embedder.num_classes
+
+
+def test_the_matrix_of_refusals(tmp_path, here):
+    """What would give wrong pictures in silence, and what says too little: a line each, before anything is sampled."""
+    ten = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
+    bare = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10, class_dropout_prob=0.0)).state_dict()
+    custom = fill(DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10)).state_dict()
+    normed = {**ten, "blocks.0.attn.q_norm.weight": torch.ones(64)}
+    said = argparse.Namespace
+    cases = {
+        "classes": (ten, None, ["--num-classes", 12], "--num-classes 12: the label table in"),
+        "no null class, by its arguments": (bare, said(num_classes=10), [], "--cfg-scale 4: guidance needs a null"),
+        "no null class, by the flag": (bare, None, ["--num-classes", 10], "--cfg-scale 4: guidance needs a null class"),
+        "arguments of another run": (ten, said(num_classes=1000), [], "says num_classes 1000, and its label table"),
+        "a label": (ten, None, ["--labels", 10], "--labels 10: the model knows classes 0 to 9"),
+        "another model": (ten, None, ["--model", "DiT-S/2"], "holds the weights of DiT-S/4, not of DiT-S/2; use --mod"),
+        "a SiT": (ten, said(path_type="Linear", prediction="velocity"), [], "was trained as a SiT (path_type Linear)"),
+        "a SiT by its model": (ten, said(model="SiT-S/4"), [], "was trained as a SiT (model SiT-S/4)"),
+        "qk-norm": (normed, None, [], "1 entries differ, first blocks.0.attn.q_norm.weight: (64,), DiT-S/4 has none"),
+        "another width": (custom, None, [], "load it into its class and use accel.Sampler(module)"),
+        "a plan": (ten, None, ["--forecast", "plan"], "forecast.json: no such file"),
+    }
+    for number, (name, (state, arguments, flags, words)) in enumerate(cases.items()):
+        path = tmp_path / f"{number}.pt"
+        torch.save({"ema": state, "args": arguments} if arguments else state, path)
+        done = here("sample.py", "--ckpt", path, *COMMON, *flags, "--output", tmp_path / "x.npy")
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (name, done.stderr)
+        assert "side*side" not in done.stderr and not (tmp_path / "x.npy").exists()
+    torch.save(ten, tmp_path / "SiT-S-4.pt")
+    done = here("sample.py", "--ckpt", tmp_path / "SiT-S-4.pt", *COMMON, "--output", tmp_path / "x.npy")
+    assert done.returncode == 2 and "is named as a SiT" in done.stderr, done.stderr
+
+
+def test_what_is_assumed_is_printed(tmp_path, here):
+    """Eleven rows without a word beside them are ten classes and the null class, as everywhere; it is said."""
+    torch.save(fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict(), tmp_path / "a.pt")
+    done = here("sample.py", "--ckpt", tmp_path / "a.pt", *COMMON, "--output", tmp_path / "x.npy")
+    assert done.returncode == 0 and done.stdout.count("10 classes and the null class") == 1, done.stdout + done.stderr
+    assert np.load(tmp_path / "x.npy").shape == (8, 4, 8, 8)
+    both = [(words.num_classes, words.null_class) for words in map(Checkpoint(tmp_path / "a.pt").identify, [None] * 2)]
+    assert both == [(10, True)] * 2
+
+
+#################################################################################
+#                                    diffusers                                  #
+#################################################################################
+
+NAMES = {str(number): name for number, name in enumerate(["tench, Tinca tinca", "goldfish", *"cdefghij"])}
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory, tiny_vae):
+    """(folder, module): a DiTPipeline with its own class names and its own decoder, as save_pretrained writes one."""
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+
+    module = fill(DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10))
+    config = dict(num_attention_heads=4, attention_head_dim=24, num_layers=2, sample_size=8, num_embeds_ada_norm=10)
+    transformer = DiTTransformer2DModel(**config, out_channels=8, norm_eps=1e-6)
+    missing, unexpected = transformer.load_state_dict(to_diffusers(module.state_dict()), strict=False)
+    assert not unexpected and not [name for name in missing if "pos_embed" not in name]
+    folder = tmp_path_factory.mktemp("pipeline")
+    vae = AutoencoderKL.from_pretrained(tiny_vae)
+    DiTPipeline(transformer, vae, DDIMScheduler()).save_pretrained(folder)
+    index = folder / "model_index.json"  # which has the names on the hub
+    index.write_text(json.dumps({**json.loads(index.read_text()), "id2label": NAMES}))
+    return folder, module
+
+
+@pytest.mark.parametrize("part", ["", "transformer"])
+def test_a_pipelines_folder_is_enough(part, pipeline, tmp_path, here):
+    folder, module = pipeline
+    flags = ["--device", "cpu", "--num-sampling-steps", STEPS, "--seed", SEED, "--ckpt", folder / part]
+    named = ["--labels", "tinca tinca", "goldfish"]
+    done = here("sample.py", *flags, *named, "--output-type", "latent", "--output", tmp_path / "x.npy")
+    assert done.returncode == 0, done.stderr
+    assert same(np.load(tmp_path / "x.npy"), upstream(module, (0, 1), 4.0))
+    done = here("sample.py", *flags, *named, "--output", f"{tmp_path}/pictures/")  # by its own decoder
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.name for file in (tmp_path / "pictures").iterdir()) == ["000-0-tench.png", "001-1-goldfish.png"]
+    with Sampler(str(folder / part), device="cpu", num_sampling_steps=STEPS) as sampler:
+        assert same(sampler.latents(("tench", 1), seed=SEED).numpy(), upstream(module, (0, 1), 4.0))
+        assert sampler.sample("goldfish")[0].size == (64, 64)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(num_attention_heads=6, attention_head_dim=36), "attention_head_dim is 36, and its weights have 16"),
+        (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT has 1e-05 or 1e-06"),
+        (dict(activation_fn="geglu"), "activation_fn is geglu, and a DiT has gelu-approximate"),
+        (dict(patch_size=3), "patch_size is 3, and its weights have 2"),
+        (dict(_class_name="PixArtTransformer2DModel"), "_class_name is PixArtTransformer2DModel"),
+        (dict(num_layers=28), "num_layers is 28, and its weights have 2"),
+        (dict(num_embeds_ada_norm=1000), "num_embeds_ada_norm is 1000, and its weights have 10"),
+        (dict(qk_norm="layer_norm"), "qk_norm layer_norm is unknown"),
+    ],
+)
+def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_path):
+    _, module = pipeline
+    save_file(
+        {name: tensor.clone() for name, tensor in to_diffusers(module.state_dict()).items()},
+        tmp_path / "diffusion_pytorch_model.safetensors",
+    )
+    config = dict(_class_name="DiTTransformer2DModel", sample_size=8, patch_size=2, num_attention_heads=4)
+    config["attention_head_dim"] = 24
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint(tmp_path).identify().num_classes == 10
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UsageError, match="--ckpt .*config.json: ") as error:
+        Checkpoint(tmp_path).identify()
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_heads_that_a_config_says_are_computed(tmp_path, here):
+    """No tensor holds their number: the same weights with other heads are another network."""
+    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
+    config = {**config_of(state), "num_attention_heads": 12, "attention_head_dim": 32}
+    save_file(
+        {name: tensor.clone() for name, tensor in to_diffusers(state).items()},
+        tmp_path / "diffusion_pytorch_model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = [*COMMON, "--ckpt", tmp_path, "--seed", SEED, "--labels", 1, "--output", tmp_path / "x.npy"]
+    done = here("sample.py", *flags)
+    assert done.returncode == 0, done.stderr
+    module = DiT_models["DiT-S/4"](input_size=8, num_classes=10, num_heads=12).eval()
+    module.load_state_dict(state)
+    assert same(np.load(tmp_path / "x.npy"), upstream(module, (1,), 4.0))
+
+
+#################################################################################
+#                                  Python's door                                #
+#################################################################################
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(sampler="DDIM"), "DDIM: choose from ddpm, ddim"),
+        (dict(forecast="Plan"), "Plan: choose from off, plan"),
+        (dict(batch_size=-1), "-1: must be from 1 to"),
+        (dict(seed=1.5), "1.5: must be a whole number"),
+        (dict(seed="3"), "3: must be a whole number"),
+        (dict(cfg_scale="4"), "4: must be a number"),
+        (dict(cfg_scale=torch.tensor(4.0)), "must be a number"),
+        (dict(num_sampling_steps=True), "True: must be a whole number"),
+        (dict(image_size=2**30), "must be from 1 to"),
+        (dict(num_classes=2**56), "must be from 1 to"),
+        (dict(labels=("planet", 1.5)), "1.5: must be a class's number or name"),
+        (dict(vae=3), "3: must be text"),
+    ],
+)
+def test_nonsense_is_refused_in_python_as_on_the_command_line(wrong, words):
+    from accel.options import SamplingOptions
+
+    with pytest.raises(ValueError) as error:
+        SamplingOptions(model="DiT-Demo/2", **wrong).resolve()
+    assert words in str(error.value) and "\n" not in str(error.value)
+    whole = SamplingOptions(model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"])
+    assert (whole.resolve().seed, whole.cfg_scale, whole.labels) == (3, 2.0, (1, 3))
