@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
-from accel.errors import STOPPED
+from accel.errors import STOPPED, say_last
 from accel.options import DistributedOptions
 
 if TYPE_CHECKING:  # torch is slow to import
@@ -34,6 +34,7 @@ class RankParser(OneLineParser):
         if RANK:
             time.sleep(2)
             message = None
+        say_last((message or "").rstrip())
         super().exit(status, message)
 
 

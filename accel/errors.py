@@ -1,7 +1,9 @@
 """How a command ends when it does not succeed: the errors it reports in one line, and its exit statuses."""
 
+import os
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 USAGE = 2  # a mistake in what the user asked for
@@ -30,3 +32,14 @@ def path_errors(flag: str, path: str | Path, remedy: str = "choose another path"
         yield
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror or error}; {remedy}") from None
+
+
+def say_last(text: str) -> None:
+    """Print `text` once more when torchrun has ended: of the forty lines that it prints of a failed rank, none says
+    why. Elsewhere do nothing."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and text:
+        # An ended process whose parent still reads its pipes is a zombie: it exists, and this holds such a pipe.
+        wait = 'while grep -qs "^State:.[^ZX]" /proc/$1/status; do sleep 0.05; done; printf "%s\\n" "$2" >&2'
+        with suppress(OSError):
+            # A session of its own: what ends torchrun's processes does not end this one.
+            subprocess.Popen(["sh", "-c", wait, "sh", str(os.getppid()), text], start_new_session=True)

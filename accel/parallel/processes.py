@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from accel.errors import INTERRUPTED, STOPPED, USAGE, Stopped, UsageError
+from accel.errors import INTERRUPTED, STOPPED, USAGE, Stopped, UsageError, say_last
 
 START = timedelta(minutes=10)  # in which all ranks have to start and connect
 WAIT = timedelta(days=1)  # of one rank for another, whose share of an FID job may be larger
@@ -247,6 +247,7 @@ def launched_job(program: str) -> Iterator[Job]:
     except UsageError as error:
         if "SLURM_STEP_ID" not in os.environ or launched()[0] == 0:  # under srun, the same line on every rank
             print(f"{program}: {error}", file=sys.stderr)
+            say_last(f"{program}: {error}")
         _exit(USAGE)
     status = 0
     try:
@@ -256,6 +257,7 @@ def launched_job(program: str) -> Iterator[Job]:
             status = STOPPED
             if job.rank == 0:
                 print(f"{program}: {stopped}", file=sys.stderr)
+                say_last(f"{program}: {stopped}")
         job.leave()
     except BaseException as error:
         _fail(job, program, error)
@@ -267,21 +269,24 @@ def _fail(job, program, error):
     """End this rank after `error`. The first rank that fails prints the cause and exits first, which makes it the
     launcher's root cause; the others exit with its status."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
     status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
+    last = f"{program}: rank {job.rank} of {job.world} on {job.host}: {cause}"
     if isinstance(error, UsageError):
         status, text = USAGE, "\n".join(f"{program}: {line}" for line in str(error).splitlines())
+        last = text
     if isinstance(error, KeyboardInterrupt):
-        status, text = INTERRUPTED, f"{program}: interrupted"
+        status, text, last = INTERRUPTED, f"{program}: interrupted", ""
     try:
         first, status = map(int, job.store.compare_set("failed", "", f"{job.rank} {status}").split())
     except dist.DistError:  # rank 0 or its launcher held the store
         first, status = 0, 1
     if first != job.rank:
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        text = f"rank {job.rank}: {cause} (after rank {first} failed)" if status == 1 else ""
+        text, last = f"rank {job.rank}: {cause} (after rank {first} failed)" if status == 1 else "", ""
     elif status == 1:
         get_error_handler().record_exception(error)  # for torchrun's summary
     print(text, file=sys.stderr, end="\n" * bool(text), flush=True)
+    say_last(last)
     time.sleep(2 if first != job.rank else job.rank == 0 and job.world > 1)  # rank 0 may hold the store
     _exit(status)
 

@@ -84,6 +84,23 @@ def test_the_failing_rank_s_traceback_comes_first(ending, rank):
     assert f"ZeroDivisionError: of rank {rank}" in error[error.index("Root Cause") :]
 
 
+@pytest.mark.parametrize(
+    "command, last",
+    [
+        ([WORKER, "on_one"], r"job_worker.py: rank 1 on \S+: --ckpt x: no such file"),
+        ([WORKER, "crash"], r"job_worker.py: rank 1 of 2 on \S+: ZeroDivisionError: of rank 1"),
+        ([WORKER, "stopped"], "job_worker.py: stopped; start again"),
+        (["sample_ddp.py", "--sample-dir", "x"], "sample_ddp.py: --sample-dir: is for the folder of an FID job.*"),
+    ],
+)
+def test_the_last_line_under_torchrun_is_the_error(command, last):
+    """After torchrun's own forty; a pipe's reader sees it as a terminal's does."""
+    launch = [sys.executable, *forks.torchrun(2), *map(str, command)]
+    done = subprocess.run(launch, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and re.fullmatch(last, lines[-1]), done.stderr
+
+
 @pytest.mark.parametrize("ending", ["killed", "killed_in_wait"])
 def test_a_dead_rank_ends_the_job(ending):
     start = time.monotonic()
