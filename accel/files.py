@@ -1,25 +1,36 @@
-"""Files that are whole or absent, and the folder of the user's caches."""
+"""Files that are whole or absent, small files that are read safely, and the folder of the user's caches."""
 
+import errno
+import json
 import os
+import re
+import secrets
+import stat
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
+
 
 @contextmanager
-def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False) -> Iterator[IO]:
+def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False, through_link: bool = True) -> Iterator[IO]:
     """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C removes it.
 
-    durable: its bytes are on disk before it gets the name. A symbolic link keeps pointing where it does, and a file
-    that is replaced passes on its permissions. No two writers share a temporary name.
+    durable: its bytes are on disk before it gets the name. A file that is replaced passes on its permissions, and a
+    symbolic link keeps pointing where it does, or is itself replaced without `through_link`. The temporary name is
+    random and made exclusively: no two writers share one, and none is written through a link.
     """
-    path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name[:200]}.{os.getpid()}-{threading.get_ident()}.part")
+    path = Path(os.path.realpath(path)) if through_link else Path(path)
+    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.part")
     try:
-        with open(partial, mode) as file:
+        handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # the name that a user knows
+    try:
+        with open(handle, mode) as file:
             yield file
             if durable:
                 file.flush()
@@ -27,8 +38,58 @@ def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False) -> I
         if path.exists():
             partial.chmod(path.stat().st_mode & 0o7777)
         os.replace(partial, path)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        raise
+
+
+def remove_partial_files(folder: Path, name: str) -> None:
+    """Remove what killed processes left in `folder` of atomic_write; name: a regular expression of the files meant."""
+    left = re.compile(rf"\.(?:{name})\.[0-9a-f]{{16}}\.part")
+    with suppress(PermissionError):
+        for entry in list(os.scandir(folder)):
+            if left.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                os.unlink(entry.path)
+
+
+def require_writable(folder: str | Path) -> None:
+    """Raise OSError unless files can be made in `folder`. Where the file system allows it, the probe has no name."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
+    """Open a regular file in binary, never a folder, a pipe or a device, with the flags of os.open. Raises OSError.
+
+    With O_NOFOLLOW a link is none. The caller's flags say whether it is made.
+    """
+    mode = stat.S_IFREG
+    with suppress(FileNotFoundError):  # os.open says so, or makes it
+        mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
+    if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    return open(handle, "r+b" if flags & os.O_RDWR else "rb")
+
+
+def read_small(path: str | Path, most: int = SMALL) -> bytes:
+    """The bytes of a regular file of at most `most`. Raises OSError."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+    return content
+
+
+def read_json(path: str | Path) -> dict:
+    """The object in a small JSON file, in UTF-8. Raises OSError, or ValueError for any other content."""
+    try:
+        content = json.loads(read_small(path).decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
 
 
 def sync_folder(folder: str | Path) -> None:

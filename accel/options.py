@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, path_errors, shown
-from accel.files import atomic_write
+from accel.files import require_writable
 from accel.labels import class_names, file_name, find_label
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -484,7 +484,4 @@ def check_writable(path: str | Path, flag: str = "--output") -> None:
         if path.exists() and not path.is_file():
             raise UsageError(f"{flag} {path}: is a folder, a device or a pipe; name a file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = path.with_name(f".{path.name[:200]}.probe")
-        with atomic_write(probe):
-            pass
-        probe.unlink()
+        require_writable(path.parent)

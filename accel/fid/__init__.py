@@ -4,6 +4,7 @@
     <folder>/.job/settings.json     what decides their bits; a start with other settings is refused
     <folder>/.job/rank-0000.jsonl   the finished batches of a rank
     <folder>/.job/lock              the job that is at work
+    <folder>/.job/npz.json          what the archive's bytes are
     <folder>/.job/…                 the GEMM algorithms that the autotuner chose, on a GPU
     <folder>.npz                    arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 
@@ -11,6 +12,7 @@ A command calls `check`. Inside `locked` it loads the engine and calls `run`.
 """
 
 import errno
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from accel.errors import Stopped, UsageError
-from accel.fid import npz
+from accel.errors import Stopped, UsageError, path_errors
 from accel.fid.folder import Batches, folder_of, npz_of, settings_of
 from accel.fid.journal import Journal
 from accel.fid.lock import sole_job
 from accel.fid.noise import PictureNoise, UpstreamNoise
-from accel.files import cache_folder
+from accel.fid.npz import Archive
+from accel.files import cache_folder, require_writable
 from accel.options import DistributedOptions
 from accel.vae import to_uint8
 
@@ -50,7 +52,18 @@ def locked(options: DistributedOptions, job: "Job") -> Iterator[None]:
     """
     with ExitStack() as stack:
         job.run_collectively(lambda: stack.enter_context(sole_job(folder_of(options))), only=0)
+        job.run_collectively(lambda: _require_access(folder_of(options)), only=0)
         yield
+
+
+def _require_access(folder):
+    """Raise UsageError where this user may not do what `run` will, before weights are loaded."""
+    for place in (folder, folder / ".job", folder.parent):
+        with path_errors("--sample-dir", place, "give yourself the right to write there, or use another"):
+            require_writable(place)
+    for place in (folder, folder / ".job"):
+        with path_errors("--sample-dir", place, "give yourself the right to list it, or use another"):
+            os.listdir(place)
 
 
 def tuner_folders(options: DistributedOptions) -> list[Path]:
@@ -77,20 +90,24 @@ def run(engine: "Engine", job: "Job") -> None:
     journal = Journal(folder, batches)
     try:
         job.run_collectively(lambda: journal.begin(settings_of(engine, batches)), only=0)
-        todo = batches.left(job.run_collectively(journal.read))
+        journal.resume(job.from_rank_0(journal.read))
+        todo = batches.left(journal.record.finished)
         left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
         if left:
             todo = _make_pictures(engine, job, journal, todo, batches.total - left)
-        if any(job.all_gather_object(len(todo))):
+        ends = job.all_gather_object((len(todo), journal.digests))
+        if any(count for count, _ in ends):
             raise Stopped(f"stopped; {folder} is recorded up to here; start again with the same command to resume")
         if job.rank == 0:
             with engine.watch.phase("npz"):
-                _write_npz(journal, options, lambda: job.stopping)
+                _write_npz(options, [digests for _, digests in ends], lambda: job.stopping)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno is None:
             raise
+        remedy = "free some" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
         raise UsageError(
-            f"--sample-dir: {error.strerror} at {folder}; free some and start again with the same command to resume"
+            f"--sample-dir: {error.strerror} at {error.filename or folder}; {remedy} and start again with the same "
+            "command to resume"
         ) from None
     print(f"{folder}: {batches.total} pictures, {npz_of(folder)}: {options.num_fid_samples} · {engine.watch}")
 
@@ -121,11 +138,14 @@ def _make_pictures(engine, job, journal, todo, already):
     return todo
 
 
-def _write_npz(journal, options, stopping):
-    """Write the archive, unless it is there whole."""
-    path, count, size = npz_of(journal.folder), options.num_fid_samples, options.image_size
-    problem = npz.problem(path, count, size) if path.exists() else ""
+def _write_npz(options, found, stopping):
+    """Write the archive, unless it is there whole; found: the digests of pictures that each rank read or made."""
+    folder, digests = folder_of(options), {}
+    for number, some in (pair for one in found for pair in one.items()):
+        digests.setdefault(number, set()).update(some)
+    archive = Archive(npz_of(folder), folder, digests, options.num_fid_samples, options.image_size)
+    problem = archive.problem() if archive.path.exists() else ""
     if problem:
-        print(f"{path}: {problem}; writing it again")
+        print(f"{archive.path}: {problem}; writing it again")
     if problem is not None:
-        npz.write(path, journal.folder, journal.digests(), count, size, stopping)
+        archive.write(stopping)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from accel import kernels, vae
 from accel.errors import UsageError
-from accel.files import atomic_write
+from accel.files import atomic_write, read_small
 from accel.options import DEFAULTS_OF, OF_A_GRID, DistributedOptions, flag_names
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def read_picture(path: Path, digests: Collection[str]) -> np.ndarray:
     """Pixels (H, W, 3) uint8 of a file that `write_picture` made. UsageError if its digest is not among `digests`."""
     content = b""
     with suppress(OSError):
-        content = path.read_bytes()
+        content = read_small(path, 2**28)
     if _digest(content) not in digests:
         raise UsageError(f"{path}: is unreadable or was changed; delete it and start again: it is made anew")
     return np.asarray(Image.open(io.BytesIO(content)))

@@ -8,16 +8,32 @@ same bits, however often the job was interrupted.
 import hashlib
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from accel.errors import UsageError
 from accel.fid.folder import CODE, Batches, npz_of, picture_name, write_picture
-from accel.files import atomic_write, sync_folder
+from accel.files import atomic_write, open_regular, read_json, read_small, remove_partial_files, sync_folder
 
 WRITERS = 4  # threads that compress PNGs: a 512 px picture takes one of them 60 ms
+LINE = 2**24  # bytes; the line of a batch has 20 for each picture, and on a CPU 10,000 for the generator
+
+
+class Record(NamedTuple):
+    """What rank 0 reads of an earlier start, for all ranks.
+
+    Each node has its own, older view of a network file system: ranks that read for themselves would disagree on what
+    is left, and nobody would make what each takes for another's.
+    """
+
+    settings: bytes
+    finished: set[int]  # batches
+    states: dict[int, str]  # of batches that are followed by one that is not finished: the generator's state after it
 
 
 class Journal:
@@ -30,7 +46,9 @@ class Journal:
     def __init__(self, folder: Path, batches: Batches):
         self.folder, self.batches, self.home = folder, batches, folder / ".job"
         self.settings, self.path = self.home / "settings.json", self._path(batches.rank)
-        self.states = {}  # after each recorded batch: the generator's state (hexadecimal) or None
+        self.record = None  # on every rank, after `resume`
+        self.digests = {}  # of each picture that this rank read of or made, those that its file may have
+        self.states = {}
 
     def _path(self, rank):
         return self.home / f"rank-{rank:04d}.jsonl"
@@ -38,20 +56,21 @@ class Journal:
     def begin(self, settings: dict) -> None:
         """Open the folder for a job with `settings`, on one rank. UsageError if its pictures were made otherwise."""
         npz = npz_of(self.folder)
-        if npz.exists() or any(path.is_file() for path in self.folder.glob("*.png")):
+        if npz.exists() or any(entry.name.endswith(".png") and entry.is_file() for entry in os.scandir(self.folder)):
             self._compare(settings)
         else:
-            with atomic_write(self.settings, "w", durable=True) as file:
+            with atomic_write(self.settings, "w", durable=True, through_link=False) as file:
                 json.dump(settings, file, indent=2)
             for folder in (self.home, self.folder, self.folder.parent):
                 sync_folder(folder)
-        for partial in (*self.folder.glob(".[0-9]*.png.*.part"), *npz.parent.glob(f".{npz.name[:200]}.*.part")):
-            partial.unlink()  # of a killed process
+        remove_partial_files(self.folder, r"\d+\.png")
+        remove_partial_files(npz.parent, re.escape(npz.name[:200]))
+        remove_partial_files(self.home, ".*")
 
     def _compare(self, settings):
         try:
-            earlier = dict(json.loads(self.settings.read_text()))
-        except (OSError, ValueError, TypeError):
+            earlier = read_json(self.settings)
+        except (OSError, ValueError):
             raise UsageError(
                 f"--sample-dir: {self.folder} holds pictures, or its .npz is there, without a record of how they were "
                 f"made ({self.settings} is missing or damaged); move them, or use another --sample-dir"
@@ -67,33 +86,31 @@ class Journal:
                 "use that, or another --sample-dir"
             )
 
-    def read(self) -> set[int]:
-        """Read the record: the finished batches. A torn last line, and a batch that lacks a picture, do not count."""
-        for record in self._records(self.home.glob("rank-*.jsonl") if self.batches.independent else [self.path]):
-            self.states[record["batch"]] = record.get("generator")
-        if self.path.exists():
-            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
-        there, numbers = {entry.name for entry in os.scandir(self.folder)}, self.batches.pictures
-        return {batch for batch in self.states if all(picture_name(number) in there for number in numbers(batch))}
-
-    def digests(self) -> dict[int, set[str]]:
-        """Of each picture, the digests that its file may have: every one recorded, since it may be made again."""
-        found, ranks = {}, map(self._path, range(self.batches.world))
+    def read(self) -> Record:
+        """Read the record, on one rank. A torn last line, and a batch that lacks a picture, do not count."""
+        states, settings = {}, read_small(self.settings)
         # By name too: a network file system may list the folder as it was half a minute ago.
-        for record in self._records({*ranks, *self.home.glob("rank-*.jsonl")}):
-            for number, digest in zip(self.batches.pictures(record["batch"]), record["sha256"], strict=True):
-                found.setdefault(number, set()).add(digest)
-        return found
+        for path in sorted({*map(self._path, range(self.batches.world)), *self.home.glob("rank-*.jsonl")}):
+            for line in self._lines(path, settings):
+                states[line["batch"]] = line.get("generator")
+                self._note(line)
+        there, numbers = {entry.name for entry in os.scandir(self.folder)}, self.batches.pictures
+        finished = {batch for batch in states if all(picture_name(number) in there for number in numbers(batch))}
+        last = {batch: state for batch, state in states.items() if state and batch + self.batches.world not in finished}
+        return Record(settings, finished, last)
 
-    def _records(self, paths):
-        """The lines of these files. UsageError for one that is damaged or not of this job."""
-        for path in (path for path in paths if path.exists()):
-            lines = path.read_bytes().split(b"\n")
-            for number, line in enumerate(lines[:-1], start=1):  # what follows the last \n is torn
+    def _lines(self, path, settings):
+        """The lines of a file. UsageError for one that is damaged or not of this job."""
+        if not path.exists():
+            return
+        with open_regular(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LINE), b""), start=1):
+                if not line.endswith(b"\n") and len(line) < LINE:  # torn
+                    return
                 try:
                     record = json.loads(line)
-                    good = record.pop("check") == self._check(record)
-                except (ValueError, TypeError, KeyError, AttributeError):
+                    good = record.pop("check") == _check(settings, record)
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                     good = False
                 if not good:
                     raise UsageError(
@@ -102,8 +119,15 @@ class Journal:
                     )
                 yield record
 
-    def _check(self, record):
-        return hashlib.sha256(self.settings.read_bytes() + json.dumps(record).encode()).hexdigest()[:16]
+    def _note(self, line):
+        for number, digest in zip(self.batches.pictures(line["batch"]), line["sha256"], strict=True):
+            self.digests.setdefault(number, set()).add(digest)
+
+    def resume(self, record: Record) -> None:
+        """Take rank 0's word for what was recorded, and cut a torn last line off this rank's file."""
+        self.record, self.states = record, dict(record.states)
+        with suppress(FileNotFoundError), open_regular(self.path, os.O_RDWR | os.O_NOFOLLOW) as file:
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
     def write(self, batch: int, pixels: np.ndarray, state: str | None) -> None:
         """Write and record a batch: pixels (n, H, W, 3) uint8; state: the generator after it, where that matters."""
@@ -113,9 +137,15 @@ class Journal:
         if state is not None:
             record["generator"] = state
         sync_folder(self.folder)  # the pictures' names before the line
-        with open(self.path, "a") as file:
-            file.write(json.dumps({**record, "check": self._check(record)}) + "\n")
+        with open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW) as file:
+            line = json.dumps({**record, "check": _check(self.record.settings, record)})
+            file.write(f"{line}\n".encode())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self.home)
         self.states[batch] = state
+        self._note(record)
+
+
+def _check(settings, record):
+    return hashlib.sha256(settings + json.dumps(record).encode()).hexdigest()[:16]

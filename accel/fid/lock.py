@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel.errors import USAGE, UsageError, path_errors
+from accel.files import open_regular, read_small
 
 BEAT = 2.0  # seconds between two signs of life
 PATIENCE = 20.0  # seconds without one after which a job on another host is dead
@@ -30,19 +31,20 @@ def sole_job(folder: Path) -> Iterator[None]:
     def show_life():
         while not ended.wait(BEAT):
             with suppress(OSError):
-                if (now := path.read_text()) != record:  # a job elsewhere has the folder: write nothing more
+                if (now := _read(path)) != record:  # a job elsewhere has the folder: write nothing more
                     print(_in_use(folder, now), file=sys.stderr, flush=True)
                     os._exit(USAGE)
                 os.utime(path)
 
     with path_errors("--sample-dir", folder):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
+    with path_errors("--sample-dir", path, "remove it, or use another"):
+        file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)  # never through a link
     with file:
         with path_errors("--sample-dir", folder):
             _wait(folder, path, here, file)
             file.truncate(0)
-            file.write(record)
+            file.write(record.encode())
             file.flush()
         thread = threading.Thread(target=show_life, daemon=True)
         thread.start()
@@ -59,7 +61,7 @@ def _wait(folder, path, here, file):
     before, deadline = None, time.monotonic() + PATIENCE
     while True:
         flock = _flock(file)
-        seen = (path.read_text(), path.stat().st_mtime_ns)  # opened first: then a network file system asks its server
+        seen = (_read(path), path.stat().st_mtime_ns)  # opened first: then a network file system asks its server
         record = seen[0]
         silent = time.monotonic() > deadline
         if flock != "held" and (silent or not record or (flock == "ours" and here in record)):
@@ -70,6 +72,12 @@ def _wait(folder, path, here, file):
             print(f"{folder}: {record} did not end well; waiting {PATIENCE:.0f} s for a sign that it is still at work")
         before = seen
         time.sleep(BEAT / 10)
+
+
+def _read(path):
+    """The record, or what stands in its place: one line that can be shown."""
+    text = read_small(path).decode(errors="replace")
+    return text if text.isprintable() and len(text) < 500 else repr(text[:60])
 
 
 def _flock(file):

@@ -1,5 +1,12 @@
-"""The .npz of an FID job: arr_0 (N, H, W, 3) uint8, uncompressed, as the FID evaluators read it."""
+"""The .npz of an FID job: arr_0 (N, H, W, 3) uint8, uncompressed, as the FID evaluators read it.
 
+.job/npz.json says what its bytes are: a digest of the pixels, taken while they were written, and of what stands before
+and after them. A later start reads the archive at the speed of the disk and holds it against that.
+"""
+
+import hashlib
+import json
+import os
 import zipfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -11,53 +18,91 @@ import numpy as np
 
 from accel.errors import Stopped
 from accel.fid.folder import picture_name, read_picture
-from accel.files import atomic_write, sync_folder
+from accel.files import atomic_write, open_regular, read_json, sync_folder
 
-READERS = 4  # threads that decode PNGs
+READERS = 4  # threads that decode PNGs, or hash pixels
 MEMBER = "arr_0.npy"
+RUN = 8  # pictures that are hashed at a time
+
+Digests = dict[int, Collection[str]]  # of each picture's file, those that it may have
 
 
-def problem(path: Path, count: int, size: int) -> str | None:
-    """Why `path` is not the whole archive of `count` pictures of `size` px, or None. Reads its headers only."""
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(MEMBER) as member:
-            np.lib.format.read_magic(member)
-            header = np.lib.format.read_array_header_1_0(member)
-            pixels = archive.getinfo(MEMBER).file_size - member.tell()
-    except Exception as error:  # damaged bytes raise whatever they happen to mean
-        return f"is damaged ({error})"
-    expected = (count, size, size, 3), False, np.dtype(np.uint8)
-    return None if header == expected and pixels == count * size * size * 3 else "holds another array"
+class Archive:
+    """The archive of pictures 0 … count - 1 of `folder`, each (size, size, 3)."""
 
+    def __init__(self, path: Path, folder: Path, digests: Digests, count: int, size: int):
+        self.path, self.folder, self.digests, self.count, self.size = path, folder, digests, count, size
+        self.record = folder / ".job" / "npz.json"
 
-def write(
-    path: Path, folder: Path, digests: dict[int, Collection[str]], count: int, size: int, stopping: Callable[[], bool]
-) -> None:
-    """Write pictures 0 … count - 1 of `folder`, each (size, size, 3), few of them in memory at a time.
+    def problem(self) -> str | None:
+        """Why the file is not the whole archive of these very pictures, or None. Reads all of it."""
+        try:
+            record = read_json(self.record)
+            with open_regular(self.path) as file:
+                whole = record == self._recorded(file, record["start"], self._hash_runs(file, record["start"]))
+        except FileNotFoundError as error:
+            return "has no record of its contents" if error.filename == str(self.record) else "is missing"
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            return f"or its record is damaged ({error})"
+        return None if whole else "is not as it was written, or of other pictures"
 
-    digests: those that each picture's file may have. Raises UsageError for a file with another, Stopped when
-    `stopping()` says so.
-    """
-    with (
-        atomic_write(path, durable=True) as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-        archive.open(MEMBER, "w", force_zip64=True) as member,
-    ):
-        header = dict(descr="|u1", fortran_order=False, shape=(count, size, size, 3))
-        np.lib.format.write_array_header_1_0(member, header)
-        for pixels in _pictures(folder, digests, count):
-            member.write(pixels.tobytes())
-            if stopping():
-                raise Stopped(f"stopped while writing {path}; start again with the same command")
-    sync_folder(path.parent)
+    def write(self, stopping: Callable[[], bool]) -> None:
+        """Write it, few pictures in memory at a time.
 
+        Raises UsageError for a picture that was changed, Stopped when `stopping()` says so.
+        """
+        hashes = []
+        with atomic_write(self.path, mode="w+b", durable=True) as file:
+            with (
+                zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+                archive.open(MEMBER, "w", force_zip64=True) as member,
+            ):
+                shape = self.count, self.size, self.size, 3
+                np.lib.format.write_array_header_1_0(member, dict(descr="|u1", fortran_order=False, shape=shape))
+                start = file.tell()
+                for number, pixels in enumerate(self._pictures()):
+                    if number % RUN == 0:
+                        hashes.append(hashlib.sha256())
+                    hashes[-1].update(pixels.tobytes())
+                    member.write(pixels.tobytes())
+                    if stopping():
+                        raise Stopped(f"stopped while writing {self.path}; start again with the same command")
+            file.flush()
+            recorded = self._recorded(file, start, [one.digest() for one in hashes])
+            with atomic_write(self.record, "w", durable=True, through_link=False) as out:
+                json.dump(recorded, out)
+        sync_folder(self.path.parent)
 
-def _pictures(folder, digests, count) -> Iterator[np.ndarray]:
-    """Pixels of pictures 0 … count - 1, read some way ahead."""
-    numbers = iter(range(count))
-    with ThreadPoolExecutor(READERS) as pool:
-        reading = (pool.submit(read_picture, folder / picture_name(number), digests[number]) for number in numbers)
-        ahead = deque(islice(reading, 8 * READERS))
-        while ahead:
-            yield ahead.popleft().result()
-            ahead.extend(islice(reading, 1))
+    def _recorded(self, file, start, hashes):
+        """What .job/npz.json says of an open archive whose pixels begin at `start` and have these hashes."""
+        end = start + self.count * self.size**2 * 3
+        ends = os.pread(file.fileno(), min(start, 2**16), 0), os.pread(file.fileno(), 2**16, end)
+        pictures = json.dumps([sorted(self.digests[number]) for number in range(self.count)]).encode()
+        return {
+            "start": start,
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.sha256(b"".join([*hashes, *ends])).hexdigest(),
+            "pictures": hashlib.sha256(pictures).hexdigest(),
+        }
+
+    def _hash_runs(self, file, start):
+        """SHA-256 of the pixels of every RUN pictures, read by several threads."""
+        each = self.size**2 * 3
+
+        def of_run(first):
+            pixels = os.pread(file.fileno(), min(RUN, self.count - first) * each, start + first * each)
+            return hashlib.sha256(pixels).digest()
+
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(of_run, range(0, self.count, RUN)))
+
+    def _pictures(self) -> Iterator[np.ndarray]:
+        """Pixels of pictures 0 … count - 1, read some way ahead."""
+        numbers = iter(range(self.count))
+        with ThreadPoolExecutor(READERS) as pool:
+            paths = ((number, self.folder / picture_name(number)) for number in numbers)
+            reading = (pool.submit(read_picture, path, self.digests[number]) for number, path in paths)
+            ahead = deque(islice(reading, 8 * READERS))
+            while ahead:
+                yield ahead.popleft().result()
+                ahead.extend(islice(reading, 1))

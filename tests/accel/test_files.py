@@ -1,12 +1,18 @@
 """Files that are whole or absent, and where caches are kept."""
 
 import os
+import re
+import socket
 import stat
+import time
+from pathlib import Path
 
+import forks
 import pytest
 
 from accel import files
-from accel.files import atomic_write, cache_folder
+from accel.files import atomic_write, cache_folder, read_json, read_small, remove_partial_files, require_writable
+from accel.options import check_writable
 
 
 def test_whole_or_absent(tmp_path):
@@ -34,6 +40,111 @@ def test_a_link_keeps_its_target_and_a_file_its_mode(tmp_path):
         assert path.is_symlink() and path.read_text() == "after"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640 and (tmp_path / "deep" / "later").is_file()
     assert sorted(file.name for file in target.parent.iterdir()) == ["later", "target"]
+
+
+def test_a_temporary_file_is_never_another_s(tmp_path, monkeypatch):
+    """Somebody who guesses its name gets neither a link followed nor his file removed."""
+    precious, path = tmp_path / "precious", tmp_path / "x"
+    precious.write_bytes(b"precious")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda count: "0" * 2 * count)
+    guessed = tmp_path / ".x.0000000000000000.part"
+    guessed.symlink_to(precious)
+    with pytest.raises(FileExistsError), atomic_write(path):
+        pass
+    assert guessed.is_symlink() and precious.read_bytes() == b"precious" and not path.exists()
+
+
+def test_a_probe_touches_nothing_that_is_there(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    for name in (".x.png.probe", ".x.png.part", "probe"):
+        (tmp_path / name).symlink_to(precious)
+    before = sorted(os.listdir(tmp_path))
+    require_writable(tmp_path)
+    check_writable(tmp_path / "x.png")
+    assert sorted(os.listdir(tmp_path)) == before and precious.read_bytes() == b"precious"
+    with pytest.raises(OSError, match="No such file"):
+        require_writable(tmp_path / "absent")
+
+
+def test_two_writers_of_one_file_both_end_well(tmp_path):
+    """Processes and threads, over and over: the file is always one of theirs, whole."""
+    path, length = tmp_path / "x", 1 << 20
+    code = f"""
+import sys
+from accel.files import atomic_write
+for _ in range(50):
+    with atomic_write({str(path)!r}) as file:
+        file.write(sys.argv[1].encode() * {length})
+"""
+    writers = [forks.Fork(["-c", code, letter]) for letter in "ab"]
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            assert path.read_bytes() in (b"a" * length, b"b" * length)
+        time.sleep(0.005)
+    assert [writer.returncode for writer in writers] == [0, 0], [writer.text() for writer in writers]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_only_what_killed_processes_left_is_removed(tmp_path):
+    """By the very form of the name: no glob, in which a job's own name might hold a pattern."""
+    own = [".000017.png.0123456789abcdef.part", ".[a].npz.0123456789abcdef.part"]
+    others = [".a.npz.0123456789abcdef.part", ".123.png.mine.part", ".y.png.probe", "000017.png", ".000017.png.part"]
+    for name in own + others:
+        (tmp_path / name).touch()
+    (tmp_path / ".000018.png.0123456789abcdef.part").mkdir()
+    remove_partial_files(tmp_path, r"\d+\.png")
+    remove_partial_files(tmp_path, re.escape("[a].npz"))
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, ".000018.png.0123456789abcdef.part"])
+
+
+def test_what_replaces_a_link_leaves_its_target(tmp_path):
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / "settings").symlink_to("precious")
+    with atomic_write(tmp_path / "settings", through_link=False) as out:
+        out.write(b"new")
+    assert (tmp_path / "precious").read_bytes() == b"precious" and not (tmp_path / "settings").is_symlink()
+
+
+def hostile(folder):
+    """Things in a small file's place, each by its name, that must neither hang nor end in a traceback."""
+    made = {name: folder / name for name in ("fifo", "socket", "folder", "loop", "dangling", "absent")}
+    os.mkfifo(made["fifo"])
+    socket.socket(socket.AF_UNIX).bind(str(made["socket"]))
+    made["folder"].mkdir()
+    made["loop"].symlink_to("loop")
+    made["dangling"].symlink_to("nowhere")
+    contents = {
+        "empty": b"",
+        "deep": b"[" * 200_000,
+        "deep object": b'{"a":' * 200_000,
+        "not UTF-8": b"\xff\xfe",
+        "a list": b"[1]",
+        "a number of 5,000 digits": b'{"a": ' + b"1" * 5000 + b"}",
+        "cut": b'{"a": 1',
+    }
+    for name, content in contents.items():
+        made[name] = folder / name
+        made[name].write_bytes(content)
+    made["large"] = folder / "large"
+    with made["large"].open("wb") as file:
+        file.truncate(1 << 40)
+    return made | {"zero": Path("/dev/zero"), "null": Path("/dev/null"), "terminal": Path("/dev/tty")}
+
+
+def test_whatever_stands_in_a_small_files_place_is_an_error_at_once(tmp_path):
+    for name, path in hostile(tmp_path).items():
+        start = time.monotonic()
+        with pytest.raises((OSError, ValueError)) as caught:
+            read_json(path)
+        assert time.monotonic() - start < 2 and "\n" not in str(caught.value), name
+    good = tmp_path / "good"
+    good.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa4"}')  # as Windows' editors begin a file
+    (tmp_path / "link").symlink_to(good)
+    assert read_json(good) == read_json(tmp_path / "link") == {"a": "ä"}
+    assert read_small(good, 99) == good.read_bytes()
+    with pytest.raises(OSError, match="larger than 5 bytes"):
+        read_small(good, 5)
 
 
 def test_long_names(tmp_path):

@@ -17,6 +17,8 @@ from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wai
 from safetensors.torch import load_file, save_file
 
 from accel.errors import STOPPED, USAGE
+from accel.fid.folder import folder_of
+from accel.options import DistributedOptions
 from diffusion import create_diffusion
 from models import DiT_models
 
@@ -268,7 +270,7 @@ def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
     lines = record.read_bytes().splitlines(keepends=True)
     record.write_bytes(b"".join(lines[:4]) + lines[4][:100])
     (home / "000000.png").unlink()
-    for partial in (home / ".000017.png.99.part", tmp_path / f".{npz.name}.99.part"):
+    for partial in (home / ".000017.png.0123456789abcdef.part", tmp_path / f".{npz.name}.0123456789abcdef.part"):
         partial.write_bytes(b"half")
     run(2, *command)
     mended = files(tmp_path)
@@ -386,17 +388,39 @@ def test_a_damaged_record_is_one_line(name, content, words, demo, copy, one):
 #################################################################################
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(demo, tmp_path):
-    """Rank 1 finds a folder where its picture belongs. Its traceback is printed, torchrun's summary names it."""
-    from accel.fid.folder import folder_of
-    from accel.options import DistributedOptions
-
+def folder_for(samples, demo):
+    """The folder that a job of `demo` will use."""
     named = {flag[2:]: value for flag, value in zip(demo[::2], demo[1::2])}
-    folder = folder_of(DistributedOptions(num_fid_samples=1, sample_dir=str(tmp_path), **named).resolve())
+    return folder_of(DistributedOptions(num_fid_samples=1, sample_dir=str(samples), **named).resolve())
+
+
+def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, tmp_path):
+    """Rank 1 alone finds it, in the middle of the work."""
+    folder = folder_for(tmp_path, demo)
     (folder / "000001.png").mkdir(parents=True)
     job = start(2, *demo, *FID, "--num-fid-samples", 4000, "--sample-dir", tmp_path)
-    text = finish(job, status=1, seconds=60)
-    assert "Traceback" in text and re.search(r"Root Cause.*rank\s+: 1 .*IsADirectoryError", text, re.DOTALL)
+    text = finish(job, status=USAGE, seconds=60)
+    assert f"--sample-dir: Is a directory at {folder}/" in text and "rank 1 of 2" not in text
+
+
+def test_a_rank_whose_view_of_the_folder_lags_takes_rank_0s_word(demo, tmp_path):
+    """Its node's listing of a network file system is half a minute old: it sees nothing of the job that was killed.
+
+    Ranks that share what is left by a count of their own would each leave batches to the other.
+    """
+    command = [*demo, *FID, "--world-independent-noise", "--sample-dir"]
+    run(1, *command, tmp_path / "whole")
+    jobs = start_ranks(2, *command, tmp_path / "lagging")
+    assert wait_for_pictures(tmp_path / "lagging", 7, jobs[0])
+    kill(*jobs)
+    made = len(list(tmp_path.glob("lagging/*/*.png")))
+    text = run(2, *command, tmp_path / "lagging", script="tests/fid/lagging_worker.py", LAGGING="1")
+    shown = [int(number) for number in re.findall(rf"(\d+)/{WANTED} \[", text)]
+    assert shown[0] >= made - 4 and shown[-1] == WANTED, text  # it resumed
+    whole, lagging = pictures(tmp_path / "whole"), pictures(tmp_path / "lagging")
+    assert sorted(whole) == sorted(lagging) and all(np.array_equal(whole[name], lagging[name]) for name in whole)
+    archives = [next((tmp_path / name).glob("*.npz")).read_bytes() for name in ("whole", "lagging")]
+    assert archives[0] == archives[1]
 
 
 @pytest.mark.parametrize(

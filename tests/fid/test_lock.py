@@ -172,3 +172,26 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, name):
         if root:
             os.seteuid(0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_lock_is_never_taken_through_a_link(folder, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    (folder / ".job").mkdir(parents=True)
+    place = folder / ".job" / "lock"
+    for put in (lambda: place.symlink_to(precious), lambda: os.mkfifo(place), place.mkdir):
+        put()
+        start = time.monotonic()
+        assert f"--sample-dir {place}: not a regular file; remove it" in refusal(folder)
+        assert time.monotonic() - start < 1 and precious.read_bytes() == b"precious"
+        place.rmdir() if place.is_dir() else place.unlink()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"\0" * 60, b"a\nb\x1b[31m", b"x" * 100_000])
+def test_a_damaged_record_is_waited_for_and_shown_in_one_line(folder, content, capsys):
+    """As a power cut leaves it."""
+    (folder / ".job").mkdir(parents=True)
+    (folder / ".job" / "lock").write_bytes(content)
+    assert seconds_to_take(folder) >= PATIENCE
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.isprintable() and len(line) < 500 + len(str(folder)) and "did not end well" in line

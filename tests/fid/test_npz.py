@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from accel.errors import Stopped, UsageError
-from accel.fid import npz
 from accel.fid.folder import picture_name, write_picture
+from accel.fid.npz import Archive
 
 
 def make(folder, count, size):
     """`count` pictures, eight of them different; returns their pixels and digests."""
-    folder.mkdir()
+    (folder / ".job").mkdir(parents=True)
     originals = np.random.default_rng(0).integers(0, 256, (8, size, size, 3), dtype=np.uint8)
     digests = {}
     for number in range(count):
@@ -37,12 +37,14 @@ def test_it_is_streamed_and_read_by_numpy_and_as_adms_evaluator_does(tmp_path):
     originals, digests = make(folder, 1200, 256)
     code = f"""
 import resource, pathlib
-from accel.fid import npz
+from accel.fid.npz import Archive
 folder, digests = pathlib.Path({str(folder)!r}), {digests!r}
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-npz.write(folder.parent / "warm.npz", folder, digests, 40, 256, lambda: False)
+Archive(folder.parent / "warm.npz", folder, digests, 40, 256).write(lambda: False)
 before = peak()
-npz.write(folder.parent / "x.npz", folder, digests, 1200, 256, lambda: False)
+archive = Archive(folder.parent / "x.npz", folder, digests, 1200, 256)
+archive.write(lambda: False)
+assert archive.problem() is None
 print(peak() - before)
 """
     done = forks.run(["-c", code])
@@ -53,7 +55,7 @@ print(peak() - before)
     with zipfile.ZipFile(tmp_path / "x.npz") as archive, archive.open("arr_0.npy") as member:
         assert archive.testzip() is None and np.lib.format.read_magic(member) == (1, 0)
         assert np.lib.format.read_array_header_1_0(member) == ((1200, 256, 256, 3), False, np.dtype(np.uint8))
-    assert npz.problem(tmp_path / "x.npz", 1200, 256) is None
+    assert Archive(tmp_path / "x.npz", folder, digests, 1200, 256).problem() is None
 
 
 def test_a_picture_that_was_changed_is_named_and_nothing_is_left(tmp_path):
@@ -66,32 +68,70 @@ def test_a_picture_that_was_changed_is_named_and_nothing_is_left(tmp_path):
     for content in (whole[4], bytes(damaged), whole[3][:50], b""):
         pictures[3].write_bytes(content)
         with pytest.raises(UsageError, match="000003.png: .*delete it and start again"):
-            npz.write(path, folder, digests, 8, 16, never)
+            Archive(path, folder, digests, 8, 16).write(never)
     pictures[3].write_bytes(whole[3])
     with pytest.raises(Stopped, match="start again"):
-        npz.write(path, folder, digests, 8, 16, lambda: True)
+        Archive(path, folder, digests, 8, 16).write(lambda: True)
     assert [each.name for each in tmp_path.iterdir()] == ["pictures"]
-    npz.write(path, folder, digests, 8, 16, never)
+    Archive(path, folder, digests, 8, 16).write(never)
     assert np.load(path)["arr_0"].shape == (8, 16, 16, 3)
 
 
-def test_an_archive_that_is_not_whole_is_seen(tmp_path):
+def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
+    folder, path = tmp_path / "pictures", tmp_path / "x.npz"
+    originals, digests = make(folder, 19, 16)  # no multiple of what is hashed at a time
+    archive = Archive(path, folder, digests, 19, 16)
+    archive.write(never)
+    whole = path.read_bytes()
+    assert archive.problem() is None
+
+    def overwritten(start, length=64):
+        return whole[:start] + bytes(byte ^ 0x55 for byte in whole[start : start + length]) + whole[start + length :]
+
+    places = [overwritten(start, 1) for start in (0, 20, 60, 200, len(whole) - 1, len(whole) - 100)]
+    cuts = [b"", whole[:100], whole[:-1], whole[: len(whole) // 2], whole[:500] + whole[600:], whole + b"x"]
+    for content in (overwritten(len(whole) // 2), overwritten(len(whole) - 300), *places, *cuts):
+        path.write_bytes(content)
+        assert archive.problem() == "is not as it was written, or of other pictures", len(content)
+    for others in (dict(arr_0=np.zeros((19, 16, 16, 3), np.uint8)), dict(other=np.stack([originals[0]] * 19))):
+        np.savez(path, **others)
+        assert archive.problem() == "is not as it was written, or of other pictures"
+    path.write_bytes(whole)
+    os.utime(path, (1, 1))
+    assert archive.problem() is None  # what it holds counts, not when it was written
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in archive.problem()
+
+
+def test_an_archive_of_other_pictures_is_seen(tmp_path):
+    """A picture that was made again, by kernels that round otherwise, has another digest."""
+    folder, path = tmp_path / "pictures", tmp_path / "x.npz"
+    originals, digests = make(folder, 8, 16)
+    Archive(path, folder, digests, 8, 16).write(never)
+    digests[3] = digests[3] | {write_picture(folder / picture_name(3), 255 - originals[3])}
+    again = Archive(path, folder, digests, 8, 16)
+    assert again.problem() == "is not as it was written, or of other pictures"
+    again.write(never)
+    assert again.problem() is None and np.array_equal(np.load(path)["arr_0"][3], 255 - originals[3])
+    assert "other pictures" in Archive(path, folder, digests, 7, 16).problem()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"{", b"[]", b"{}", b"[" * 100_000, b"\xff\xfe", b'{"start": "0"}', b'{"start": -1}', b'{"start": 1e9}',
+     b'{"start": 99999999999999999999}', b'{"start": 1099511627776}', "fifo"],
+)  # fmt: skip
+def test_a_record_that_is_not_one_makes_it_written_again(tmp_path, content):
     folder, path = tmp_path / "pictures", tmp_path / "x.npz"
     _, digests = make(folder, 8, 16)
-    npz.write(path, folder, digests, 8, 16, never)
-    whole = path.read_bytes()
-    assert npz.problem(path, 8, 16) is None
-    for content in (b"", whole[:100], whole[:-1], whole[: len(whole) // 2], whole[:500] + whole[600:], b"x" * 6000):
-        path.write_bytes(content)
-        assert npz.problem(path, 8, 16).startswith("is damaged ("), len(content)
-    path.write_bytes(whole)
-    assert npz.problem(path, 7, 16) == npz.problem(path, 8, 32) == "holds another array"
-    np.savez(path, np.zeros((8, 16, 16, 3), np.float32))
-    assert npz.problem(path, 8, 16) == "holds another array"
-    np.savez(path, np.zeros((8, 16, 16, 3), np.uint8))
-    assert npz.problem(path, 8, 16) is None
-    np.savez(path, other=np.zeros((8, 16, 16, 3), np.uint8))
-    assert "is damaged" in npz.problem(path, 8, 16)
-    with zipfile.ZipFile(path, "w") as archive:  # as if its writer had been killed and the directory written
-        archive.writestr("arr_0.npy", whole[whole.index(b"\x93NUMPY") :][:3000])
-    assert npz.problem(path, 8, 16) == "holds another array"
+    archive = Archive(path, folder, digests, 8, 16)
+    archive.write(never)
+    archive.record.unlink()
+    if content == "fifo":
+        os.mkfifo(archive.record)
+    elif content is not None:
+        archive.record.write_bytes(content)
+    assert archive.problem() and "\n" not in archive.problem()
+    archive.write(never)
+    assert archive.problem() is None and archive.record.is_file()
