@@ -16,13 +16,13 @@ test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests
 
 # Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
-$(VENV)/ready: requirements.txt
+$(VENV)/ready: requirements.txt requirements-test.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "python 3.10 or later is needed: make PYTHON=python3.12")'
 	@$(PYTHON) -m ensurepip --version >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends python3-venv; } || { \
 	  echo "python cannot make a venv: sudo apt-get install python3-venv, then make again"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-test.txt
 	@touch $@
 
 clean:

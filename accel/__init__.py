@@ -4,6 +4,8 @@
 `from accel import accelerate`: a fast copy of a DiT that you already have, for your own sampling loop.
 """
 
+import re
+
 
 def __getattr__(name: str):
     if name == "accelerate":  # only when asked for: it brings Triton
@@ -14,4 +16,13 @@ def __getattr__(name: str):
         from accel.api import Sampler
 
         return Sampler
+    if name == "__version__":
+        from accel.options import ROOT
+
+        project = ROOT / "pyproject.toml"
+        if project.is_file():
+            return re.search(r'^version = "(.*)"$', project.read_text(), re.M)[1]
+        from importlib.metadata import version  # installed without its folder
+
+        return version("dit-sampling")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

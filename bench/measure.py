@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import accel
 from accel import engine, precision, vae
 from accel.errors import UsageError
 from accel.fast import family_of
@@ -109,12 +110,13 @@ def options_of(args: Namespace) -> SamplingOptions:
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
-    """Where figures come from: GPU (None on a CPU), torch, commit, date, command."""
+    """Where figures come from: GPU (None on a CPU), torch, version, commit, date, command."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
     return dict(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         torch=torch.__version__,
+        version=accel.__version__,
         commit=commit or git.stdout.strip(),
         date=str(date.today()),
         command=" ".join([launcher, os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),

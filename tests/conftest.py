@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from fnmatch import fnmatch
 from pathlib import Path
 
 import forks
@@ -22,6 +23,18 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def tracked(*patterns):
+    """Files of the repository, as git's patterns name them: not what a user keeps beside them."""
+    done = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True)
+    files = done.stdout.splitlines() or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*")]  # a copy without git
+    wanted = [one for pattern in patterns for one in (pattern, f"{pattern}/*")]
+    return [
+        f
+        for f in files
+        if not f.startswith(".venv") and any(fnmatch(f, one) for one in wanted) and (ROOT / f).is_file()
+    ]
 
 
 def fill(model, seed=0):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, tracked
 
 OURS = {
     "models",
@@ -73,7 +73,7 @@ RULES = {
         "accel.progress",
         "accel.vae",
     },
-    "accel/__init__.py": {"accel.api", "accel.fast"},
+    "accel/__init__.py": {"accel.api", "accel.fast", "accel.options"},
     "sample.py": {"accel.command_line", "accel.engine"},
     "sample_ddp.py": {
         "accel.command_line",
@@ -116,13 +116,6 @@ def test_every_way_to_write_an_import_is_seen():
     text = "import models\nfrom accel import engine\nfrom . import respace\ndef f():\n    from ..accel import vae\n"
     found = list(imports(text, "diffusion"))
     assert sorted(found) == ["accel.engine", "accel.vae", "diffusion.respace", "models"]
-
-
-def tracked(pattern):
-    """Files of the repository, or of a folder that was made of it and has no git."""
-    done = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True)
-    files = [file for file in done.stdout.split() if (ROOT / file).is_file()]
-    return files or [str(p.relative_to(ROOT)) for p in ROOT.rglob(pattern) if ".venv" not in p.parts]
 
 
 FILES = tracked("*.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import forks
 import pytest
-from conftest import ROOT
+from conftest import ROOT, tracked
 from pages import (
     CHINESE,
     CODE,
@@ -37,15 +37,6 @@ SPEED, PARALLEL = ROOT / "docs" / "speed.md", ROOT / "docs" / "parallel.md"
 SETTINGS = {"sample.py": SamplingOptions, "sample_ddp.py": DistributedOptions}
 # Programs whose commands are run here where no GPU is needed; the others have tests of their own.
 QUICK = (*SETTINGS, "evaluate.py", "scripts/convert_checkpoint.py")
-
-
-def tracked(*patterns):
-    """Files that belong to the repository: those that git tracks, and new ones that it does not ignore."""
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
-    listed = subprocess.run(command, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("no git checkout, which says what belongs to it")
-    return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
 
 
 # ---- the pages' shape ----

@@ -1,0 +1,103 @@
+"""pip: what an installed copy brings along, and that it works from any folder."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
+
+import pytest
+import yaml
+from conftest import ROOT, tracked
+
+import accel
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+
+needs_setuptools = pytest.mark.skipif(
+    int(version("setuptools").partition(".")[0]) < 77, reason="needs setuptools 77, as requirements-test.txt has it"
+)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy: pip writes into the folder that it builds."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in tracked("*.py", "*.toml", "*.txt", "README.md", "LICENSE", "accel", "pretrained_models"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@needs_setuptools
+def test_an_editable_copy_works_from_any_folder(checkout, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    (packages,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (packages / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    subprocess.run([*PIP, "--python", python, "install", *OFFLINE, "--editable", checkout], check=True)
+
+    def run(code):
+        done = subprocess.run([python, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    assert run("""if True:
+        import importlib.util
+        from accel import Sampler, __version__
+        from diffusion import create_diffusion
+        from download import find_model
+        import large_dit, models
+        with Sampler("DiT-Demo/2", device="cpu") as sampler:
+            (picture,) = sampler.sample(["planet"], num_sampling_steps=2)
+        private = [name for name in ("evaluate", "sample", "bench", "scripts") if importlib.util.find_spec(name)]
+        print(models.__file__, __version__, *picture.size, *private)
+    """) == [str(checkout / "models.py"), accel.__version__, "128", "128"]
+
+
+@needs_setuptools
+def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(checkout, tmp_path):
+    subprocess.run([*PIP, "wheel", *OFFLINE, "--wheel-dir", tmp_path, checkout], check=True)
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
+    commands = {"evaluate.py", "sample.py", "sample_ddp.py"}
+    assert names == {*tracked("accel", "diffusion"), *(name for name in tracked("*.py") if "/" not in name)} - commands
+
+    def same(requirement):  # torch-fidelity <0.5,>=0.4 is torch-fidelity>=0.4,<0.5
+        return tuple(sorted(re.findall(r"[\w.-]+|[<>=]=?[\w.]+", requirement)))
+
+    required = {same(line) for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)}
+    pinned = re.findall(r"^[\w-]+[<>=].*$", (ROOT / "requirements.txt").read_text(), re.M)
+    assert required == {same(line) for line in pinned} and len(pinned) > 10
+    assert f"\nVersion: {accel.__version__}\n" in metadata
+
+
+def test_ci_runs_the_oldest_and_the_newest_python():
+    project = (ROOT / "pyproject.toml").read_text()
+    supported = re.findall(r"Python :: (3\.\d+)", project)
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    job = workflow["jobs"]["test"]
+    assert job["strategy"]["matrix"]["python"] == [supported[0], supported[-1]]
+    assert any(step.get("run") == ".ci/run" for step in job["steps"])
+    assert f'requires-python = ">={supported[0]}"' in project
+    assert f'target-version = "py{supported[0].replace(".", "")}"' in project
+
+
+def test_the_version_is_stated_once_and_the_changelog_begins_with_it():
+    stated = [
+        path for path in tracked("*.py", "*.toml", "*.cff", "*.md") if accel.__version__ in (ROOT / path).read_text()
+    ]
+    assert stated == ["CHANGELOG.md", "pyproject.toml"]
+    assert re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == accel.__version__
+
+
+def test_the_citation_names_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["title"] and citation["message"]
+    (paper,) = citation["references"]
+    assert [author["family-names"] for author in paper["authors"]] == ["Peebles", "Xie"]
+    assert "2212.09748" in paper["url"]
