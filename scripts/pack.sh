@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The contest's hand-in: TEAM_DiT.tar.gz, with what git tracks, log/ and the final result, without weights.
+# The contest's hand-in: TEAM_DiT.tar.gz, with what git tracks but log/ and weights, your logs and the final result.
 #
 #     bash scripts/pack.sh TEAM [PICTURE [FILE...]]
 #
 # PICTURE (default: sample.png) goes in as log/final_result.png. It has to be the very picture of a contest measurement
-# in log/ or among FILE..., which git need not track: python bench/jobs.py --contest fp16 --ckpt WEIGHTS --output
-# log/mine/contest.json makes one, and log/mine is then the FILE. Its precision tier and settings go into
-# log/FINAL_RESULT.txt.
+# among FILE... (default: log/mine), your own logs, report and pictures, which git need not track:
+# python bench/jobs.py --contest fp16 --ckpt WEIGHTS --vae DECODER --output log/mine/contest.json makes one. Its
+# precision tier and settings go into log/FINAL_RESULT.txt. Any other job than DiT-XL/2's eight labels at 512 px in 250
+# steps is packed as a rehearsal: TEAM_DiT_rehearsal.tar.gz, which says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() {
@@ -19,52 +20,53 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 team=${1:-} picture=${2:-sample.png}
 shift $(($# > 2 ? 2 : $#))
+(($#)) || set -- log/mine
 [[ $team =~ ^[A-Za-z0-9_][A-Za-z0-9_-]*$ ]] || fail "name the team, in letters, digits, - and _: pack.sh TEAM"
 [[ -f $picture ]] || fail "$picture: no such picture; make it (python sample.py) or name it: pack.sh $team PICTURE"
 git rev-parse --git-dir >/dev/null 2>&1 || fail "no git checkout, which says what belongs to it: git init && git add ."
 for file in "$@"; do
-  [[ -e $file ]] || fail "$file: no such file or folder"
+  [[ -e $file ]] || fail "$file: no such file or folder; measure (bash scripts/measure.sh $file) or name your logs"
   [[ $(realpath "$file") == "$PWD"/* ]] || fail "$file: lies outside the repository"
 done
 
-# The record whose picture this is, from the contest measurements that are packed.
+# The record whose picture this is, from the contest measurements that are named.
 result=$(python3 - "$picture" "$@" <<'PYTHON'
-import hashlib, json, subprocess, sys
+import hashlib, json, sys
 from pathlib import Path
 
 picture, *named = map(Path, sys.argv[1:])
 digest = hashlib.sha256(picture.read_bytes()).hexdigest()
-tracked = subprocess.run(["git", "ls-files", "log"], capture_output=True, text=True, check=True).stdout.split("\n")
-files = [Path(name) for name in tracked if name.endswith(".json")]
-files += [file for path in named for file in (path.rglob("*.json") if path.is_dir() else [path])]
-for file in files:
+job = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # as in bench/jobs.py
+for file in (file for path in named for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])):
     record = json.loads(file.read_text()) if file.suffix == ".json" else None
-    rows = record.get("contest", []) if isinstance(record, dict) else []
-    for row in rows:
+    for row in record.get("contest", []) if isinstance(record, dict) else []:
         if row.get("picture") == digest:
-            weights = f"weights {record['weights']}, commit {record['commit']}"
+            if any(record[key] != value for key, value in job.items()):
+                what = "{model}, {pictures} pictures at {image_size} px in {steps} steps".format(**record)
+                print(f"REHEARSAL, which earns no points: {what}, not the contest's job")
             print(f"Final result: final_result.png, from {picture}\nPrecision tier: {row['tier']}")
-            print(f"Settings: {row['settings']}, {weights}\nMeasured in: {file}\nT: {row['seconds']:.2f} s")
-            print(f"SHA-256: {digest}")
+            print(f"Settings: {row['settings']}, weights {record['weights']}, commit {record['commit']}")
+            print(f"Measured in: {file}\nT: {row['seconds']:.2f} s\nSHA-256: {digest}")
             sys.exit()
 PYTHON
 )
-[[ $result ]] || fail "$picture: is not the picture of a contest measurement in log/; record it, then add log/mine: \
-python bench/jobs.py --contest TIER --ckpt WEIGHTS --output log/mine/contest.json"
+[[ $result ]] || fail "$picture: is not the picture of a contest measurement in $*; record it: \
+python bench/jobs.py --contest TIER --ckpt WEIGHTS --vae DECODER --output log/mine/contest.json"
 
-archive=${team}_DiT.tar.gz
+name=${team}_DiT
+[[ $result == REHEARSAL* ]] && name+=_rehearsal
+archive=$name.tar.gz
 stage=$(mktemp -d)
 trap 'rm -rf "$stage" ".$archive.part"' EXIT
-mkdir "$stage/${team}_DiT"
-git ls-files -z -- ':!pretrained_models' | tar -cf - --null -T - | tar -C "$stage/${team}_DiT" -xf -
+mkdir -p "$stage/$name/log"
+git ls-files -z -- ':!pretrained_models' ':!log' | tar -cf - --null -T - | tar -C "$stage/$name" -xf -
 for file in "$@"; do
   tar -cf - --exclude='*.pt' --exclude='*.pth' --exclude='*.ckpt' --exclude='*.safetensors' \
-    --exclude='*.trace.json.gz' "$(realpath --relative-to=. "$file")" | tar -C "$stage/${team}_DiT" -xf -
+    --exclude='*.trace.json.gz' "$(realpath --relative-to=. "$file")" | tar -C "$stage/$name" -xf -
 done
-mkdir -p "$stage/${team}_DiT/log"
-cp "$picture" "$stage/${team}_DiT/log/final_result.png"
-echo "$result" >"$stage/${team}_DiT/log/FINAL_RESULT.txt"
-tar -C "$stage" -czf ".$archive.part" "${team}_DiT"
+cp "$picture" "$stage/$name/log/final_result.png"
+echo "$result" >"$stage/$name/log/FINAL_RESULT.txt"
+tar -C "$stage" -czf ".$archive.part" "$name"
 mv ".$archive.part" "$archive"
 echo "$archive: $(tar -tzf "$archive" | grep -c '[^/]$') files, $(du -h "$archive" | cut -f1)"
 echo "$result"

@@ -35,13 +35,20 @@ def test_the_contests_points(seconds, points):
     assert jobs.score(seconds) == pytest.approx(points, abs=0.001)
 
 
-def test_contest(forked, tmp_path, monkeypatch, run):
+def test_points_are_of_the_contests_job_alone():
+    assert not jobs.rehearsal(jobs.CONTEST)
+    for other in (dict(model="DiT-Demo/2"), dict(image_size=256), dict(steps=50), dict(pictures=1)):
+        assert jobs.rehearsal(jobs.CONTEST | other)
+
+
+def test_contest(forked, tmp_path, monkeypatch, run, capsys):
     here(monkeypatch, "--contest", "--device", "cpu", "--steps", 2, "--output", tmp_path / "log.json")
     record = json.loads((tmp_path / "log.json").read_text())
     [row] = record["contest"]
     [once] = row["runs"]
     assert record["kind"] == "contest" and record["model"] == "DiT-Demo/2" and record["steps"] == 2
-    assert row["tier"] == "fp32" and row["points"] == 50 and row["seconds"] == once["total"] < once["process"]
+    assert row["tier"] == "fp32" and row["seconds"] == once["total"] < once["process"]
+    assert "points" not in row and "a rehearsal, no points" in capsys.readouterr().out
     assert once["total"] == pytest.approx(once["load"] + once["sample"] + once["decode"] + once["save"], abs=0.03)
     # The picture that was timed is the one that the same settings make.
     flags = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "2", "--output"]

@@ -1,4 +1,4 @@
-"""pack.sh: the contest's hand-in holds the work, the result and its settings, and no weights."""
+"""pack.sh: the contest's hand-in holds the work, the team's own logs, the result and its settings, and no weights."""
 
 import hashlib
 import json
@@ -8,6 +8,8 @@ import tarfile
 
 import pytest
 from conftest import ROOT
+
+from bench.jobs import CONTEST
 
 TRACKED = (
     "bench/steps.py",
@@ -44,7 +46,7 @@ def checkout(tmp_path):
         dict(tier=tier, seconds=10.0, picture=name, settings=f"8 labels · {tier}")
         for tier, name in (("fp32", "0"), ("fp16", digest))
     ]
-    record = dict(kind="contest", contest=rows, weights="XL.pt", commit="abc1234")
+    record = dict(CONTEST, kind="contest", contest=rows, weights="XL.pt", commit="abc1234")
     (tmp_path / "log" / "mine" / "contest.json").write_text(json.dumps(record))
     return tmp_path
 
@@ -56,7 +58,7 @@ def pack(checkout, *args):
 def test_what_is_packed(checkout):
     """What git tracks but weights, what is named, and the result with the tier that made it."""
     for _ in range(2):  # a second archive does not hold the first
-        done = pack(checkout, "Us", "sample.png", "log/mine")
+        done = pack(checkout, "Us")  # sample.png and log/mine
         assert done.returncode == 0 and "Precision tier: fp16" in done.stdout, done.stderr
     with tarfile.open(checkout / "Us_DiT.tar.gz") as archive:
         names = {member.name.removeprefix("Us_DiT/") for member in archive.getmembers() if member.isfile()}
@@ -65,14 +67,25 @@ def test_what_is_packed(checkout):
     assert names == {
         "bench/steps.py",
         "scripts/pack.sh",
-        "log/cpu.json",
         "log/mine/contest.json",
         "models.py",
         "log/final_result.png",
         "log/FINAL_RESULT.txt",
     }
     assert result == (checkout / "sample.png").read_bytes()
-    assert "Precision tier: fp16\nSettings: 8 labels · fp16, weights XL.pt, commit abc1234" in text
+    assert text.startswith("Final result") and "Settings: 8 labels · fp16, weights XL.pt, commit abc1234" in text
+
+
+@pytest.mark.parametrize("key, value", [("model", "DiT-Demo/2"), ("image_size", 256), ("steps", 25), ("pictures", 1)])
+def test_another_job_is_marked(checkout, key, value):
+    path = checkout / "log" / "mine" / "contest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    done = pack(checkout, "Us", "sample.png", "log/mine")
+    assert done.returncode == 0 and "REHEARSAL, which earns no points" in done.stdout and str(value) in done.stdout
+    assert [path.name for path in checkout.glob("*.gz")] == ["Us_DiT_rehearsal.tar.gz"]
+    with tarfile.open(checkout / "Us_DiT_rehearsal.tar.gz") as archive:
+        text = archive.extractfile("Us_DiT_rehearsal/log/FINAL_RESULT.txt").read().decode()
+    assert text.startswith("REHEARSAL")
 
 
 def test_help(checkout):
@@ -89,8 +102,11 @@ def test_help(checkout):
         (["../up"], "name the team"),
         (["--team"], "name the team"),
         (["Us", "other.png"], "other.png: no such picture"),
-        (["Us"], "sample.png: is not the picture of a contest measurement"),  # which is in a folder that is not named
-        (["Us", "log/cpu.json", "log/mine"], "log/cpu.json: is not the picture"),
+        (
+            ["Us", "sample.png", "log/cpu.json"],
+            "sample.png: is not the picture of a contest measurement in log/cpu.json",
+        ),
+        (["Us", "log/cpu.json"], "log/cpu.json: is not the picture"),
         (["Us", "sample.png", "log/yours"], "log/yours: no such file or folder"),
         (["Us", "sample.png", "/etc/hostname"], "/etc/hostname: lies outside the repository"),
     ],
