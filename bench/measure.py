@@ -110,11 +110,13 @@ def options_of(args: Namespace) -> SamplingOptions:
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
-    """Where figures come from: GPU (None on a CPU), torch, version, commit, date, command."""
+    """Where figures come from: GPU (None on a CPU), CPU cores, torch, version, commit, date,
+    command."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
     return dict(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        cores=len(os.sched_getaffinity(0)),
         torch=torch.__version__,
         version=accel.__version__,
         commit=commit or git.stdout.strip(),

@@ -1,11 +1,18 @@
-"""The report's figures: measured rows → PNG. Colours are Okabe and Ito's, and no figure relies on colour alone."""
+"""The report's figures: measured rows → SVG. Colours are Okabe and Ito's, and no figure relies on colour alone.
+
+Text stays text, so the reader's browser brings the fonts of its language. say: English → the report's language.
+"""
 
 import io
 import math
+import warnings
+from collections.abc import Callable
 
+import matplotlib
 from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, RED, SKY, PINK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+styled = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"})
 COLOURS, MARKS = (BLUE, ORANGE, GREEN, RED, SKY, PINK), "osD^vP*X"
 KINDS = {  # colour, hatch
     "GEMM": (BLUE, None),
@@ -30,10 +37,19 @@ def canvas(rows: list, width: float, height: float, panels: int = 1) -> tuple[Fi
     return figure, axes
 
 
-def png(figure: Figure) -> bytes:
+def svg(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})  # the same bytes for the same rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a font that this machine lacks is the reader's browser's
+        figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None}
+        )  # the same bytes for the same rows
     return buffer.getvalue()
+
+
+def roomy(text: str) -> str:
+    """`text` and spaces that no browser shows: room for wide characters, whose width matplotlib's font lacks."""
+    return text + " " * round(1.3 * sum(ord(letter) > 0x2E7F for letter in text))
 
 
 def label(axis, text, x: float, y: float, dx: int = 0, dy: int = 4, **style) -> None:
@@ -55,7 +71,13 @@ def plain_log(axis, low: float, high: float) -> None:
     getattr(axis.axes, f"set_{axis.axis_name}lim")(low, high)
 
 
-def ladder(rungs: list[dict], floor_ms: float, floor_name: str) -> bytes:
+def rung_name(rung: str, say: Callable[[str], str]) -> str:
+    """ "fp16 + half GEMMs" in the report's language."""
+    return " + ".join(map(say, rung.split(" + ")))
+
+
+@styled
+def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str] = str) -> bytes:
     """A bar of ms a step for each rung (rung, ms, p10, p90), and the floor as a line."""
     figure, (axis,) = canvas(rungs, 8, 0.36 * len(rungs) + 1.4)
     for place, rung in enumerate(rungs):
@@ -66,14 +88,15 @@ def ladder(rungs: list[dict], floor_ms: float, floor_name: str) -> bytes:
         label(axis, short(ms), rung["p90"], place, 5, 0, va="center")
     plain_log(axis.xaxis, floor_ms / 1.6, max(rung["ms"] for rung in rungs) * 1.7)
     axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2)
-    label(axis, f"{floor_name}: {floor_ms:.1f}", floor_ms, -0.75, 3, 0, va="center")
-    axis.set_yticks(range(len(rungs)), [rung["rung"] for rung in rungs], fontsize=9)
+    label(axis, f"{say('floor')} ({floor_tier}): {floor_ms:.1f}", floor_ms, -0.75, 3, 0, va="center")
+    axis.set_yticks(range(len(rungs)), [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
     axis.set_ylim(len(rungs) - 0.4, -1.1)
-    axis.set_xlabel("ms a denoising step (median; bars: 10th to 90th percentile; log scale)")
-    return png(figure)
+    axis.set_xlabel(say("ms a denoising step (median; bars: 10th to 90th percentile; log scale)"))
+    return svg(figure)
 
 
-def kinds(runs: dict[str, dict]) -> bytes:
+@styled
+def kinds(runs: dict[str, dict], say: Callable[[str], str] = str) -> bytes:
     """Where a step's time goes, stacked, in ms and in shares. runs: {name: {kind: {ms}}}."""
     figure, axes = canvas(runs, 8, 3.2, 2)
     runs = {name: {kind: row["ms"] for kind, row in parts.items()} for name, parts in runs.items()}
@@ -84,18 +107,19 @@ def kinds(runs: dict[str, dict]) -> bytes:
         for kind in every:
             heights = [parts.get(kind, 0.0) * factor for parts, factor in zip(runs.values(), scale)]
             colour, hatch = KINDS[kind]
-            axis.bar(list(runs), heights, 0.62, tops, color=colour, hatch=hatch, edgecolor="white", label=kind)
+            axis.bar(list(runs), heights, 0.62, tops, color=colour, hatch=hatch, edgecolor="white", label=say(kind))
             tops = [top + height for top, height in zip(tops, heights)]
         axis.tick_params("x", labelsize=9)
-        axis.set_ylabel(unit)
+        axis.set_ylabel(say(unit))
     for place, parts in enumerate(runs.values()):
         label(axes[0], short(sum(parts.values())), place, sum(parts.values()), ha="center")
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
-    return png(figure)
+    return svg(figure)
 
 
-def error_against_speed(points: list[dict], criteria: dict[str, dict], part: str) -> bytes:
+@styled
+def error_against_speed(points: list[dict], criteria: dict, part: str, say: Callable[[str], str] = str) -> bytes:
     """Worst PSNR and worst MAE against the speed over fp32, with the criteria's thresholds.
 
     points: tier, speedup, psnr in dB, mae in levels of 255. Pictures equal to the bit stand at the upper edge.
@@ -110,9 +134,9 @@ def error_against_speed(points: list[dict], criteria: dict[str, dict], part: str
     psnr = criteria["contest"]["psnr"]
     contest, strict = (255 * criteria[name]["mae"] for name in ("contest", "strict"))
     thresholds = (
-        (axes[0], psnr, f"both criteria: above {psnr:g} dB", "--"),
-        (axes[1], contest, f"contest criterion: {contest:.2g}", "--"),
-        (axes[1], strict, f"strict criterion: {strict:.2g}", ":"),
+        (axes[0], psnr, f"{say('both criteria: above')} {psnr:g} dB", "--"),
+        (axes[1], contest, f"{say('contest criterion')}: {contest:.2g}", "--"),
+        (axes[1], strict, f"{say('strict criterion')}: {strict:.2g}", ":"),
     )
     speed = max(point["speedup"] for point in points) * 1.25
     for axis, height, text, style in thresholds:
@@ -121,12 +145,13 @@ def error_against_speed(points: list[dict], criteria: dict[str, dict], part: str
     axes[0].set_ylim(min(psnr, *(point["psnr"] for point in points)) - 5, ceiling + 4)
     plain_log(axes[1].yaxis, least / 2, 4 * max(contest, *(point["mae"] for point in points)))
     for axis, unit in zip(axes, (f"worst {part}'s PSNR, dB", f"worst {part}'s MAE, levels of 255")):
-        axis.set(xlabel="speed over fp32, same run", ylabel=unit, xlim=(0, speed))
+        axis.set(xlabel=say("speed over fp32, same run"), ylabel=say(unit), xlim=(0, speed))
         axis.grid(True, color="#dddddd", linewidth=0.6)
-    return png(figure)
+    return svg(figure)
 
 
-def growth(by_pictures: list[dict], by_size: list[dict]) -> bytes:
+@styled
+def growth(by_pictures: list[dict], by_size: list[dict], say: Callable[[str], str] = str) -> bytes:
     """Ms a step and ms a picture, as pictures grow in number and in size."""
     figure, axes = canvas(by_pictures and by_size, 8, 3.4, 2)
     texts = "pictures in a batch (with guidance, two rows each)", "side of a picture, px"
@@ -136,30 +161,31 @@ def growth(by_pictures: list[dict], by_size: list[dict]) -> bytes:
             ("ms", "o-", BLUE, "step"),
             ("ms_a_picture", "s--", ORANGE, "step and picture"),
         ):
-            axis.plot(x, [row[name] for row in rows], style, color=colour, label=f"ms a {unit}")
+            axis.plot(x, [row[name] for row in rows], style, color=colour, label=say(f"ms a {unit}"))
         for row in rows:
             label(axis, short(row["ms"]), row[key], row["ms"], 0, 6, ha="center")
         axis.set_xscale("log", base=2)
         plain_log(axis.yaxis, min(row["ms_a_picture"] for row in rows) / 1.4, max(row["ms"] for row in rows) * 1.6)
         axis.set_xticks(x, [str(value) for value in x])
         axis.minorticks_off()
-        axis.set_xlabel(text, fontsize=9)
+        axis.set_xlabel(say(text), fontsize=9)
         axis.grid(True, color="#dddddd", linewidth=0.6)
     axes[0].legend(fontsize=8, frameon=False)
-    return png(figure)
+    return svg(figure)
 
 
-def scaling(series: dict[str, dict[int, float]]) -> bytes:
+@styled
+def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str] = str) -> bytes:
     """Speed over one GPU against their number: {name: {GPUs: speed}}, with the ideal line."""
     figure, (axis,) = canvas(series, 8.4, 3.8)
     most = max(max(points) for points in series.values())
-    axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label="ideal")
+    axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=say("ideal"))
     for index, (name, points) in enumerate(series.items()):
         x = sorted(points)
         style = dict(marker=MARKS[index % 8], color=COLOURS[index % 6], linestyle=("-", "-.")[index // 6 % 2])
-        axis.plot(x, [points[gpus] for gpus in x], label=name, **style)
+        axis.plot(x, [points[gpus] for gpus in x], label=rung_name(name, say), **style)
     axis.set_xticks(range(1, most + 1))
-    axis.set(xlabel="GPUs", ylabel="speed over one GPU, same setting", ylim=(0, most * 1.08))
+    axis.set(xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08))
     axis.grid(True, color="#dddddd", linewidth=0.6)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
-    return png(figure)
+    return svg(figure)
