@@ -310,7 +310,8 @@ class ExactDiT(FastDiT):
 
     def _adaln(self, x, modulation, vector, branches=()):
         update, backend = len(branches) == 2, self.optimisations.adaln
-        return adaln_split(x, modulation, vector, vector + 1, branches, update, backend)
+        stack = self.blocks[0][0].backend == "cublas"
+        return adaln_split(x, modulation, vector, vector + 1, branches, update, backend, stack)
 
     def _qkv_like(self, h):
         return split(h.repeat(1, 1, 3), per_row=False)

@@ -13,7 +13,9 @@ from accel.kernels import ancestral_update, patch_embed, push, qk_norm_rotary, s
 from accel.kernels.adaln import triton as adaln
 from accel.kernels.attention import triton as attention
 from accel.kernels.group_norm import triton as group_norm
+from accel.kernels.split_attention import between
 from accel.kernels.split_attention import triton as split_attention
+from accel.kernels.split_linear import finish
 from accel.kernels.split_linear import triton as split_linear
 
 LATENT = dict(CHANNELS=4, HEIGHT=64, WIDTH=64, PATCH=2)
@@ -21,9 +23,9 @@ SUM = ("i32", "i32*16", "i32", "i32")
 JOIN = dict(IN_GROUP=16, ROWS=128, EPS=1e-6, num_warps=4)
 
 
-def adaln_variant(capability, branch, out, high_low, width=1152, centre=True):
+def adaln_variant(capability, branch, out, high_low, width=1152, centre=True, stack=False):
     types = ["*fp32", f"*{branch}", f"*{branch}", f"*{out}", "*fp32", "*fp32", "*i64", "i32", "i32*16", *["i32"] * 5]
-    constants = dict(WIDTH=width, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, EPS=1e-6, CENTRE=centre)
+    constants = dict(WIDTH=width, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, STACK=stack, EPS=1e-6, CENTRE=centre)
     return adaln._adaln, types, dict(**constants, **adaln.tile_config(width), START_NEXT=capability >= 90)
 
 
@@ -36,6 +38,7 @@ def group_norm_sum(x, out, forms):
 VARIANTS = {
     "adaln": lambda capability: adaln_variant(capability, "fp16", "fp16", False),
     "adaln_split": lambda capability: adaln_variant(capability, "fp32", "fp16", True),
+    "adaln_stack": lambda capability: adaln_variant(capability, "fp32", "fp16", True, stack=True),
     "adaln_rms": lambda capability: adaln_variant(capability, "fp16", "fp16", False, 3072, False),
     "patch_embed": lambda _: (
         patch_embed._patch_embed,
@@ -79,6 +82,26 @@ VARIANTS = {
         split_linear._split_linear,
         ["*fp16"] * 3 + ["*fp32"] * 4 + ["*i32"] + ["i32"] * 4,
         dict(depth=1152, SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
+    ),
+    "split_finish": lambda _: (
+        finish._finish,
+        ["*fp32", "*fp16"] + ["*fp32"] * 4 + ["*i32", "i32", "i32*16", "i32*16", "i32*16"],
+        dict(SCALED=True, RESULT=2, WATCHED=True, **finish.TILE),
+    ),
+    "split_operands": lambda _: (
+        between._operands,
+        ["*fp16"] * 4 + ["i32*16", "i32*16", "i32", "i32*16"],
+        dict(DIM=72, LANES=128, ROWS=between.TOKENS),
+    ),
+    "split_softmax": lambda _: (
+        between._softmax,
+        ["*fp32", "*fp16", "i32*16", "fp32"],
+        dict(LIFT=2.0**15, BLOCK=1024, num_warps=between.warps(1024)),
+    ),
+    "split_merge": lambda _: (
+        between._merge,
+        ["*fp32", "*fp16", "i32*16", "i32*16", "i32"],
+        dict(LIFT=2.0**15, DIM=72, LANES=128, ROWS=between.TOKENS),
     ),
     "split_attention": lambda _: (
         split_attention._split_attention,

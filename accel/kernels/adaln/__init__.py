@@ -71,14 +71,16 @@ def adaln_split(
     branches: Branches = (),
     update: bool = False,
     backend: str = "auto",
+    stack: bool = False,
 ) -> HighLow:
-    """As `adaln`, x float32, the result split into high and low with a power of two a token; "triton" or "torch"."""
+    """As `adaln`, x float32, the result split into high and low with a power of two a token; "triton" or "torch".
+    stack: in the layout that cuBLAS's split GEMM takes."""
     check_backend("adaln_split", backend, ("auto", "triton", "torch"))
     if (_portable(x) if backend == "auto" else backend) == "torch":
         return split(reference.adaln(x, modulation, shift, scale, branches, update))
     from accel.kernels.adaln import triton
 
-    return HighLow(*triton.adaln_split(x, modulation, shift, scale, branches, update))
+    return HighLow(*triton.adaln_split(x, modulation, shift, scale, branches, update, stack))
 
 
 def _portable(x):

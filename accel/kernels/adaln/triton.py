@@ -8,7 +8,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from accel.kernels import cuda
 from accel.kernels.adaln.reference import EPS, Branches, Modulation
-from accel.kernels.split_linear.triton import store_high_low
+from accel.kernels.split_linear.high_low import new_stack
+from accel.kernels.split_linear.triton import store_high_low, store_stack
 
 
 def adaln(
@@ -28,16 +29,19 @@ def adaln(
 
 
 def adaln_split(
-    x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool
+    x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool, stack: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `adaln` → high and low (2, N, T, D) float16, scales (N, T) float32."""
-    pair = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device)
+    """As `adaln` → high and low (2, N, T, D) float16, a `new_stack` if so asked; scales (N, T) float32."""
+    if stack:
+        pair = new_stack(*x.shape, device=x.device)
+    else:
+        pair = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device)
     scales = torch.empty(x.shape[:2], device=x.device)
-    _launch(x, modulation, shift, scale, branches, update, pair, scales, True)
+    _launch(x, modulation, shift, scale, branches, update, pair, scales, True, stack=stack)
     return pair, scales
 
 
-def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low, rms_eps=None):
+def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low, rms_eps=None, stack=False):
     table, entry = modulation
     if x.dtype != torch.float32 or table.dtype != torch.float32:
         raise TypeError(f"adaln: backend 'triton' takes a float32 residual and table, got {x.dtype} and {table.dtype}")
@@ -48,7 +52,7 @@ def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low
     tensors = x, first, second, out, scales, table, entry
     numbers = tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2
     norm = dict(EPS=EPS, CENTRE=True) if rms_eps is None else dict(EPS=rms_eps, CENTRE=False)
-    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=high_low, **norm)
+    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=high_low, STACK=stack, **norm)
     config = tile_config(width, n * tokens)
     start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -114,6 +118,7 @@ def _adaln(
     BRANCHES: tl.constexpr,
     UPDATE: tl.constexpr,
     HIGH_LOW: tl.constexpr,
+    STACK: tl.constexpr,
     EPS: tl.constexpr,
     CENTRE: tl.constexpr,
     MAIN: tl.constexpr,
@@ -166,9 +171,14 @@ def _adaln(
             factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
             inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
             tl.store(token_scale_ptr + row // WIDTH, inverse, token < tokens)
-            store_high_low(out_ptr + row + main, low, y * factor, here_m)
-            if TAIL:
-                store_high_low(out_ptr + row + tail, low, y_t * factor, here_t)
+            if STACK:
+                store_stack(out_ptr + 3 * row + main, WIDTH, y * factor, here_m)
+                if TAIL:
+                    store_stack(out_ptr + 3 * row + tail, WIDTH, y_t * factor, here_t)
+            else:
+                store_high_low(out_ptr + row + main, low, y * factor, here_m)
+                if TAIL:
+                    store_high_low(out_ptr + row + tail, low, y_t * factor, here_t)
         else:
             tl.store(out_ptr + row + main, y.to(out_ptr.dtype.element_ty), here_m)
             if TAIL:

@@ -1,28 +1,39 @@
-"""Split attention by cuBLAS, a sample at a time."""
+"""Split attention by cuBLAS: two batched GEMMs for a group of heads, with Triton kernels without tensor cores around
+them (between.py). Where there is no Triton, their reference implementations run.
 
-import math
+    operands      q: high, low, high    k: low, high, high    v: high, low, for the high and again for the low weights
+    GEMM          scores, over an inner dimension of 3·d
+    softmax       weights, low and high, in the scores' own memory
+    GEMM          (low + high)·v's high and (low + high)·v's low, side by side, over 2·T
+    merge         their sum, split: high, low, high
+"""
 
 import torch
 from torch import Tensor
 
-from accel.kernels.split_linear.cublas import split_multiply
-from accel.kernels.split_linear.high_low import split
+from accel.kernels import cuda
+from accel.kernels.split_attention import reference
+from accel.kernels.split_linear.cublas import multiply_add
+from accel.kernels.split_linear.high_low import new_stack
 
-LIFT = 2.0**10  # of weights, before they are split
+SCORES = 64 << 20  # bytes that a group's scores may take; one head's, 4·T², if they are more
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
-    """pair (2, N, T, 3·D) float16 → (2, N, T, D)."""
+    """pair (2, N, T, 3·D) float16, contiguous → (2, N, T, D), a `new_stack`."""
+    if cuda.HAS_TRITON:
+        from accel.kernels.split_attention import between
+    else:
+        between = reference
     n, tokens, width = pair.shape[1:]
-    dim = width // (3 * num_heads)
-    out = torch.empty(n, tokens, num_heads, dim, device=pair.device)
-    scores = torch.empty(num_heads, tokens, tokens, device=pair.device)
-    mixed = torch.empty(num_heads, tokens, dim, device=pair.device)
-    for sample in range(n):
-        qkv = pair[:, sample].unflatten(-1, (3, num_heads, dim))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (2, h, T, d)
-        split_multiply(q, k, scores)
-        weights = torch.softmax(scores * (1 / math.sqrt(dim)), -1)
-        split_multiply(split(weights * LIFT, per_row=False).pair, v.mT, mixed)
-        out[sample] = mixed.transpose(0, 1) * (1 / LIFT)
-    return split(out.flatten(2), per_row=False).pair
+    heads, dim = n * num_heads, width // (3 * num_heads)  # of all samples
+    out = new_stack(n, tokens, width // 3, device=pair.device)
+    size = min(heads, max(1, SCORES // (4 * tokens * tokens)))
+    scores, mixed = (torch.empty(size, tokens, last, device=pair.device) for last in (tokens, 2 * dim))
+    for first in range(0, heads, size):
+        count = min(size, heads - first)
+        q, k, v = between.operands(pair, num_heads, first, count)
+        multiply_add(q, k.mT, scores[:count])
+        multiply_add(between.softmax(scores[:count], dim), v, mixed[:count])
+        between.merge(mixed[:count], out, num_heads, first)
+    return out

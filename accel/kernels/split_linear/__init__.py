@@ -71,11 +71,14 @@ class SplitLinear:
         self.pair, self.scale = split(weight)  # (2, N, K), (N,)
         if self.backend == "hopper":
             self.pair, _ = split(hopper.arrange(weight))
+        if self.backend == "cublas":
+            self.pair = cublas.arrange(weight)  # (N, 3·K)
 
     def prepare(self, m: int) -> None:
         """Compile and load what M tokens need, by a launch on zeros. What gives high_low follows a norm in a block,
         whose split has scales."""
-        self(HighLow(self.pair.new_zeros(2, m, self.depth), self.scale.new_ones(m) if self.high_low else None))
+        pair = torch.zeros(2, m, self.depth, dtype=torch.float16, device=self.pair.device)
+        self(HighLow(pair, self.scale.new_ones(m) if self.high_low else None))
 
     def parameters(self) -> Iterator[Tensor]:
         """The layer's tensors."""

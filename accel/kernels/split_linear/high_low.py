@@ -16,7 +16,7 @@ LARGEST = 65504.0  # of float16
 class HighLow(NamedTuple):
     """A float32 tensor (…, K): (high + low) · scale."""
 
-    pair: Tensor  # (2, …, K) float16, contiguous: high, low
+    pair: Tensor  # (2, …, K) float16, contiguous or a `new_stack`: high, low
     scale: Tensor | None  # (…,) float32, a power of two a row; None is 1
 
     def value(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,6 +36,19 @@ def split(x: Tensor, per_row: bool = True) -> HighLow:
         x = x * torch.ldexp(torch.ones_like(x[..., 0]), 15 - exponent)[..., None]
     high = x.half()
     return HighLow(torch.stack([high, (x - high.float()).half()]), scale)
+
+
+def new_stack(*shape: int, device: torch.device) -> Tensor:
+    """A pair (2, …, K) to be filled, with memory (…, 3·K) for high, low, high. Whoever fills it writes high twice."""
+    return torch.empty(*shape[:-1], 3, shape[-1], dtype=torch.float16, device=device).movedim(-2, 0)[:2]
+
+
+def stacked(pair: Tensor) -> Tensor:
+    """A pair (2, …, K) as (…, 3·K): high, low, high. A `new_stack` is not copied."""
+    *shape, depth = pair.shape[1:]
+    if (pair.stride(0), pair.stride(-2)) != (depth, 3 * depth):
+        return torch.cat([*pair, pair[0]], -1)
+    return pair.as_strided((*shape, 3 * depth), pair.stride()[1:])
 
 
 def balance(weight: Tensor, bias: Tensor, target: float = 4.0) -> Tensor:

@@ -45,6 +45,19 @@ def store_high_low(high_ptr, low_offset, y, inside):
 
 
 @triton.jit
+def store_stack(high_ptr, depth, y, inside):
+    """Split y, and store high, low `depth` elements further, and high again as far behind that."""
+    store_high_low(high_ptr, depth, y, inside)
+    tl.store(high_ptr + 2 * depth, y.to(tl.float16), inside)
+
+
+@triton.jit
+def gelu(y):
+    """In its tanh form."""
+    return y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))
+
+
+@triton.jit
 def _split_linear(
     a_ptr,
     b_ptr,
@@ -93,8 +106,7 @@ def _split_linear(
     inside = in_row[:, None] & in_column[None, :]
     out_ptr += row.to(tl.int64)[:, None] * columns + column[None, :]
     if RESULT == 2:
-        y = y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))
-        y = y * tl.load(after_ptr + column, in_column, 0.0)[None, :]
+        y = gelu(y) * tl.load(after_ptr + column, in_column, 0.0)[None, :]
     if RESULT == 0:
         tl.store(out_ptr, y, inside)
     else:

@@ -1,0 +1,78 @@
+"""How a float32 GEMM ends for backends that cannot end it themselves: scales, bias, GELU, the check for overflow and
+the split. One pass, by a Triton kernel without tensor cores, which any GPU compiles."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from accel.kernels.split_linear.high_low import new_stack
+from accel.kernels.split_linear.triton import gelu, store_high_low, store_stack
+
+TILE = dict(ROWS=16, COLUMNS=128, num_warps=4)
+
+
+def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
+    """y (M, N) float32, without scales → (M, N) float32, in y's memory, or the pair (2, M, N) of a high_low layer.
+
+    row_scale: (M,). A pair after GELU is a `new_stack`, since a GEMM follows; another is contiguous, for attention.
+    """
+    m, n = y.shape
+    if not layer.high_low:
+        out, row, low = y, n, 0
+    elif layer.gelu:
+        out, row, low = new_stack(m, n, device=y.device), 3 * n, n
+    else:
+        out, row, low = torch.empty(2, m, n, dtype=torch.float16, device=y.device), n, m * n
+    unused = layer.scale
+    tensors = (unused if one is None else one for one in (row_scale, layer.scale, layer.bias, layer.after))
+    overflow = unused if layer.overflow is None else layer.overflow
+    variant = dict(SCALED=row_scale is not None, RESULT=layer.high_low + layer.gelu, WATCHED=layer.overflow is not None)
+    with torch.cuda.device_of(y):  # Triton launches on the current GPU
+        grid = triton.cdiv(n, TILE["COLUMNS"]), triton.cdiv(m, TILE["ROWS"])
+        _finish[grid](y, out, *tensors, overflow, m, n, row, low, **variant, **TILE)
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _finish(
+    y_ptr,
+    out_ptr,
+    row_scale_ptr,
+    scale_ptr,
+    bias_ptr,
+    after_ptr,
+    overflow_ptr,
+    rows,
+    columns,
+    out_row,
+    out_low,
+    SCALED: tl.constexpr,
+    RESULT: tl.constexpr,
+    WATCHED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high. WATCHED: overflow is reported."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row, in_column = row < rows, column < columns
+    inside = in_row[:, None] & in_column[None, :]
+    y = tl.load(y_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], inside, 0.0)
+    scale = tl.load(scale_ptr + column, in_column, 0.0)[None, :]
+    if SCALED:
+        scale = scale * tl.load(row_scale_ptr + row, in_row, 0.0)[:, None]
+    y = y * scale + tl.load(bias_ptr + column, in_column, 0.0)[None, :]
+    out_ptr += row.to(tl.int64)[:, None] * out_row + column[None, :]
+    if RESULT == 0:
+        tl.store(out_ptr, y, inside)
+    if RESULT == 1:
+        store_high_low(out_ptr, out_low, y, inside)
+    if RESULT == 2:
+        y = gelu(y) * tl.load(after_ptr + column, in_column, 0.0)[None, :]
+        store_stack(out_ptr, out_low, y, inside)
+    if RESULT > 0 and WATCHED:
+        beyond = tl.max(tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 1), 0)
+        tl.store(overflow_ptr, 1, beyond > 0)
