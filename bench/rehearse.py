@@ -13,6 +13,7 @@ Exit status 1: pictures miss their criteria, a kernel of a newer generation was 
 if not __package__:
     __import__("_as_module")
 
+import gc
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -145,16 +147,19 @@ def check(args: Namespace, device: torch.device) -> dict:
 
 
 def timing(args: Namespace, device: torch.device) -> dict:
-    """Milliseconds of XL/2's steps, by tier and batch rows."""
+    """Milliseconds of XL/2's steps and the most GPU memory in use, by tier and batch rows."""
     model, times = measure.random_network("DiT-XL/2", args.image_size, 1000, device), {}
-    for tier in TIMED_TIERS:
+    for tier, rows in product(TIMED_TIERS, args.batch_rows):
+        gc.collect()
+        held = torch.cuda.memory_allocated(device)  # the model in float32, which no sampling run keeps
         network = measure.build(model, tier, device)
-        for rows in args.batch_rows:
-            case = Namespace(image_size=args.image_size, pictures=rows // 2, num_classes=1000, cfg_scale=4.0)
-            loop = measure.sampling(network, case, device)
-            row = measure.time_steps(loop, device, args.load, args.window, f"{tier}, {rows} rows")
-            times.setdefault(tier, {})[rows] = row
-        del network
+        case = Namespace(image_size=args.image_size, pictures=rows // 2, num_classes=1000, cfg_scale=4.0)
+        torch.cuda.reset_peak_memory_stats(device)
+        loop = measure.sampling(network, case, device)
+        row = measure.time_steps(loop, device, args.load, args.window, f"{tier}, {rows} rows")
+        row["peak_gb"] = (torch.cuda.max_memory_allocated(device) - held) / 1e9
+        times.setdefault(tier, {})[rows] = row
+        del network, loop
     return times
 
 

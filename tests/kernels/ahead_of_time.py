@@ -88,20 +88,25 @@ VARIANTS = {
         ["*fp32", "*fp16"] + ["*fp32"] * 4 + ["*i32", "i32", "i32*16", "i32*16", "i32*16"],
         dict(SCALED=True, RESULT=2, WATCHED=True, **finish.TILE),
     ),
+    "split_centre": lambda _: (
+        between._attention_centre,
+        ["*fp16", "*fp32", "i32*16"],
+        dict(TOKENS=1024, **{**between.tile(72), **between.CENTRE}),
+    ),
     "split_operands": lambda _: (
-        between._operands,
-        ["*fp16"] * 4 + ["i32*16", "i32*16", "i32", "i32*16"],
-        dict(DIM=72, LANES=128, ROWS=between.TOKENS),
+        between._attention_operands,
+        ["*fp16", "*fp32", "*fp16", "*fp16", "*fp16", "i32*16", "i32*16", "i32", "i32*16"],
+        dict(SCALE=0.5, **between.tile(72)),
     ),
     "split_softmax": lambda _: (
-        between._softmax,
+        between._attention_softmax,
         ["*fp32", "*fp16", "i32*16", "fp32"],
         dict(LIFT=2.0**15, BLOCK=1024, num_warps=between.warps(1024)),
     ),
     "split_merge": lambda _: (
-        between._merge,
-        ["*fp32", "*fp16", "i32*16", "i32*16", "i32"],
-        dict(LIFT=2.0**15, DIM=72, LANES=128, ROWS=between.TOKENS),
+        between._attention_merge,
+        ["*fp32", "*fp32", "*fp16", "i32*16", "i32*16", "i32"],
+        dict(SCALE=2.0**-14, **between.tile(72)),
     ),
     "split_attention": lambda _: (
         split_attention._split_attention,

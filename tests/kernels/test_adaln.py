@@ -9,6 +9,7 @@ from accel.kernels import adaln as module
 from accel.kernels import cuda
 from accel.kernels.adaln import Modulation, adaln, adaln_split, hopper
 from accel.kernels.adaln import triton as kernels
+from accel.kernels.split_linear.high_low import stacked
 
 WIDTHS = (1152, 216, 384, 768, 1024, 100)
 # (N, T): odd shapes, one token, more tokens of a sample than a program computes and a last program that has fewer.
@@ -73,6 +74,10 @@ def check_split(backend, device="cpu", tokens=20):
         want = adaln(x.double(), wide(modulation), 3, 4, ((branch.double(), 2),), backend="torch")
         got = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend)
         assert got.scale.shape == (3, tokens) and got.pair[0].abs().amax(-1).ge(2**14).all()
+        if backend == "triton":
+            stack = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend, stack=True)
+            assert torch.equal(stacked(stack.pair), torch.cat([*got.pair, got.pair[0]], -1))
+            assert stacked(stack.pair).data_ptr() == stack.pair.data_ptr() and torch.equal(stack.scale, got.scale)
         assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
 
 

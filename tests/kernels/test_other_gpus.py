@@ -48,6 +48,10 @@ ANY_GPU = [
     ("test_ancestral_update", "ancestral_update", "check('cuda')"),
     ("test_group_norm", "group_norm.triton", "check(256, 32, 255, 130, *tests.FORMS[0], 'cuda', 'triton')"),
     ("test_group_norm", "group_norm.triton", "check(80, 16, 9, 8, *tests.FORMS[3], 'cuda', 'triton')"),
+    ("test_split_linear", "split_linear.finish", "check_linear(2048, 3456, 1152, 'cublas', 'cuda')"),
+    ("test_split_linear", "split_linear.finish", "check_linear(33, 200, 72, 'cublas', 'cuda')"),
+    ("test_split_attention", "split_attention.between", "check(2, 1024, 16, 72, 'cublas', 'cuda')"),
+    ("test_split_attention", "split_attention.between", "check(3, 17, 2, 72, 'cublas', 'cuda')"),
 ]
 TENSOR_CORES = [
     ("test_attention", "attention.triton", "check_on_a_gpu()"),
@@ -62,7 +66,9 @@ LEFT_OUT = {70: NO_TENSOR_CORES, 75: NO_TENSOR_CORES, 90: {"attention"}, 120: {"
 LEFT_OUT[100] = {"attention", "split_linear"}
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 # Kernels without bfloat16, which a V100 has not, and how many loads and stores of 16 bytes they have at least.
-WIDE = dict(adaln=9, adaln_rms=9, adaln_split=9, qk_norm_rotary=5, swiglu=3)
+WIDE = dict(
+    adaln=9, adaln_rms=9, adaln_split=9, adaln_stack=9, split_finish=9, split_softmax=9, qk_norm_rotary=5, swiglu=3
+)
 WIDE |= dict(statistics=4, residual=4, normalise=4, join=0)
 CASES = [((7, 0), *case) for case in ANY_GPU] + [((8, 0), *case) for case in ANY_GPU + TENSOR_CORES]
 

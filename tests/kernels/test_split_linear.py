@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_testing import disassemble, draw, error, interpreted
+from tensor_cores import CORES, multiply, run_cublas_here
 
 from accel.kernels import cuda
 from accel.kernels import split_linear as module
-from accel.kernels.split_linear import SplitLinear, balance, hopper, split
+from accel.kernels.split_linear import SplitLinear, balance, cublas, hopper, split
+from accel.kernels.split_linear.high_low import new_stack, stacked
 
 SHAPES = ((1, 8, 8), (9, 216, 72), (70, 72, 216), (33, 200, 64))  # (M, N, K)
 
@@ -48,6 +50,17 @@ def test_balance_changes_no_bit():
     assert torch.equal(weight * factor[:, None] / factor[:, None], weight)
 
 
+@pytest.mark.parametrize("shape", ((5, 8), (1, 8), (2, 3, 16)))
+def test_a_stack(shape):
+    """The same values from a pair of any layout, and no copy where the layout is right already."""
+    pair, stack = split(draw(*shape)).pair, new_stack(*shape, device="cpu")
+    stack.copy_(pair)
+    whole = stacked(stack)
+    assert whole.data_ptr() == stack.data_ptr() and whole.shape == (*shape[:-1], 3 * shape[-1])
+    whole.unflatten(-1, (3, -1))[..., 2, :] = pair[0]
+    assert torch.equal(whole, stacked(pair)) and torch.equal(stacked(pair), torch.cat([*pair, pair[0]], -1))
+
+
 def check_linear(m, n, k, backend, device="cpu"):
     """Rows of 1e-4 and of 1e+3 in one matrix, a token and a channel of 1e+4: every output channel and every token by
     itself within float32's reach; and GELU's high and low, whose scale is the layer's own."""
@@ -67,6 +80,7 @@ def check_linear(m, n, k, backend, device="cpu"):
     # Of one large GEMM among small ones: rounding to high and low, low·low, and what the tensor core cuts off while it
     # is in the accumulator.
     tolerance = {"torch": 8e-7, "cublas": 5e-6}.get(backend, 2e-6)  # float32 itself: 1.2e-6
+    summed = 2e-6 if backend == "cublas" else 1e-6  # the longest sum in a core's accumulators
     layer = SplitLinear(weight, bias, backend=backend)
     got = layer(split(x))
     assert got.dtype == torch.float32 and got.shape == (m, n)
@@ -81,9 +95,9 @@ def check_linear(m, n, k, backend, device="cpu"):
     got = SplitLinear(weight, bias, after=after, gelu=True, **how)(split(x))
     assert got.scale is None and got.pair.shape == (2, m, n) and int(overflow) == 0
     want = F.gelu(exact(x), approximate="tanh") * after.double()
-    assert error(got.value(torch.float64), want) < 2e-6  # float32's tanh loses as much
+    assert error(got.value(torch.float64), want) < 1e-6 + summed  # float32's tanh loses as much
     got = SplitLinear(weight * after[:, None], bias * after, **how)(split(x))
-    assert error(got.value(torch.float64), exact(x) * after.double()) < 1e-6 and int(overflow) == 0
+    assert error(got.value(torch.float64), exact(x) * after.double()) < summed and int(overflow) == 0
 
 
 def check_overflow(backend, device="cpu"):
@@ -140,10 +154,40 @@ def test_auto_by_capability(capability, expected, monkeypatch):
     assert module.choose(torch.device("cuda")) == expected.replace("triton", "cublas")
 
 
-def interpret():
+def test_cublas_without_triton(monkeypatch):
+    run_cublas_here(monkeypatch)
+    monkeypatch.setattr(cuda, "HAS_TRITON", False)
+    monkeypatch.setattr(cublas, "OTHER_PIECE", 64)  # more than one, in some shapes
     for shape in SHAPES:
-        check_linear(*shape, "triton")
-    check_overflow("triton")
+        check_linear(*shape, "cublas")
+    check_overflow("cublas")
+
+
+def relative_error(capability, depth):
+    """A layer's by emulated tensor cores, on normal inputs and weights."""
+    x, weight, bias = draw(16, depth, seed=1), draw(16, depth, seed=2), torch.zeros(16)
+    return error(SplitLinear(weight, bias, backend="cublas")(split(x)), x.double() @ weight.double().t())
+
+
+@pytest.mark.parametrize("capability", CORES)
+def test_pieces_fit_the_tensor_cores(capability, monkeypatch):
+    """Pieces are as long as the generation's sums allow: within 2e-6 of float64 at XL's depths; twice as long they are
+    not."""
+    run_cublas_here(monkeypatch, capability)
+    assert max(relative_error(capability, depth) for depth in (1152, 4608)) <= 2e-6
+    piece = cublas.PIECE.get(capability, cublas.OTHER_PIECE)
+    monkeypatch.setitem(cublas.PIECE, capability, 2 * piece)
+    assert relative_error(capability, 4608) > 2e-6
+
+
+def interpret():
+    with pytest.MonkeyPatch.context() as patch:
+        run_cublas_here(patch)
+        patch.setattr(cublas, "OTHER_PIECE", 64)
+        for backend in ("triton", "cublas"):
+            for shape in SHAPES:
+                check_linear(*shape, backend)
+            check_overflow(backend)
 
 
 def test_interpreted_kernel():
@@ -181,3 +225,21 @@ def test_backends_on_a_gpu(backend):
     for shape in (*SHAPES, (4096, 1152, 1152), (2048, 3456, 1152), (1000, 1152, 4608), (129, 4608, 1152)):
         check_linear(*shape, backend, "cuda")
     check_overflow(backend, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", (1152, 4608))
+def test_emulated_tensor_cores(depth):
+    """The emulation has the error of the chip: of one GEMM over [high, low, high], in one piece. It is so large that
+    nothing divides its inner dimension, and compared in a corner."""
+    capability = torch.cuda.get_device_capability()
+    if capability not in CORES:
+        pytest.skip("nobody has described this GPU's tensor cores")
+    x, weight = draw(4096, depth, seed=1), draw(2048, depth, seed=2)
+    a, b, out = stacked(split(x).pair), cublas.arrange(weight).t(), torch.empty(4096, 2048, device="cuda")
+    cublas.multiply_add(a.cuda(), b.cuda(), out, False)
+    x, weight = x[:32], weight[:32]
+    scale, want = split(x).scale[:, None] * split(weight).scale, x.double() @ weight.double().t()
+    emulated = multiply(a[:32], b[:, :32], CORES[capability])
+    chip, emulated = (error(y * scale, want) for y in (out[:32, :32].cpu(), emulated))
+    assert 0.9 < chip / emulated < 1.1, (chip, emulated)

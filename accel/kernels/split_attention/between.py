@@ -8,19 +8,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.split_attention.reference import LIFT
+from accel.kernels.split_attention.reference import HALF, LIFT
 from accel.kernels.split_linear.triton import store_high_low, store_stack
 
-TOKENS = 32  # of a head that a program rearranges
+ROWS = 32  # tokens of a head that a program rearranges
+CENTRE = dict(ROWS=128, num_warps=8)  # tokens that it adds at once: few programs must hide memory's latency
 
 
-def operands(pair: Tensor, num_heads: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `count` heads of all samples from `first` on: q, k (G, T, 3·d) and v (G, 2·T, 2·d) float16."""
-    tokens, dim = pair.shape[2], pair.shape[3] // (3 * num_heads)
-    q, k, v = (pair.new_empty(count, tokens, size * dim) for size in (3, 3, 4))
-    tile = dict(DIM=dim, LANES=triton.next_power_of_2(dim), ROWS=TOKENS)
+def tile(dim: int) -> dict[str, int]:
+    """Launch constants for a head dim."""
+    return dict(DIM=dim, LANES=triton.next_power_of_2(dim), ROWS=ROWS)
+
+
+def centre(pair: Tensor, num_heads: int) -> Tensor:
+    """v's mean over the tokens, from its high half: (N, h, d) float32. Its rounding cancels."""
+    n, tokens, width = pair.shape[1:]
+    out = torch.empty(n, num_heads, width // (3 * num_heads), device=pair.device)
     with torch.cuda.device_of(pair):  # Triton launches on the current GPU
-        _operands[triton.cdiv(tokens, TOKENS), count](pair, q, k, v, tokens, num_heads, first, pair[0].numel(), **tile)
+        config = {**tile(out.shape[-1]), **CENTRE}
+        _attention_centre[(n * num_heads,)](pair, out, num_heads, TOKENS=tokens, **config)
+    return out
+
+
+def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `count` heads of all samples from `first` on: q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16."""
+    (_, heads, dim), tokens = centre.shape, pair.shape[2]
+    q, k, v = (pair.new_empty(count, tokens, size * dim) for size in (3, 3, 4))
+    numbers = tokens, heads, first, pair[0].numel()
+    with torch.cuda.device_of(pair):
+        _attention_operands[triton.cdiv(tokens, ROWS), count](pair, centre, q, k, v, *numbers, SCALE=HALF, **tile(dim))
     return q, k, v.view(count, 2 * tokens, 2 * dim)
 
 
@@ -30,7 +46,9 @@ def softmax(scores: Tensor, dim: int) -> Tensor:
     weights, block = scores.view(torch.float16), triton.next_power_of_2(tokens)
     with torch.cuda.device_of(scores):
         scale = 1 / (math.sqrt(dim) * math.log(2))
-        _softmax[tokens, count](scores, weights, tokens, scale, LIFT=LIFT, BLOCK=block, num_warps=warps(block))
+        _attention_softmax[tokens, count](
+            scores, weights, tokens, scale, LIFT=LIFT, BLOCK=block, num_warps=warps(block)
+        )
     return weights
 
 
@@ -39,12 +57,13 @@ def warps(block: int) -> int:
     return min(16, max(1, block // 1024))
 
 
-def merge(mixed: Tensor, out: Tensor, num_heads: int, first: int) -> None:
-    """mixed (G, T, 2·d) float32, two parts of a sum, divided by LIFT → the heads of out (2, N, T, D), a `new_stack`."""
-    count, tokens, dim = len(mixed), mixed.shape[1], mixed.shape[2] // 2
-    tile = dict(LIFT=LIFT, DIM=dim, LANES=triton.next_power_of_2(dim), ROWS=TOKENS)
+def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
+    """mixed (G, T, 2·d) float32, two parts of a sum, unscaled, plus the mean → the heads of out (2, N, T, D), a
+    `new_stack`."""
+    (_, heads, dim), (count, tokens, _) = centre.shape, mixed.shape
+    grid = triton.cdiv(tokens, ROWS), count
     with torch.cuda.device_of(mixed):
-        _merge[triton.cdiv(tokens, TOKENS), count](mixed, out, tokens, num_heads, first, **tile)
+        _attention_merge[grid](mixed, centre, out, tokens, heads, first, SCALE=1 / (LIFT * HALF), **tile(dim))
 
 
 @triton.jit
@@ -53,9 +72,42 @@ def _place(first, heads):
     return ((first + tl.program_id(1)) // heads).to(tl.int64), (first + tl.program_id(1)) % heads
 
 
+@triton.jit
+def _attention_centre(
+    pair_ptr,
+    out_ptr,
+    heads,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    sample, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    lane = tl.arange(0, LANES)
+    pair_ptr += sample * TOKENS * (3 * heads * DIM) + (2 * heads + head) * DIM + lane[None, :]
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    for start in range(0, TOKENS, ROWS):
+        token = start + tl.arange(0, ROWS)
+        inside = (token < TOKENS)[:, None] & (lane < DIM)[None, :]
+        total += tl.load(pair_ptr + token[:, None] * (3 * heads * DIM), inside, 0.0).to(tl.float32)
+    tl.store(out_ptr + tl.program_id(0) * DIM + lane, tl.sum(total, 0) / TOKENS, lane < DIM)
+
+
 @triton.jit(do_not_specialize=["first"])
-def _operands(
-    pair_ptr, q_ptr, k_ptr, v_ptr, tokens, heads, first, low, DIM: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr
+def _attention_operands(
+    pair_ptr,
+    centre_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tokens,
+    heads,
+    first,
+    low,
+    SCALE: tl.constexpr,
+    DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     sample, head = _place(first, heads)
     token, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
@@ -64,7 +116,10 @@ def _operands(
     pair_ptr += (sample * tokens + token)[:, None] * (3 * width) + head * DIM + lane[None, :]
     q_high, q_low = tl.load(pair_ptr, inside), tl.load(pair_ptr + low, inside)
     k_high, k_low = tl.load(pair_ptr + width, inside), tl.load(pair_ptr + width + low, inside)
-    v_high, v_low = tl.load(pair_ptr + 2 * width, inside), tl.load(pair_ptr + 2 * width + low, inside)
+    v = tl.load(pair_ptr + 2 * width, inside, 0.0).to(tl.float32)
+    v += tl.load(pair_ptr + 2 * width + low, inside, 0.0).to(tl.float32)
+    mean = tl.load(centre_ptr + (first + tl.program_id(1)) * DIM + lane, lane < DIM, 0.0)
+    v = (v - mean[None, :]) * SCALE
     group = tl.program_id(1).to(tl.int64) * tokens * DIM
     at = group * 3 + token[:, None] * (3 * DIM) + lane[None, :]
     tl.store(q_ptr + at, q_high, inside)
@@ -74,15 +129,12 @@ def _operands(
     tl.store(k_ptr + at + DIM, k_high, inside)
     tl.store(k_ptr + at + 2 * DIM, k_high, inside)
     v_ptr += group * 4 + token[:, None] * (2 * DIM) + lane[None, :]
-    again = v_ptr + tokens * (2 * DIM)
-    tl.store(v_ptr, v_high, inside)
-    tl.store(v_ptr + DIM, v_low, inside)
-    tl.store(again, v_high, inside)
-    tl.store(again + DIM, v_low, inside)
+    store_high_low(v_ptr, DIM, v, inside)
+    store_high_low(v_ptr + tokens * (2 * DIM), DIM, v, inside)
 
 
 @triton.jit
-def _softmax(scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _attention_softmax(scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr):
     """A row's weights take its scores' memory. None is stored before all are loaded: each needs their sum."""
     row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     key = tl.arange(0, BLOCK)
@@ -95,13 +147,14 @@ def _softmax(scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: 
 
 
 @triton.jit(do_not_specialize=["first"])
-def _merge(
+def _attention_merge(
     mixed_ptr,
+    centre_ptr,
     out_ptr,
     tokens,
     heads,
     first,
-    LIFT: tl.constexpr,
+    SCALE: tl.constexpr,
     DIM: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,7 +163,8 @@ def _merge(
     token, lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
     inside = (token < tokens)[:, None] & (lane < DIM)[None, :]
     mixed_ptr += (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * (2 * DIM) + lane[None, :]
-    y = (tl.load(mixed_ptr, inside, 0.0) + tl.load(mixed_ptr + DIM, inside, 0.0)) * (1 / LIFT)
+    y = (tl.load(mixed_ptr, inside, 0.0) + tl.load(mixed_ptr + DIM, inside, 0.0)) * SCALE
+    y += tl.load(centre_ptr + (first + tl.program_id(1)) * DIM + lane, lane < DIM, 0.0)[None, :]
     width = heads * DIM
     out_ptr += (sample * tokens + token)[:, None] * (3 * width) + head * DIM + lane[None, :]
     store_stack(out_ptr, width, y, inside)

@@ -1,11 +1,15 @@
 """Split attention by cuBLAS: two batched GEMMs for a group of heads, with Triton kernels without tensor cores around
 them (between.py). Where there is no Triton, their reference implementations run.
 
-    operands      q: high, low, high    k: low, high, high    v: high, low, for the high and again for the low weights
+    centre        v's mean over the tokens
+    operands      q: high, low, high    k: low, high, high    v − mean: high, low, for weights' low and again their high
     GEMM          scores, over an inner dimension of 3·d
     softmax       weights, low and high, in the scores' own memory
     GEMM          (low + high)·v's high and (low + high)·v's low, side by side, over 2·T
-    merge         their sum, split: high, low, high
+    merge         their sum and the mean, split: high, low, high
+
+Weights are positive: in a sum with one sign tensor cores truncate always in one direction. So v goes without its mean,
+which weights that sum to one give back.
 """
 
 import torch
@@ -13,7 +17,7 @@ from torch import Tensor
 
 from accel.kernels import cuda
 from accel.kernels.split_attention import reference
-from accel.kernels.split_linear.cublas import multiply_add
+from accel.kernels.split_linear.cublas import multiply_add, split_multiply
 from accel.kernels.split_linear.high_low import new_stack
 
 SCORES = 64 << 20  # bytes that a group's scores may take; one head's, 4·T², if they are more
@@ -30,10 +34,11 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     out = new_stack(n, tokens, width // 3, device=pair.device)
     size = min(heads, max(1, SCORES // (4 * tokens * tokens)))
     scores, mixed = (torch.empty(size, tokens, last, device=pair.device) for last in (tokens, 2 * dim))
+    centre = between.centre(pair, num_heads)
     for first in range(0, heads, size):
         count = min(size, heads - first)
-        q, k, v = between.operands(pair, num_heads, first, count)
-        multiply_add(q, k.mT, scores[:count])
-        multiply_add(between.softmax(scores[:count], dim), v, mixed[:count])
-        between.merge(mixed[:count], out, num_heads, first)
+        q, k, v = between.operands(pair, centre, first, count)
+        multiply_add(q, k.mT, scores[:count], False)
+        split_multiply(between.softmax(scores[:count], dim), v, mixed[:count], tokens)
+        between.merge(mixed[:count], centre, out, first)
     return out

@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from accel.kernels.split_linear.high_low import split
+from accel.kernels.split_linear.high_low import split, stacked
 
 LIFT = 2.0**15  # of softmax's weights before they are split: flat ones then keep their low parts
+HALF = 0.5  # of v − mean, which may be twice as large as v
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
@@ -18,10 +19,17 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
     return split(out.transpose(1, 2).flatten(2).float(), per_row=False).pair
 
 
-def operands(pair: Tensor, num_heads: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `count` heads of all samples from `first` on: q, k (G, T, 3·d) and v (G, 2·T, 2·d) float16."""
-    qkv = pair.unflatten(-1, (3, num_heads, -1)).permute(3, 0, 1, 4, 2, 5)  # (3, 2, N, h, T, d)
-    q, k, v = qkv.flatten(2, 3)[:, :, first : first + count]  # each (2, G, T, d)
+def centre(pair: Tensor, num_heads: int) -> Tensor:
+    """v's mean over the tokens, from its high half: (N, h, d) float32. Its rounding cancels."""
+    return pair[0].float().mean(1).unflatten(-1, (3, num_heads, -1))[:, 2].contiguous()
+
+
+def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `count` heads of all samples from `first` on: q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16."""
+    here = slice(first, first + count)
+    qkv = pair.unflatten(-1, (3, centre.shape[1], -1)).permute(3, 0, 1, 4, 2, 5)  # (3, 2, N, h, T, d)
+    q, k, v = qkv.flatten(2, 3)[:, :, here]  # each (2, G, T, d)
+    v = split((v[0].float() + v[1].float() - centre.flatten(0, 1)[here, None]) * HALF, per_row=False).pair
     both = torch.cat([*v], -1)
     return torch.cat([q[0], q[1], q[0]], -1), torch.cat([k[1], k[0], k[0]], -1), torch.cat([both, both], -2)
 
@@ -32,13 +40,13 @@ def softmax(scores: Tensor, dim: int) -> Tensor:
     return scores.view(torch.float16).copy_(torch.cat([low, high], -1))
 
 
-def merge(mixed: Tensor, out: Tensor, num_heads: int, first: int) -> None:
-    """mixed (G, T, 2·d) float32, two parts of a sum, divided by LIFT → the heads of out (2, N, T, D), a `new_stack`."""
-    n, tokens, width = out.shape[1:]
-    count, dim = len(mixed), width // num_heads
-    high, low = split((mixed[..., :dim] + mixed[..., dim:]) / LIFT, per_row=False).pair
-    whole = out.as_strided((n, tokens, 3, num_heads, dim), (tokens * 3 * width, 3 * width, width, dim, 1))
-    for place, part in enumerate((high, low, high)):
-        for index in range(count):
-            sample, head = divmod(first + index, num_heads)
-            whole[sample, :, place, head] = part[index]
+def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
+    """mixed (G, T, 2·d) float32, two parts of a sum, unscaled, plus the mean → the heads of out (2, N, T, D), a
+    `new_stack`."""
+    heads, dim = centre.shape[1:]
+    y = (mixed[..., :dim] + mixed[..., dim:]) / (LIFT * HALF) + centre.flatten(0, 1)[first : first + len(mixed), None]
+    high, low = split(y, per_row=False).pair
+    whole = stacked(out).unflatten(-1, (3, heads, dim))
+    for index in range(len(mixed)):
+        sample, head = divmod(first + index, heads)
+        whole[sample, :, :, head] = torch.stack([high[index], low[index], high[index]], 1)  # (T, 3, d)
