@@ -79,7 +79,7 @@ def check_linear(m, n, k, backend, device="cpu"):
 
     # Of one large GEMM among small ones: rounding to high and low, low·low, and what the tensor core cuts off while it
     # is in the accumulator.
-    tolerance = {"torch": 8e-7, "cublas": 5e-6}.get(backend, 2e-6)  # float32 itself: 1.2e-6
+    tolerance = {"torch": 8e-7, "cublas": 1e-5}.get(backend, 2e-6)  # float32 itself: 1.2e-6; 72 cuts of 2⁻²³: 9e-6
     summed = 2e-6 if backend == "cublas" else 1e-6  # the longest sum in a core's accumulators
     layer = SplitLinear(weight, bias, backend=backend)
     got = layer(split(x))
