@@ -9,7 +9,7 @@ import re
 
 def __getattr__(name: str):
     if name == "accelerate":  # only when asked for: it brings Triton
-        from accel.fast import accelerate
+        from accel.accelerated import accelerate
 
         return accelerate
     if name == "Sampler":

@@ -4,18 +4,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from PIL import Image
 
-from accel.engine import Engine
-from accel.errors import UsageError
+from accel.engine import Engine, load_network, overflows
+from accel.errors import UsageError, parameter_names
 from accel.options import MODELS, SamplingOptions
-from accel.precision import apply_precision, switches_kept
+from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
 from accel.vae import to_grid
-from accel.weights.checkpoint import HUB_ID, Held
+from accel.weights.checkpoint import HUB_ID
+from accel.weights.held import Held
 
+NOT_FOR_PYTHON = "output", "repeats", "seed_list"
 Labels = int | str | Iterable[int | str]
 
 
@@ -25,16 +28,22 @@ class Sampler:
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model: a name as --model takes it, or a DiT that you hold: models.DiT, the original class, wrapped or compiled.
-    Its weights are copied. vae: ema, mse or a folder. options: other fields of SamplingOptions by their names, such as
-    ckpt, num_classes, vae_precision, batch_size; those that `sample` takes become its defaults. With
-    output_type="latent" no decoder is needed.
+    model: a name as --model takes it; weights as --ckpt takes them, such as a file or the folder or hub id of a
+    DiTPipeline; or a DiT that you hold: models.DiT, the original class, wrapped or compiled, or diffusers'
+    DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
+    AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
+    compare, as `accelerate` does. options: other fields of SamplingOptions by their names, such as ckpt, num_classes,
+    vae_precision, batch_size; those that `sample` takes become its defaults. With output_type="latent" no decoder is
+    needed.
 
     Pictures are those of sample.py with the same flags, to the bit. On a GPU a step is captured at its first use with a
-    number of pictures, steps and guidance, then replayed. torch's global generators and backend switches are left as
-    they were. Raises ValueError (accel.errors.UsageError): one line that names the flag of that name and the remedy.
+    number of pictures, steps and guidance, then replayed. Callers in several threads, of this and of other Samplers,
+    are served one at a time. torch's global generators and backend switches are left as they were, and the caller's
+    autocast, inference mode and default dtype change nothing. Raises ValueError (accel.errors.UsageError): one line
+    that names the flag of that name and the remedy.
     """
 
+    @parameter_names()
     def __init__(
         self,
         model: str | torch.nn.Module | None = None,
@@ -42,29 +51,65 @@ class Sampler:
         image_size: int | None = None,
         precision: str | None = None,
         device: str | torch.device | None = None,
-        vae: str | Path | None = None,
+        vae: str | Path | torch.nn.Module | None = None,
+        check: bool = True,
         **options,
     ):
-        held = Held(model) if isinstance(model, torch.nn.Module) else None
-        if held:
+        held = None
+        if model is not None and not isinstance(model, (str, Path)):
             if wrong := [name for name in ("ckpt", "forecast", "forecast_plan") if name in options]:
                 raise UsageError(f"{wrong[0]}: is for weights on disk, and the model was given; drop it")
+            with alone():
+                held = Held(model, copy=True)
+            if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
+                vae = vae or model.vae  # a pipeline's
             model, options["ckpt"] = None, held.name
         elif model not in (None, *MODELS) and (Path(model).exists() or HUB_ID.fullmatch(model)):
             if "ckpt" in options:
                 raise UsageError(f"ckpt={options['ckpt']}: conflicts with {model}, which are weights too; give one")
             model, options["ckpt"] = None, model
-        if isinstance(vae, torch.nn.Module):
-            raise UsageError(f"--vae {type(vae).__name__}: give ema, mse or a folder; save_pretrained writes one")
-        device, vae = (None if given is None else str(given) for given in (device, vae))
-        options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
-        options = SamplingOptions(**options).resolve()
-        with switches_kept():
-            self._engine = Engine(options, checkpoint=held)
-        self.options = self._engine.options
-        if held:
-            self._engine.checkpoint = None  # a copy of the caller's weights, which the network has by now
+        if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
+            raise UsageError(f"{wrong[0]}: is for commands, which write files; drop it")
+        self._of_diffusers = held is not None and held.of_diffusers
+        with TemporaryDirectory() as folder:
+            if isinstance(vae, torch.nn.Module):
+                vae = _written(vae, folder)
+            device, vae = (None if given is None else str(given) for given in (device, vae))
+            options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
+            options = SamplingOptions(**options).resolve()
+            with alone():
+                self._engine = Engine(options, checkpoint=held)
+                self.options = self._engine.options
+                if vae == folder:
+                    self._engine.load_decoder()  # while the folder is there
+                if held:
+                    self._engine.checkpoint = None  # the network has a copy of the weights by now
+                    if check and held.image_size == self.options.image_size:
+                        from accel.accelerated import require_same  # brings Triton, which a name may not need
 
+                        require_same(self._engine.network, held, self._engine.precision)
+                    held.release()
+
+    @parameter_names()
+    def refresh(self, model: torch.nn.Module) -> None:
+        """Take the weights of `model`, of the same shape, in place: pictures are those of a new Sampler, to the bit,
+        and captured steps stay valid. Raises ValueError, and keeps the weights it has, for another shape, and for
+        weights that overflow its precision."""
+        with self._running() as engine:
+            held, tier, rows = Held(model, copy=True), engine.precision, engine.batch_rows
+            if held.of_diffusers != self._of_diffusers:
+                raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
+            if engine.plan:
+                raise UsageError("--forecast plan: was made for other weights; make another Sampler without it")
+            options = replace(self.options, weights=held.identify())
+            new = load_network(options, held, tier, engine.device, rows)
+            engine.network.exchange(new)
+            if TIERS[tier].accelerated and overflows(engine.network, self.options, engine.device, rows):
+                engine.network.exchange(new)
+                raise UsageError(f"--precision {tier}: overflows on these weights; make another Sampler of them")
+            engine.checkpoint = None
+
+    @parameter_names()
     def sample(
         self,
         labels: Labels,
@@ -82,6 +127,7 @@ class Sampler:
             pixels = engine.decode(latents)  # (n, 3, H, W)
         return [Image.fromarray(to_grid(one).numpy()) for one in pixels.split(1)]
 
+    @parameter_names()
     def latents(
         self,
         labels: Labels,
@@ -109,10 +155,11 @@ class Sampler:
 
     def close(self) -> None:
         """Free the memory of the network and the decoder. The sampler cannot be used after it."""
-        if self._engine is not None:
-            self._engine.decoder = None
-            self._engine.release_network()
-            self._engine = None
+        with alone():
+            if self._engine is not None:
+                self._engine.decoder = None
+                self._engine.release_network()
+                self._engine = None
 
     def __enter__(self) -> "Sampler":
         return self
@@ -122,10 +169,17 @@ class Sampler:
 
     @contextmanager
     def _running(self) -> Iterator[Engine]:
-        """The engine, with the switches of its tier and a random stream of its own."""
-        if self._engine is None:
-            raise UsageError("this Sampler is closed; make another")
-        gpus = range(torch.cuda.device_count()) if self._engine.device.type == "cuda" else ()
-        with switches_kept(), torch.random.fork_rng(gpus):
+        """The engine, for this caller alone, with the switches of its tier."""
+        with alone():
+            if self._engine is None:
+                raise UsageError("this Sampler is closed; make another")
             apply_precision(self._engine.precision, self._engine.device)
             yield self._engine
+
+
+def _written(vae: torch.nn.Module, folder: str) -> str:
+    """A decoder that the caller holds, in a folder as --vae takes one."""
+    if not hasattr(vae, "save_pretrained"):
+        raise UsageError(f"--vae {type(vae).__name__}: give ema, mse, a folder or an AutoencoderKL")
+    vae.save_pretrained(folder)
+    return folder

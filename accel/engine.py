@@ -22,7 +22,8 @@ from accel.network import MODELS, Network, plain, rows_of_a_latent
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampler import OnStep, denoise, initial_noise
-from accel.weights.checkpoint import Checkpoint, Held, published_name
+from accel.weights.checkpoint import Checkpoint, published_name
+from accel.weights.held import Held
 from accel.weights.identity import shapes_only
 from diffusion import create_diffusion
 
@@ -291,10 +292,11 @@ class Engine:
         labels = torch.tensor(self.options.labels, device=self.device)
         for part in self._slices(rows):
             with self._memory():
-                z = initial_noise(len(labels), 4, side, self.options.seed, self.device)
+                generator = torch.Generator(self.device).manual_seed(self.options.seed)  # a run's own
+                z = initial_noise(len(labels), 4, side, generator)
             done = len(latents) * self.diffusion.num_timesteps
             count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
-            latents.append(self.denoise(z, labels, count_on, rows=part, **how))
+            latents.append(self.denoise(z, labels, count_on, rows=part, generator=generator, **how))
         return torch.cat(latents) if latents else torch.empty(0, 4, side, side, device=self.device)
 
     def _slices(self, rows):

@@ -1,6 +1,7 @@
 """How a command ends when it does not succeed: the errors it reports in one line, and its exit statuses."""
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,9 @@ from pathlib import Path
 USAGE = 2  # a mistake in what the user asked for
 STOPPED = 75  # the job was asked to stop and can be continued: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
+
+
+FLAG = r"--([a-z][a-z0-9-]*)( (?=[^\s:;,]))?"  # with the space before its value, if it has one
 
 
 class UsageError(ValueError):
@@ -23,6 +27,17 @@ def shown(value: object, most: int = 80) -> str:
     """`value` as a message shows it: on one line, without control characters, and not longer than `most`."""
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+
+
+@contextmanager
+def parameter_names() -> Iterator[None]:
+    """For callers in Python: errors of the block name parameters where commands name flags, --image-size 17 as
+    image_size=17."""
+    try:
+        yield
+    except UsageError as error:
+        text = re.sub(FLAG, lambda flag: flag[1].replace("-", "_") + ("=" if flag[2] else ""), str(error))
+        raise UsageError(text) from None
 
 
 @contextmanager

@@ -34,21 +34,26 @@ def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
 class Replayed:
     """A function of tensors that returns a tensor or a tuple of them, captured at its first call and replayed after.
 
-    There is one graph for each combination of shapes, dtypes and other arguments. Each holds the memory of its tensors
-    as long as this object lives. They are one set for all callers: call from one thread and on one stream at a time.
+    There is one graph for each combination of shapes, dtypes and other arguments. Each holds the memory of its tensors:
+    only the `kept` that were used last are kept, by default all. They are one set for all callers: call from one thread
+    and on one stream at a time.
     """
 
-    def __init__(self, function: Callable):
-        self.function, self.graphs = function, {}
+    def __init__(self, function: Callable, kept: int | None = None):
+        self.function, self.kept, self.graphs = function, kept, {}
 
     def __call__(self, *arguments):
         tensors = [value for value in arguments if torch.is_tensor(value)]
         key = tuple((value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments)
         with torch.cuda.device(tensors[0].device):
-            if key not in self.graphs:
+            graph = self.graphs.pop(key, None)
+            if graph is None:
+                while self.kept is not None and len(self.graphs) >= self.kept:
+                    del self.graphs[next(iter(self.graphs))]
                 with torch.inference_mode(False), torch.no_grad():  # later callers may be in another mode
-                    self.graphs[key] = self._capture(arguments)
-            inputs, output, replay = self.graphs[key]
+                    graph = self._capture(arguments)
+            self.graphs[key] = graph  # the last in the dict is the last used
+            inputs, output, replay = graph
             for fixed, tensor in zip(inputs, tensors, strict=True):
                 fixed.copy_(tensor)
             replay()

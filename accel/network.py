@@ -11,6 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
-def guide(out: torch.Tensor, cfg_scale: float) -> torch.Tensor:
+def guide(out: torch.Tensor, cfg_scale: float | torch.Tensor) -> torch.Tensor:
     """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) on the first three channels of out.
 
     out (2n, C', H, W): the first n rows are conditional, the others not. Both halves get
@@ -77,12 +78,12 @@ class Network(ABC):
         """As models.DiT.forward: x (N, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
         return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
 
-    def __call__(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.forward(x, t, y)  # which accelerate replaces by its replay
-
     @torch.no_grad()
-    def forward_with_cfg(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float) -> torch.Tensor:
-        """As models.DiT.forward_with_cfg: x (2n, C, H, W), of which the first n rows are read; t, y (2n,)."""
+    def forward_with_cfg(
+        self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor, cfg_scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        """As models.DiT.forward_with_cfg: x (2n, C, H, W), of which the first n rows are read; t, y (2n,). cfg_scale: a
+        number, or on x's device a tensor ()."""
         out = unpatchify(self.tokens(x[: len(x) // 2], t, y), self.patch_size)
         return guide(out, cfg_scale).to(x.dtype)
 
@@ -96,7 +97,8 @@ class Network(ABC):
         yield lambda *evaluations: None
 
     def replayed(self, key: Any, step: Callable) -> Callable:
-        """`step` as a CUDA graph, kept under `key`. Each holds memory: only the KEPT that were used last are kept."""
+        """`step` as a CUDA graph, kept under `key`: of steps with equal keys the first is kept and serves all. Each
+        holds memory: only the KEPT that were used last are kept."""
         replayed = self._replayed.pop(key, None) or Replayed(step)
         self._replayed = {**dict(list(self._replayed.items())[1 - KEPT :]), key: replayed}
         return replayed
@@ -127,6 +129,23 @@ class BlockNetwork(Network):
     dtype: torch.dtype
     attention: Callable
     exchanges = ("push", "kv", "ulysses")
+
+    @abstractmethod
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All tensors that depend on the weights, in the layout and precision that they are computed with."""
+
+    @torch.no_grad()
+    def exchange(self, other: "BlockNetwork") -> None:
+        """Exchange the weights with those of another network of the same tier, in place: what was captured of either
+        stays valid. A sampling run computes its conditioning afresh. Raises ValueError for one of another shape."""
+        pairs = list(zip_longest(self.parameters(), other.parameters()))
+        alike = all(None not in pair and pair[0].shape == pair[1].shape for pair in pairs)
+        if not alike or self.num_heads != other.num_heads:
+            raise ValueError("weights of another shape: depth, width, heads, patch, classes and channels must be equal")
+        for own, new in pairs:
+            kept = own.clone()
+            own.copy_(new)
+            new.copy_(kept)
 
     @abstractmethod
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
@@ -176,6 +195,9 @@ class Plain(BlockNetwork):
         super().__init__()
         self.model, self.blocks, self.num_heads, self.width = model, blocks, num_heads, width
         self.depth, self.patch_size, self.in_channels = len(blocks), model.patch_size, model.in_channels
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return self.model.parameters()
 
     @property
     def dtype(self) -> torch.dtype:

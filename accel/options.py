@@ -262,10 +262,10 @@ class SamplingOptions:
         """Refuse what the values that are known so far forbid."""
         if self.weights is None and self.model not in (None, *MODELS):
             raise UsageError(f"--model {shown(self.model)}: unknown; choose from {', '.join(MODELS)}")
-        side = 8 * int((self.model or "/2").rpartition("/")[2])
-        if self.image_size is not None and self.image_size % side:
+        patch = self.weights.patch_size if self.weights is not None else int((self.model or "/2").rpartition("/")[2])
+        if self.image_size is not None and self.image_size % (8 * patch):
             raise UsageError(
-                f"--image-size {self.image_size}: must be a multiple of {side} (VAE factor 8, patch {side // 8})"
+                f"--image-size {self.image_size}: must be a multiple of {8 * patch} (VAE factor 8, patch {patch})"
             )
         if self.labels is not None and self.num_classes is not None:
             self._find_labels()

@@ -1,7 +1,8 @@
 """Precision tiers: which arithmetic a run uses, and the backend switches that make it so."""
 
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -80,6 +81,24 @@ def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
         return "fp16" if half else float32_decoder(tier, device)
     require("--vae-precision", wanted, device)
     return wanted
+
+
+_ALONE = threading.RLock()  # the switches, and the capture of a CUDA graph, are the process's
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One thread of the process at a time is inside, and no setting of the caller's reaches there: no autocast, no
+    inference mode, no gradients, no default dtype or device. The backend switches are afterwards what they were."""
+    default = torch.get_default_dtype()
+    with _ALONE, switches_kept(), torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        stack.callback(torch.set_default_dtype, default)
+        yield
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[[
 
         def queued(index):
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(device))  # the current GPU may be another
             pending.append((event, index + 1))
             while pending and pending[0][0].query():
                 bar.update(pending.pop(0)[1] - bar.n)

@@ -20,10 +20,10 @@ from diffusion.respace import SpacedDiffusion
 OnStep = Callable[[int, torch.Tensor], None]
 
 
-def initial_noise(n: int, channels: int, latent_size: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Seed the device's generator and draw the first normal of a run, z (n, C, L, L)."""
-    torch.manual_seed(seed)
-    return torch.randn(n, channels, latent_size, latent_size, device=device)
+def initial_noise(n: int, channels: int, latent_size: int, generator: torch.Generator) -> torch.Tensor:
+    """The first normal of a run, z (n, C, L, L), on the generator's device."""
+    shape = n, channels, latent_size, latent_size
+    return torch.randn(shape, generator=generator, device=generator.device)
 
 
 @torch.inference_mode()
@@ -37,6 +37,7 @@ def denoise(
     *,
     guided: bool = True,
     rows: slice = slice(None),
+    generator: torch.Generator | None = None,
     draw: Callable[[], torch.Tensor] | None = None,
     eta: float | None = None,
     plan=None,
@@ -46,10 +47,11 @@ def denoise(
     """Sample the latents (n', C, L, L) of the part `rows` of a batch.
 
     z (n, C, L, L): the noise of the whole batch; labels (n,), on z's device. guided: whether the network is evaluated
-    with guidance, on 2n rows. draw: gives the noise of a step for `rows`, (n', C, L, L), in place of upstream's stream.
-    eta: DDIM's η; None is ancestral sampling. plan: an accel.forecast.StridePlan, for ancestral sampling; without one
-    every step evaluates the network. steps: stop after so many, for warm-up. on_step(i, x): called when step i has been
-    queued, with its result x (n', C, L, L).
+    with guidance, on 2n rows. generator: draws the steps' noise; default: torch's own, of z's device. draw: gives the
+    noise of a step for `rows`, (n', C, L, L), in place of upstream's stream. eta: DDIM's η; None is ancestral sampling.
+    plan: an accel.forecast.StridePlan, for ancestral sampling; without one every step evaluates the network. steps:
+    stop after so many, for warm-up. on_step(i, x): called when step i has been queued, with its result x
+    (n', C, L, L).
     """
     x, y = z[rows], labels[rows]
     if guided:
@@ -58,7 +60,7 @@ def denoise(
 
     def noise_of_step():
         # Draw 2n rows, use these n': upstream's random stream.
-        return draw() if draw is not None else torch.randn(drawn, device=z.device)[: len(z)][rows]
+        return draw() if draw is not None else torch.randn(drawn, generator=generator, device=z.device)[: len(z)][rows]
 
     scale = cfg_scale if guided else None
     loop, how = (_each_step, eta) if plan is None else (_strides, plan)
@@ -122,7 +124,7 @@ def _strides(network, diffusion, plan, x, y, cfg_scale, noise_of_step, steps, on
 
     if network.captures and x.is_cuda:
         plan.strides.prepare(x.device)
-        stride = network.replayed(("stride", plan.strides, cfg_scale), stride)
+        stride = network.replayed(("stride", diffusion, tuple(plan.strides.kinds), cfg_scale), stride)
     timesteps = torch.arange(diffusion.num_timesteps - 1, -1, -1, device=x.device)
     (forecast, values), index, evaluation = plan.strides.start(x), 0, 0
     with network.sampling_run(plan.timesteps, y.tolist(), at_once=2) as advance:

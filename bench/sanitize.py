@@ -116,7 +116,7 @@ def work(args: Namespace, device: torch.device) -> None:
                 run(f"{tier}, {rows} rows, algorithm {number}", network.forward, x, t, y)
             if rows % 2 == 0:
                 denoise(network, diffusion, x[: rows // 2], y[: rows // 2], 4.0, 1000)
-        network = accelerate(large.eval(), "fp16", optimisations=Optimisations(graph=False))
+        network = accelerate(large.eval(), "fp16", optimisations=Optimisations(graph=False)).network
         run(f"Large-DiT, {rows} rows", network.forward, x, t, y)
         qkv = torch.randn(rows, tokens // 2, 3 * 1152, generator=generator, device=device).half()
         kv = torch.randn(rows, tokens, 2 * 1152, generator=generator, device=device).half()

@@ -117,8 +117,10 @@ class Judge:
         total, quiet = self.diffusion.num_timesteps * len(self.seeds), os.environ.get("RANK", "0") != "0"
         with tqdm(total=total, desc=f"{tier}: pictures", unit="step", leave=False, disable=quiet) as bar:
             for seed in self.seeds:
-                z = initial_noise(len(labels), 4, options.latent_size, seed, self.device)
-                made = denoise(network, self.diffusion, z, labels, *guidance, on_step=lambda *_: bar.update())
+                generator = torch.Generator(self.device).manual_seed(seed)
+                z = initial_noise(len(labels), 4, options.latent_size, generator)
+                how = dict(generator=generator, on_step=lambda *_: bar.update())
+                made = denoise(network, self.diffusion, z, labels, *guidance, **how)
                 latents.append(made)
         if self.device.type == "cuda":
             precision.apply_precision("fp32", self.device)  # the decoder is not what is compared

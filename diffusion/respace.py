@@ -93,6 +93,20 @@ class SpacedDiffusion(GaussianDiffusion):
         kwargs["betas"] = 1.0 - kept / np.append(1.0, kept[:-1])
         super().__init__(**kwargs)
 
+    def __eq__(self, other: object) -> bool:
+        """Equal processes have the same tables: what was captured of one serves the other."""
+        return type(self) is type(other) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
+
+    @property
+    def _values(self):
+        return (
+            *(self.model_mean_type, self.model_var_type, self.loss_type, self.original_num_steps),
+            *(tuple(self.timestep_map), self.betas.tobytes()),
+        )
+
     def _upload(self, device):
         timestep_map = torch.tensor(self.timestep_map, dtype=torch.int64, device=device)
         return {**super()._upload(device), "timestep_map": timestep_map}

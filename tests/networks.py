@@ -3,6 +3,7 @@
 import torch
 from conftest import fill
 
+from accel.fast import family_of
 from models import DiT, DiT_models
 
 
@@ -48,3 +49,22 @@ def large_inside(model):
 def error(got, want):
     """Relative to a float64 result on the CPU."""
     return float((got.double().cpu() - want).norm() / want.norm())
+
+
+def network_of(model, tier, device=None, optimisations=None):
+    """The accelerated network of a tier, on any device: where there is no GPU by the kernels' references."""
+    device = next(model.parameters()).device if device is None else torch.device(device)
+    how = [optimisations] if optimisations else []
+    return family_of(model).build(model.state_dict(), model, tier, device, *how)
+
+
+def transformer(seed=0, **config):
+    """A DiTTransformer2DModel with random weights, the blocks' copies of the embedders equal."""
+    from diffusers import DiTTransformer2DModel
+
+    shape = dict(num_attention_heads=2, attention_head_dim=24, num_layers=2, sample_size=8, out_channels=8)
+    model = fill(DiTTransformer2DModel(**{**shape, **config}), seed)
+    first = model.transformer_blocks[0].norm1.emb.state_dict()
+    for block in model.transformer_blocks:
+        block.norm1.emb.load_state_dict(first)
+    return model

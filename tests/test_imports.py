@@ -42,7 +42,9 @@ RULES = {
     "accel/kernels/": {"accel.files", "accel.gpu"},
     "accel/network.py": {"accel.graphs", "large_dit", "models"},
     "accel/weights/": ERRORS | {"accel.network", "large_dit", "models"},
-    "accel/fast/": {"accel.graphs", "accel.kernels", "accel.network", "accel.precision", "large_dit", "models"},
+    "accel/fast/": {"accel.kernels", "accel.network", "accel.precision", "large_dit", "models"},
+    "accel/accelerated.py": ERRORS
+    | {"accel.fast", "accel.graphs", "accel.network", "accel.precision", "accel.weights"},
     "accel/sampler.py": {"accel.kernels", "accel.network", "diffusion"},
     "accel/forecast.py": {"accel.weights", "accel.errors", "accel.options", "diffusion"},
     "accel/vae/": ERRORS | {"accel.kernels", "accel.precision", "accel.weights"},
@@ -65,6 +67,7 @@ RULES = {
     },
     "accel/fid/": ERRORS | {"accel.engine", "accel.kernels", "accel.options", "accel.parallel", "accel.vae"},
     "accel/api.py": {
+        "accel.accelerated",
         "accel.weights",
         "accel.engine",
         "accel.errors",
@@ -73,7 +76,7 @@ RULES = {
         "accel.progress",
         "accel.vae",
     },
-    "accel/__init__.py": {"accel.api", "accel.fast", "accel.options"},
+    "accel/__init__.py": {"accel.accelerated", "accel.api", "accel.options"},
     "sample.py": {"accel.command_line", "accel.engine"},
     "sample_ddp.py": {
         "accel.command_line",

@@ -1,6 +1,5 @@
 """The accelerated networks, one file a family, and how one is loaded."""
 
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -8,11 +7,10 @@ from typing import NamedTuple
 import torch
 
 from accel.fast import dit, large_dit
-from accel.fast.dit import FastDiT, Optimisations
-from accel.graphs import Replayed
+from accel.fast.dit import FastDiT
 from accel.kernels.linear import Tuner
-from accel.network import rows_of_a_latent, unwrapped
-from accel.precision import TIERS, float32_gemms
+from accel.network import rows_of_a_latent
+from accel.precision import TIERS
 
 
 class Family(NamedTuple):
@@ -40,37 +38,6 @@ def family_of(model: torch.nn.Module) -> Family:
     if missing := [name for name in family.attributes if not hasattr(model, name)]:
         raise ValueError(f"{kind} is not a DiT: no {', '.join(missing)}")
     return family
-
-
-def accelerate(
-    model: torch.nn.Module,
-    precision: str = "fp16",
-    device: torch.device | str | None = None,
-    optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
-) -> FastDiT:
-    """A fast copy of a trained DiT or Large-DiT for sampling, with `forward(x, t, y)` and
-    `forward_with_cfg(x, t, y, cfg_scale)`.
-
-    The weights are copied, to `device` or where they are: training `model` further does not change the copy.
-
-    model: models.DiT, large_dit.DiT_Llama or the original classes: the published state-dict keys, and the attributes
-    that FAMILIES names. DataParallel, DistributedDataParallel and torch.compile are unwrapped. precision:
-    "fp16", "bf16", "exact" (DiT only), "tf32" or "fp32". Raises ValueError for another precision or model.
-    """
-    if precision not in TIERS:
-        raise ValueError(f"precision {precision!r}: choose from {', '.join(TIERS)}")
-    model = unwrapped(model)
-    family, state = family_of(model), model.state_dict()
-    device = state["final_layer.linear.weight"].device if device is None else torch.device(device)
-    network = family.build(state, model, precision, device, optimisations)
-    network.source = weakref.ref(model)
-    if not TIERS[precision].accelerated:
-        switch = float32_gemms(tf32=precision == "tf32")
-        network.forward, network.forward_with_cfg = switch(network.forward), switch(network.forward_with_cfg)
-    if optimisations.graph and device.type == "cuda":
-        network.forward = Replayed(network.forward)
-        network.forward_with_cfg = Replayed(network.forward_with_cfg)
-    return network
 
 
 def load(

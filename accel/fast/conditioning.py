@@ -33,6 +33,7 @@ class Conditioning:
         take: Callable[[str], torch.Tensor],
         dtype: torch.dtype | None = None,
     ):
+        self.sinusoid = TimestepEmbedder.timestep_embedding  # (t, width) → the embedding of t
         self.time_mlp = [take(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")]
         self.labels = take("y_embedder.embedding_table.weight")  # (classes + 1, C)
         self.bias = torch.cat([take(f"{layer}.bias") for layer in layers])  # (V·D,)
@@ -53,7 +54,7 @@ class Conditioning:
     def __call__(self, t: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """t (E,) timesteps, y (E,) labels → (E, V, D), into `out` if given. Without TF32."""
         w0, b0, w2, b2 = self.time_mlp
-        sinusoid = TimestepEmbedder.timestep_embedding(t, w0.shape[1]).to(self.bias.dtype)  # (E, 256)
+        sinusoid = self.sinusoid(t, w0.shape[1]).to(self.bias.dtype)  # (E, 256)
         if out is None:
             out = self.bias.new_empty(len(t), self.vectors, self.width)
         with true_float32():

@@ -10,7 +10,6 @@ GEMMs. What depends on (timestep, label) alone comes from a table. Per block:
     x ← x + gate·a + gate·m,  h ← adaLN(x)     this is already the next block's first kernel
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,8 +60,10 @@ def build(
 
 
 def build_like(state: dict[str, torch.Tensor], model: torch.nn.Module, *arguments, **keywords) -> "FastDiT":
-    """`build` with the heads of a module."""
-    return build(state, model.num_heads, *arguments, **keywords)
+    """`build` with the heads of a module, and the embedding that it gives a timestep."""
+    network = build(state, model.num_heads, *arguments, **keywords)
+    network.conditioning.sinusoid = model.t_embedder.timestep_embedding
+    return network
 
 
 class FastDiT(BlockNetwork):
@@ -71,8 +72,6 @@ class FastDiT(BlockNetwork):
     state: a DiT's state dict, on any device. dtype: of the GEMMs; residual stream, norms, conditioning and final layer
     are float32, or float64 with float64. tuner: chooses the GEMMs' algorithms.
     """
-
-    source: weakref.ref | None = None  # to the model that `accelerate` was given
 
     def __init__(
         self,
@@ -184,34 +183,11 @@ class FastDiT(BlockNetwork):
         finally:
             self.hoisted = None
 
-    # ---- as callers use a module ----
-
-    def eval(self) -> "FastDiT":
-        """Itself: it only ever evaluates."""
-        return self
-
-    def to(self, device: torch.device | str) -> "FastDiT":
-        """Itself, if its weights are on `device`. Raises ValueError if not: captured steps cannot move."""
-        device, here = torch.device(device), self.position.device
-        if device.type != here.type or device.index not in (None, here.index):
-            raise ValueError(
-                f"to({str(device)!r}): the weights are on {here}; use accelerate(model, device='{device}')"
-            )
-        return self
-
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The tensors that it computes with, in a layout and precision of its own."""
         layers = (layer for block in self.blocks for layer in block)
         yield from (self.patches, self.position, *self.final, *self.conditioning.parameters())
         for layer in layers:
             yield from layer.parameters()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """That of the model that it was made from, as it is now. Raises ValueError if that is gone."""
-        model = self.source and self.source()
-        if model is None:
-            raise ValueError("state_dict(): the model that was accelerated is gone; keep it to save its weights")
-        return model.state_dict()
 
     # ---- for measurements and for ranks ----
 

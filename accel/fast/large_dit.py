@@ -5,7 +5,7 @@ a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and
 m ← w2(silu(w1·h) ∗ w3·h)                  w1 and w3 by one GEMM, SwiGLU by a kernel
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -107,6 +107,10 @@ class FastLargeDiT(FastDiT):
             return None
         q, k = ([take(f"{name}.{part}_norm.{kind}") for kind in ("weight", "bias")] for part in "qk")
         return torch.stack([torch.stack(q), torch.stack([self._for_every_head(one) for one in k])])
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield from super().parameters()
+        yield from (norms for norms in self.norms if norms is not None)
 
     def _adaln(self, x, modulation, vector, branches=()):
         update, backend = len(branches) == 2, self.optimisations.adaln

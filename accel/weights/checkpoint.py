@@ -16,9 +16,8 @@ import torch
 
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.network import unwrapped
 from accel.weights import consolidated_layout, diffusers_layout
-from accel.weights.identity import PATCHES, Identity, identify
+from accel.weights.identity import Identity, identify
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
 
 FOLDER = Path(__file__).resolve().parents[2] / "pretrained_models"
@@ -118,33 +117,6 @@ class Checkpoint:
         with path_errors("--ckpt", path):
             files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         return file_stamps(files, "--ckpt")
-
-
-class Held:
-    """A copy of the weights of a DiT that the caller holds, in a Checkpoint's place.
-
-    module: models.DiT or a class with the same state dict and `num_heads`; wrapped or compiled ones are unwrapped.
-    Raises UsageError for another module.
-    """
-
-    def __init__(self, module: torch.nn.Module):
-        module = unwrapped(module)
-        self.name = type(module).__name__
-        self.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
-        if PATCHES not in self.state:
-            raise UsageError(f"{self.name}: is not a DiT, it has no {PATCHES!r}")
-        classes = getattr(getattr(module, "y_embedder", None), "num_classes", None)
-        self.said = {"num_heads": getattr(module, "num_heads", None), "num_classes": classes}
-
-    def identify(self, model: str | None = None, num_classes: int | None = None) -> Identity:
-        """What follows from the weights. Raises UsageError."""
-        return identify(self.name, self.state, self.said, model, num_classes)
-
-    def fetch(self) -> None:
-        """They are here."""
-
-    def close(self) -> None:
-        """The copy stays until the caller lets go of it."""
 
 
 def published_name(model: str, image_size: int, num_classes: int) -> str:

@@ -35,6 +35,7 @@ class Identity(NamedTuple):
 
     model: str
     build: Callable[..., torch.nn.Module]  # (input_size=, num_classes=) → a module of their shape
+    patch_size: int
     num_classes: int
     null_class: bool = True  # whether the label table has a row for the unconditional estimate, after the classes'
     learn_sigma: bool = True
@@ -99,7 +100,8 @@ def identify(
         rows = classes + null_class
         print(f"{source}: {classes} classes and the null class (all {rows} are classes? then --num-classes {rows})")
     learn_sigma = module.final_layer.linear.out_features == 2 * CHANNELS * module.patch_size**2
-    return Identity(fits, build, classes, null_class, learn_sigma, side or size, vae, names)
+    how = classes, null_class, learn_sigma, side or size, vae, names
+    return Identity(fits, build, module.patch_size, *how)
 
 
 def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:

@@ -1,58 +1,116 @@
-"""accelerate() where callers expect a module: wrapped models, .eval(), .to(), .parameters(), .state_dict()."""
+"""accelerate() where callers expect a module: in their loops, wrapped, refused where it is another network, renewed."""
+
+import copy
+import gc
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
+from networks import build, error, inputs, large_inside, network_of, small, transformer
 from torch import nn
 
 from accel import accelerate
-from accel.precision import TIERS
+from accel.accelerated import KEPT
+from accel.errors import UsageError
+from accel.precision import TIERS, supports, switches_kept
 from diffusion import create_diffusion
+from large_dit import DiT_Llama
 from models import DiT
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
+# A tier that the CPU has, and all that a GPU may have.
+ON = pytest.mark.parametrize(
+    "tier, device", [("fp32", "cpu"), *(pytest.param(tier, "cuda", marks=pytest.mark.gpu) for tier in TIERS)]
+)
 
 
-def small():
-    return fill(DiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8))
-
-
-def inputs(n=4, device="cpu"):
-    generator = torch.Generator().manual_seed(1)
-    x, t = torch.randn(n, 4, 8, 8, generator=generator), torch.randint(0, 1000, (n,), generator=generator)
-    return x.to(device), t.to(device), (torch.arange(n) % 8).to(device)
+def small_large(**changes):
+    return fill(DiT_Llama(**{**dict(input_size=8, dim=96, n_layers=2, n_heads=2, num_classes=8), **changes}))
 
 
 def test_it_is_used_as_a_module_is():
     model = small()
-    fast = accelerate(model).to("cpu").eval()
+    fast = accelerate(model).to("cpu").eval().train(False)
     first = next(fast.parameters())
     assert first.device == torch.device("cpu") and first.dtype == torch.float32 and fast.in_channels == 4
+    assert not fast.training and fast.precision == "fp32" and fast.num_classes == 8
     # What it computes with is what it was made from, but for the positions, which take the patches' bias in.
     count = sum(value.numel() for value in model.parameters()) - model.x_embedder.proj.bias.numel()
     assert sum(value.numel() for value in fast.parameters()) == count
     assert fast.state_dict().keys() == model.state_dict().keys()
     copied = small()
     copied.load_state_dict(fast.state_dict())
-    x, t, y = inputs()
+    x, t, y = inputs(model, 4)
     with torch.no_grad():
         assert torch.equal(copied(x, t, y), model(x, t, y))
 
 
-def test_what_it_cannot_do_is_one_line():
-    fast = accelerate(small())
-    with pytest.raises(
-        ValueError, match=r"to\('meta'\): the weights are on cpu; use accelerate\(model, device='meta'\)"
-    ):
-        fast.to("meta")
-    with pytest.raises(ValueError, match="the model that was accelerated is gone; keep it"):
+def test_keywords_come_in_any_order():
+    model = small()
+    fast, (x, t, y) = accelerate(model), inputs(model, 4)
+    want = fast(x, t, y), fast.forward_with_cfg(x, t, y, 3)
+    assert torch.equal(fast.forward(y=y, x=x, t=t), want[0]) and torch.equal(fast(x, y=y, t=t), want[0])
+    assert torch.equal(fast.forward_with_cfg(cfg_scale=3.0, y=y, t=t, x=x), want[1])
+    assert torch.equal(fast.forward_with_cfg(x, t, cfg_scale=torch.tensor(3.0), y=y), want[1])
+
+
+@ON
+def test_every_tier_samples_in_upstreams_loop(tier, device):
+    """The call that scripts make, keywords and all, twice, with other guidance."""
+    if not supports(tier, torch.device(device)):
+        pytest.skip(f"this GPU has no {tier}")
+    model, diffusion = small().to(device), create_diffusion("5")
+    fast = accelerate(model, tier)
+    for scale in (4.0, 1.5):
+        z = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(device)
+        z, y, samples = torch.cat([z, z]), torch.tensor([3, 5, 8, 8], device=device), []
+        for network in (model, fast):
+            torch.manual_seed(0)
+            how = dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=scale), progress=False, device=device)
+            samples.append(diffusion.p_sample_loop(network.forward_with_cfg, z.shape, z, **how).double())
+        assert samples[0].norm() > 0
+        bound = {"fp16": 3e-3, "bf16": 3e-2, "tf32": 1e-2}.get(tier, 1e-5)
+        assert error(samples[1], samples[0].cpu()) < bound
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (
+            lambda fast, x, t, y: fast.to("meta"),
+            r"to\('meta'\): the weights are on cpu; use accelerate\(model, device=",
+        ),
+        (lambda fast, x, t, y: fast.to(torch.float16), "the precision is fp32; use accelerate"),
+        (lambda fast, x, t, y: fast.train(), r"train\(\): this copy only evaluates; train the model"),
+        (lambda fast, x, t, y: fast(x[:, :3], t, y), r"x is \(4, 3, 8, 8\), must be \(N, 4, 8, 8\)"),
+        (lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4), r"x is \(3, 4, 8, 8\), must be \(2N, 4, 8, 8\)"),
+        (lambda fast, x, t, y: fast(x, t[:2], y), r"t is \(2,\), must be \(4,\)"),
+        (lambda fast, x, t, y: fast(x, t, y.to("meta")), "y is on meta, the weights are on cpu"),
+        (lambda fast, x, t, y: fast.load_state_dict({}), "load_state_dict: is not a DiT: no pos_embed .* differ"),
+        (lambda fast, x, t, y: fast.load_state_dict({}, strict=False), "all weights are needed"),
+        (
+            lambda fast, x, t, y: fast.load_state_dict(small(num_classes=9).state_dict()),
+            r"embedding_table.weight is \(10, 144\), must be \(9, 144\)",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(call, words):
+    model = small()
+    with pytest.raises(UsageError, match=words) as caught:
+        call(accelerate(model), *inputs(model, 4))
+    assert "\n" not in str(caught.value)
+
+
+def test_it_keeps_no_module_alive():
+    model = small()
+    fast = accelerate(model)
+    del model
+    gc.collect()
+    with pytest.raises(UsageError, match="the model that the weights came from is gone"):
         fast.state_dict()
-
-
-@pytest.mark.parametrize("precision", ["fp16", "exact"])
-def test_parameters_of_the_half_tiers(precision):
-    assert all(value.numel() for value in accelerate(small(), precision).parameters())
 
 
 @pytest.fixture
@@ -63,7 +121,8 @@ def group(tmp_path):
 
 
 def test_wrapped_models_are_unwrapped(group):
-    model, (x, t, y) = small(), inputs()
+    model = small()
+    x, t, y = inputs(model, 4)
     with torch.no_grad():
         want = model(x, t, y)
     parallel = nn.parallel.DistributedDataParallel(model)
@@ -71,36 +130,321 @@ def test_wrapped_models_are_unwrapped(group):
         assert torch.allclose(accelerate(wrapped, "fp32")(x, t, y), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@DEVICES
 def test_float32_tiers_set_tf32_for_themselves(device):
-    """Whatever the caller's switch is, and it stays as it is. On a CPU TF32 is a permission without effect."""
+    """Whatever the caller's switch is, and it stays as it is."""
     model = small().to(device)
-    x, t, y = inputs(device=device)
-    outputs = {}
+    x, t, y = inputs(model, 4, device)
+    outputs, tiers = {}, [tier for tier in ("fp32", "tf32") if supports(tier, torch.device(device))]
     for switch in (False, True):
         torch.backends.cuda.matmul.allow_tf32 = switch
         try:
-            for tier in ("fp32", "tf32"):
+            for tier in tiers:
                 fast = accelerate(model, tier)
                 outputs[tier, switch] = fast(x, t, y), fast.forward_with_cfg(x, t, y, 4.0)
                 assert torch.backends.cuda.matmul.allow_tf32 == switch
         finally:
             torch.backends.cuda.matmul.allow_tf32 = False
-    for tier in ("fp32", "tf32"):
+    for tier in tiers:
         assert all(map(torch.equal, outputs[tier, False], outputs[tier, True]))
-    changes = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-    assert torch.equal(outputs["fp32", False][0], outputs["tf32", False][0]) is not changes
+    assert len(tiers) == 1 or not torch.equal(outputs["fp32", False][0], outputs["tf32", False][0])
 
 
-@pytest.mark.parametrize("precision", TIERS)
-def test_every_tier_samples_in_the_callers_loop(precision):
-    model, diffusion = small(), create_diffusion("5")
-    z, y = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 8])
-    how = dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=4.0))
-    samples = []
-    for network in (model, accelerate(model, precision)):
-        torch.manual_seed(0)
-        with torch.no_grad():
-            samples.append(diffusion.p_sample_loop(network.forward_with_cfg, z.shape, torch.cat([z[:1], z[:1]]), **how))
-    want, got = samples
-    assert want.norm() > 0 and (got - want).norm() / want.norm() < {"fp16": 3e-3, "bf16": 3e-2}.get(precision, 1e-5)
+#################################################################################
+#                       Networks of other shapes, and other networks            #
+#################################################################################
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build("DiT-S/2", input_size=8, num_classes=10),
+        lambda: build("DiT-B/4", input_size=16, depth=2),
+        lambda: build("DiT-S/8", input_size=32, num_classes=10, learn_sigma=False),
+        lambda: small(hidden_size=60, num_heads=5, mlp_ratio=3.0, in_channels=8, patch_size=4),
+        lambda: small_large(qk_norm=True, n_kv_heads=1, ffn_dim_multiplier=1.3, multiple_of=32, learn_sigma=False),
+        lambda: small().double(),
+        lambda: small().half(),
+        lambda: small(class_dropout_prob=0),
+    ],
+    ids=["S/2", "B/4", "S/8 without sigma", "custom", "Large-DiT", "float64", "float16", "no null class"],
+)
+def test_shapes_of_the_callers_own(make):
+    model = make()
+    fast, side = accelerate(model), getattr(model, "input_size", None) or model.x_embedder.img_size[0]
+    x, t, y = torch.randn(4, model.in_channels, side, side), torch.tensor([0, 5, 500, 999]), torch.tensor([7, 0, 1, 2])
+    with torch.no_grad():
+        want = copy.deepcopy(model).double()(x.double(), t, y)
+    assert fast(x, t, y).shape == want.shape and error(fast(x, t, y), want) < 1e-5
+
+
+def test_without_a_null_class_there_is_no_guidance():
+    model = small(class_dropout_prob=0)
+    fast = accelerate(model)
+    assert fast.num_classes == 8
+    with pytest.raises(UsageError, match="no null class .label dropout., no guidance; use forward"):
+        fast.forward_with_cfg(*inputs(model, 4), 4.0)
+
+
+class OriginalSiT(DiT):
+    """DiT's keys; the half of the channels that learned sigma takes is dropped."""
+
+    def forward(self, x, t, y):
+        return super().forward(x, t, y).chunk(2, dim=1)[0]
+
+
+class Otherwise(DiT):
+    def forward(self, x, t, y):
+        return super().forward(x, 2 * t, y)
+
+
+def shape_of(kind):
+    return kind(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
+
+
+def with_norm(model):
+    model.blocks[1].attn.q_norm = nn.LayerNorm(72)
+    return model
+
+
+def changed(model, name, attribute, value):
+    setattr(model.get_submodule(name), attribute, value)
+    return model
+
+
+OTHERS = {
+    "SiT": (lambda: fill(shape_of(OriginalSiT)), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
+    "another function": (lambda: fill(shape_of(Otherwise)), "another function .* relative error .*, 0.0001 is allowed"),
+    "untrained": (lambda: shape_of(Otherwise), "another function .* relative error"),
+    "a norm more": (lambda: with_norm(small()), r"blocks.1.attn.q_norm.weight is no weight of a DiT.*\(2 entries"),
+    "eps": (lambda: changed(small(), "blocks.1.norm2", "eps", 1e-3), "blocks.1.norm2.eps is 0.001, and only 1e-06"),
+    "GELU": (lambda: changed(small(), "blocks.0.mlp.act", "approximate", "none"), "mlp.act.approximate is none"),
+    "norm_eps": (lambda: small_large(norm_eps=1e-2), "layers.0.attention_norm.eps is 0.01, and only 1e-05"),
+    "a weight less": (
+        lambda: changed(small(), "final_layer.linear", "bias", None),
+        "is not a DiT: no final_layer.linear.bias",
+    ),
+    "no DiT": (lambda: nn.Linear(2, 2), "is not a DiT: no blocks.0.attn.qkv.weight"),
+    "no module": (lambda: "DiT-XL/2", "str: is not a DiT; give a torch.nn.Module"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_network_is_refused(case):
+    make, words = OTHERS[case]
+    with pytest.raises(UsageError, match=words) as caught:
+        accelerate(make())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_check_can_be_skipped():
+    model = fill(shape_of(Otherwise))
+    x, t, y = inputs(model, 2)
+    assert torch.equal(accelerate(model, check=False)(x, t, y), accelerate(small())(x, t, y))
+    untrained = accelerate(shape_of(DiT))  # its output is zero, so noise takes the place of weights that are
+    assert not untrained(x, t, y).any()
+
+
+@DEVICES
+def test_the_module_stays_as_it_is(device):
+    """Mode of every part, gradients, weights, device, random state."""
+    model = small().to(device).train()
+    model.blocks[1].eval()
+    model.blocks[0].mlp.fc1.weight.grad = torch.ones_like(model.blocks[0].mlp.fc1.weight)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if device == "cuda" else None
+    accelerate(model)
+    assert model.training and not model.blocks[1].training and model.blocks[0].mlp.training
+    assert model.blocks[0].mlp.fc1.weight.grad.min() == 1 and model.blocks[1].mlp.fc1.weight.grad is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(value.requires_grad == (name != "pos_embed") for name, value in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), state) and (gpu is None or torch.equal(torch.cuda.get_rng_state(), gpu))
+
+
+@pytest.mark.parametrize("tier", ["fp16", "bf16", "exact", "tf32"])
+def test_a_tier_that_the_device_lacks(tier):
+    with pytest.raises(ValueError, match=f"precision {tier}: cpu has no .*; choose fp32"):
+        accelerate(small(), tier)
+
+
+def test_a_device_that_is_none():
+    with pytest.raises(UsageError, match="device nonsense"):
+        accelerate(small(), device="nonsense")
+    with pytest.raises(UsageError, match="device meta: holds no values"):
+        accelerate(DiT(input_size=8, depth=1).to("meta"))
+
+
+def large_between(model):
+    """Weights that float16 holds, and values between fc1 and fc2 that it does not."""
+    model.blocks[1].mlp.fc1.weight.data.mul_(5e4)
+    return model
+
+
+def large_weight(model):
+    model.blocks[1].mlp.fc2.bias.data[3] = 1e6
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: large_inside(small()), "precision fp16: blocks.0.mlp.fc1.weight gives .* does not hold; use "),
+        (lambda: large_between(small()), "precision fp16: block 1 gives .* does not hold; use "),
+        (lambda: large_weight(small()), "precision fp16: blocks.1.mlp.fc2.bias gives .* does not hold; use "),
+    ],
+)
+def test_weights_that_overflow_are_named(make, words):
+    with pytest.raises(UsageError, match=words):
+        accelerate(make(), "fp16", "cuda")
+    fast, other = accelerate(small(), "fp16", "cuda"), make()
+    x, t, y = inputs(other, 2, "cuda")
+    want = fast(x, t, y)
+    with pytest.raises(UsageError, match=words):
+        fast.load_state_dict(other.state_dict())
+    assert torch.equal(fast(x, t, y), want)  # the weights that it had
+
+
+#################################################################################
+#                        Renewed weights, threads, the caller's modes           #
+#################################################################################
+
+
+@ON
+def test_weights_are_renewed_in_place(tier, device):
+    """To the bit as a copy made afresh; what was captured is replayed."""
+    if not supports(tier, torch.device(device)):
+        pytest.skip(f"this GPU has no {tier}")
+    makes = [small, *[lambda **how: small_large(qk_norm=True, **how)] * (tier != "exact")]
+    for make in makes:
+        model, side = make().to(device), 8
+        fast = accelerate(model, tier)
+        x, t = torch.randn(4, 4, side, side, device=device), torch.tensor([3, 500, 3, 500], device=device)
+        y = torch.tensor([1, 2, 8, 8], device=device)
+        before = fast(x, t, y), fast.forward_with_cfg(x, t, y, 2.0)
+        graphs = _graphs(fast)
+        ema = fill(copy.deepcopy(model), seed=5)
+        fast.load_state_dict(ema.state_dict())
+        new = accelerate(ema, tier)
+        got = fast(x, t, y), fast.forward_with_cfg(x, t, y, 2.0)
+        assert torch.equal(got[0], new(x, t, y)) and torch.equal(got[1], new.forward_with_cfg(x, t, y, 2.0))
+        assert not torch.equal(got[0], before[0]) and _graphs(fast) == graphs and len(graphs) == 2 * (device == "cuda")
+        for value in ema.parameters():
+            value.data.zero_()
+        assert torch.equal(fast(x, t, y), got[0])  # copied
+        with pytest.raises(UsageError, match="keep it, or the state dict"):
+            fast.state_dict()
+
+
+def _graphs(fast):
+    replayed = [one for one in (fast._forward, fast._guided) if hasattr(one, "graphs")]
+    return [id(graph) for one in replayed for graph in one.graphs.values()]
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_all_guidance_and_few_shapes_are_kept():
+    model = small().cuda()
+    fast, eager = accelerate(model, "fp16"), network_of(model, "fp16")
+    x, t, y = inputs(model, 4, "cuda")
+    for scale in (1.0, 1.7, 4, 7.3):
+        assert torch.equal(fast.forward_with_cfg(x, t, y, scale), eager.forward_with_cfg(x, t, y, scale))
+    assert len(fast._guided.graphs) == 1
+    for n in range(1, KEPT + 3):
+        fast(*inputs(model, n, "cuda"))
+    assert len(fast._forward.graphs) == KEPT
+    kept = _graphs(fast)
+    fast(*inputs(model, 3, "cuda"))  # one that was kept
+    assert sorted(_graphs(fast)) == sorted(kept)
+
+
+@DEVICES
+def test_the_callers_modes_change_nothing(device):
+    model = small().to(device)
+    fast, (x, t, y) = accelerate(model), inputs(model, 4, device)
+    want = fast(x, t, y), fast.forward_with_cfg(x, t, y, 4.0)
+    default = torch.get_default_dtype()
+    modes = [
+        lambda: torch.autocast(device, torch.bfloat16),
+        torch.inference_mode,
+        torch.enable_grad,
+    ]
+    try:
+        for dtype in (torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            for mode in modes:
+                with mode():
+                    for copied in (fast, accelerate(model)):
+                        got = copied(x, t, y), copied.forward_with_cfg(x, t, y, 4.0)
+                        assert all(map(torch.equal, got, want)) and not got[0].is_inference()
+            assert torch.get_default_dtype() == dtype
+        torch.set_default_device("meta")
+        assert torch.equal(accelerate(model)(x, t, y), want[0]) and torch.empty(0).is_meta
+    finally:
+        torch.set_default_dtype(default)
+        torch.set_default_device(None)
+
+
+@DEVICES
+def test_threads_are_served_one_at_a_time(device):
+    model = small().to(device)
+    fast, found = accelerate(model), {}
+    cases = [inputs(model, 2 + 2 * (seed % 2), device, seed) for seed in range(4)]
+    want = [fast(*case) for case in cases]
+
+    def work(index):
+        found[index] = [fast(*cases[index]) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, want[index]) for index in range(4) for one in found[index])
+
+
+#################################################################################
+#                                  diffusers                                    #
+#################################################################################
+
+
+@DEVICES
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
+    """The pipeline's own pictures, but for rounding: another embedding of t and guidance on four channels are its."""
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
+
+    pipe = DiTPipeline(transformer(), AutoencoderKL.from_pretrained(tiny_vae), DDIMScheduler()).to(device)
+    pipe.set_progress_bar_config(disable=True)
+
+    def pictures():
+        how = dict(guidance_scale=guidance, num_inference_steps=5, output_type="np")
+        return pipe(class_labels=[3, 7], generator=torch.Generator().manual_seed(0), **how).images
+
+    with switches_kept():
+        torch.backends.cudnn.allow_tf32 = False  # torch's default, which moves the pipeline's own pictures by 6e-4
+        want = pictures()
+        pipe.transformer = accelerate(pipe.transformer, "fp32")
+        got = pictures()
+    assert want.std() > 1e-3 and abs(got - want).max() < 1e-4
+    pipe.transformer.load_state_dict(transformer(seed=1).state_dict())
+    assert abs(pictures() - want).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (dict(activation_fn="geglu"), "activation_fn is geglu, and a DiT has gelu-approximate"),
+        (dict(norm_eps=0.1), "norm_eps is 0.1"),
+        (dict(attention_bias=False), "not a DiT in diffusers' layout .*to_q.bias"),
+    ],
+)
+def test_a_config_that_is_not_computed(config, words):
+    with pytest.raises(UsageError, match=f"DiTTransformer2DModel: {words}"):
+        accelerate(transformer(**config))
+
+
+def test_embedders_that_differ_are_refused():
+    model = transformer()
+    model.transformer_blocks[1].norm1.emb.timestep_embedder.linear_1.bias.data.add_(1)
+    with pytest.raises(UsageError, match="DiTTransformer2DModel: the blocks' copies of .* differ"):
+        accelerate(model)

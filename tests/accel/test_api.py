@@ -2,12 +2,15 @@
 
 import copy
 import gc
+import threading
 import weakref
 
+import forks
 import numpy as np
 import pytest
 import torch
-from conftest import fill
+from conftest import ROOT, fill
+from networks import transformer
 from PIL import Image
 from torch import nn
 
@@ -15,6 +18,7 @@ from accel import Sampler
 from accel.errors import UsageError
 from accel.network import KEPT
 from accel.options import DEMO
+from diffusion import create_diffusion
 from models import DiT, DiT_models
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -97,7 +101,10 @@ def test_a_class_of_the_callers_own():
             super().__init__()
             for name, child in model.named_children():
                 setattr(self, name, child)
-            self.pos_embed, self.num_heads = model.pos_embed, model.num_heads
+            self.pos_embed, self.num_heads, self.whole = model.pos_embed, model.num_heads, [model]
+
+        def forward(self, x, t, y):
+            return self.whole[0](x, t, y)
 
     model = fill(DiT(input_size=8, patch_size=4, hidden_size=48, depth=2, num_heads=3, mlp_ratio=8 / 3, num_classes=5))
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
@@ -132,19 +139,20 @@ def test_close_frees_the_network():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Sampler("DiT-XXL/2"), "--model DiT-XXL/2: unknown"),
-        (lambda: demo(precision="fp16"), "--precision fp16: cpu has no float16 tensor cores"),
-        (lambda: demo("gpu7"), "--device gpu7"),
-        (lambda: demo(ckpt="no/such.pt"), "--ckpt no/such.pt: no such file"),
-        (lambda: demo(vae="no/vae"), "--vae no/vae"),
-        (lambda: demo(vae=nn.Linear(2, 2)), "--vae Linear: give ema, mse or a folder"),
-        (lambda: demo().sample(["plnet"]), r"--labels plnet: .* planet \(0\)"),
-        (lambda: demo().sample([8]), "--labels 8: the model knows classes 0 to 7"),
-        (lambda: demo().sample([]), "--labels: give at least one"),
-        (lambda: demo().latents(0, num_sampling_steps=0), "--num-sampling-steps 0"),
-        (lambda: demo().latents(0, cfg_scale=0.5), "--cfg-scale 0.5"),
-        (lambda: demo(output_type="latent").sample(0), "--output-type latent: loads no decoder"),
-        (lambda: Sampler(nn.Linear(2, 2)), "Linear: is not a DiT, it has no 'x_embedder.proj.weight'"),
+        (lambda: Sampler("DiT-XXL/2"), "model=DiT-XXL/2: unknown"),
+        (lambda: demo(precision="fp16"), "precision=fp16: cpu has no float16 tensor cores"),
+        (lambda: demo("gpu7"), "device=gpu7"),
+        (lambda: demo(ckpt="no/such.pt"), "ckpt=no/such.pt: no such file"),
+        (lambda: demo(vae="no/vae"), "vae=no/vae"),
+        (lambda: demo(vae=nn.Linear(2, 2)), "vae=Linear: give ema, mse, a folder or an AutoencoderKL"),
+        (lambda: demo().sample(["plnet"]), r"labels=plnet: .* planet \(0\)"),
+        (lambda: demo().sample([8]), "labels=8: the model knows classes 0 to 7"),
+        (lambda: demo().sample([]), "labels: give at least one"),
+        (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
+        (lambda: demo().latents(0, cfg_scale=0.5), "cfg_scale=0.5"),
+        (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
+        (lambda: Sampler(nn.Linear(2, 2)), "Linear: is not a DiT: no blocks.0.attn.qkv.weight"),
+        (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)), "take accel.accelerate"),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"), "ckpt: is for weights on disk"),
     ],
 )
@@ -158,23 +166,238 @@ def test_a_plan_for_other_steps_is_refused_every_time():
     """And leaves the sampler as it was."""
     with Sampler("DiT-Demo/2", device="cpu", forecast="plan") as sampler:
         for _ in range(2):
-            with pytest.raises(UsageError, match="was made for --num-sampling-steps 250, not 5"):
+            with pytest.raises(UsageError, match="was made for num_sampling_steps=250, not 5"):
                 sampler.latents(0, num_sampling_steps=5)
+        with pytest.raises(UsageError, match="forecast=plan: was made for other weights"):
+            sampler.refresh(fill(DiT_models["DiT-Demo/2"]()))
+
+
+#################################################################################
+#                         Renewed weights, threads, the caller's modes          #
+#################################################################################
+
+
+@DEVICES
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.gpu)])
+def test_weights_are_renewed_in_place(device, precision):
+    """To the bit as a new Sampler; what was captured is replayed."""
+    if device == "cpu" and precision == "fp16":
+        pytest.skip("a CPU has no fp16")
+    model, how = fill(DiT_models["DiT-Demo/2"]()), dict(precision=precision, device=device, output_type="latent")
+    how |= dict(num_sampling_steps=3)
+    ema = fill(copy.deepcopy(model), seed=3)
+    with Sampler(model, **how) as sampler, Sampler(ema, **how) as new:
+        before, graphs = sampler.latents([1, 2]), graphs_of(sampler)
+        sampler.refresh(nn.DataParallel(ema))
+        assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2])) and graphs_of(sampler) == graphs
+        assert not torch.equal(sampler.latents([1, 2]), before)
+        for other, words in (
+            (fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)), "weights of another shape"),
+            (nn.Linear(2, 2), "Linear: is not a DiT"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                sampler.refresh(other)
+        assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2]))
+
+
+def in_threads(*works):
+    """What the functions return, each called in a thread of its own at the same time."""
+    found, barrier = [None] * len(works), threading.Barrier(len(works))
+
+    def run(index):
+        barrier.wait()
+        found[index] = works[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@DEVICES
+def test_threads_get_their_own_pictures(device):
+    """Two Samplers in two threads, of two tiers where there are two; four threads on one Sampler."""
+    how = dict(output_type="latent", num_sampling_steps=5)
+    second = "fp16" if device == "cuda" else "fp32"
+    with demo(device, precision="fp32", **how) as a, demo(device, precision=second, **how) as b:
+        works = [
+            lambda: a.latents([1, 2], seed=1),
+            lambda: b.latents([3], seed=2, cfg_scale=2.0),
+            lambda: a.latents([4], seed=3, num_sampling_steps=4),
+            lambda: a.latents([1, 2], seed=4, cfg_scale=1.5),
+            lambda: a.latents([0], seed=5),
+        ]
+        want = [work() for work in works]
+        for _ in range(3):
+            assert all(map(torch.equal, in_threads(*works[:2]), want[:2]))
+            assert all(map(torch.equal, in_threads(*works[:1], *works[2:]), want[:1] + want[2:]))
+
+
+@DEVICES
+def test_the_callers_modes_change_nothing(device):
+    with demo(device, output_type="latent") as sampler:
+        want, default = sampler.latents([1, 2]), torch.get_default_dtype()
+        for mode in (lambda: torch.autocast(device, torch.bfloat16), torch.inference_mode):
+            with mode():
+                got = sampler.latents([1, 2])
+                with demo(device, output_type="latent") as inside:
+                    assert torch.equal(inside.latents([1, 2]), want)
+            assert torch.equal(got, want) and not got.is_inference()
+        try:
+            torch.set_default_dtype(torch.float64)
+            torch.set_default_device("meta")
+            assert torch.equal(sampler.latents([1, 2]), want)
+            with demo(device, output_type="latent") as inside:
+                assert torch.equal(inside.latents([1, 2]), want)
+        finally:
+            torch.set_default_dtype(default)
+            torch.set_default_device(None)
+
+
+@DEVICES
+def test_generators_of_a_run_draw_as_torchs_own(device):
+    """The stream is upstream's, which seeds and draws from torch's generator."""
+    own = torch.Generator(device).manual_seed(-7)
+    torch.manual_seed(-7)
+    for shape in ((3, 4, 8, 8), (6, 4, 8, 8), (5,)):
+        drawn = torch.randn(shape, generator=own, device=device)
+        assert torch.equal(drawn, torch.randn(shape, device=device))
+
+
+@pytest.mark.gpu
+def test_global_generators_of_the_gpu_are_the_callers():
+    with demo("cuda", output_type="latent") as sampler:
+        before = torch.cuda.get_rng_state()
+        sampler.latents([1])
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+#################################################################################
+#                       Models of the caller's own, and of diffusers            #
+#################################################################################
+
+
+def test_without_a_null_class_only_without_guidance(monkeypatch):
+    """The table has a row a class. A step then draws n batch rows, as upstream's loop over `forward`."""
+    model = fill(DiT(input_size=8, hidden_size=48, depth=2, num_heads=2, num_classes=10, class_dropout_prob=0))
+    how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
+    with pytest.raises(UsageError, match="cfg_scale=4: guidance needs a null class, .*use cfg_scale=1"):
+        Sampler(model, **how)
+    with Sampler(model, cfg_scale=1.0, **how) as sampler:
+        got = sampler.latents([9, 0], seed=2)
+        with pytest.raises(UsageError, match="no null class"):
+            sampler.latents([9], cfg_scale=2.0)
+    torch.manual_seed(2)
+    z, y = torch.randn(2, 4, 8, 8), torch.tensor([9, 0])
+    want = create_diffusion("3").p_sample_loop(model, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("DiT-S/2", dict(input_size=8, num_classes=10)),
+        ("DiT-B/4", dict(input_size=16, depth=2, num_classes=10)),
+        ("DiT-S/8", dict(input_size=32, num_classes=3)),
+        ("Large-DiT-Demo/2", dict(input_size=8, n_layers=2)),
+    ],
+)
+def test_shapes_of_the_callers_own(name, arguments):
+    from accel.network import MODELS
+
+    model = fill(MODELS[name](**arguments))
+    with Sampler(model, output_type="latent", device="cpu", num_sampling_steps=3) as sampler:
+        got = sampler.latents([1], seed=2)
+    torch.manual_seed(2)
+    z = torch.randn(1, 4, *[arguments["input_size"]] * 2)
+    how = dict(y=torch.tensor([1, len(model.y_embedder.embedding_table.weight) - 1]), cfg_scale=4.0)
+    z = torch.cat([z, z])
+    loop = create_diffusion("3").p_sample_loop
+    want = loop(model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=how)[:1]
+    assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_another_function_is_refused():
+    class Other(DiT):
+        def forward(self, x, t, y):
+            return super().forward(x, 2 * t, y)
+
+    model = fill(Other(input_size=8, hidden_size=48, depth=2, num_heads=2, num_classes=5))
+    how = dict(output_type="latent", device="cpu")
+    with pytest.raises(UsageError, match="Other: computes another function"):
+        Sampler(model, **how)
+    Sampler(model, check=False, **how).close()
+
+
+@DEVICES
+def test_a_pipeline_of_diffusers(device, tiny_vae):
+    """Its transformer with its own embedding of t, and its decoder. Guidance and process are ours: those of the
+    original loop."""
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
+
+    pipe = DiTPipeline(transformer(), AutoencoderKL.from_pretrained(tiny_vae), DDIMScheduler())
+    how, theirs = dict(device=device, precision="fp32", num_sampling_steps=3), pipe.transformer.to(device)
+    with Sampler(pipe, **how) as sampler:
+        latents, pictures = sampler.latents([207, 3], seed=1), sampler.sample([207, 3], seed=1)
+    with Sampler(pipe.transformer, vae=pipe.vae, **how) as sampler:
+        assert torch.equal(sampler.latents([207, 3], seed=1), latents)
+        assert np.array_equal(sampler.sample([207, 3], seed=1)[1], pictures[1])
+
+    def guided(x, t, y, cfg_scale):
+        out = theirs(torch.cat([x[:2], x[:2]]), timestep=t, class_labels=y).sample
+        cond, uncond = out[:, :3].chunk(2)
+        return torch.cat([(uncond + cfg_scale * (cond - uncond)).repeat(2, 1, 1, 1), out[:, 3:]], dim=1)
+
+    torch.manual_seed(1)
+    z = torch.randn(2, 4, 8, 8, device=device)
+    z, y = torch.cat([z, z]), torch.tensor([207, 3, 1000, 1000], device=device)
+    arguments = dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=4.0), device=device)
+    want = create_diffusion("3").p_sample_loop(guided, z.shape, z, **arguments)[:2]
+    assert (latents - want).norm() / want.norm() < 1e-4
+    decoded = pipe.vae.to(device).decode(latents / 0.18215).sample[1].clamp(-1, 1)
+    shown = (decoded.add(1).mul(127.5)).permute(1, 2, 0).cpu().detach().numpy()
+    assert abs(shown - np.asarray(pictures[1], dtype=float)).max() < 2
+
+
+#################################################################################
+#                                  Captured steps                               #
+#################################################################################
+
+
+def graphs_of(sampler):
+    return [id(graph) for one in sampler._engine.network._replayed.values() for graph in one.graphs.values()]
 
 
 @pytest.mark.gpu
 def test_a_step_is_captured_once_and_replayed():
-    """A new number of pictures, steps or guidance is another graph; a new seed or label is not. Few are kept."""
+    """A new number of pictures, steps or guidance is another graph; a new seed or label is not, nor is a former
+    value. Few are kept."""
     with demo("cuda", precision="fp16", output_type="latent") as sampler:
-        network = sampler._engine.network
-
-        def graphs():
-            return [graph for replayed in network._replayed.values() for graph in replayed.graphs.values()]
-
-        sampler.latents([1, 2], seed=0)
-        first = graphs()
+        first_latents = sampler.latents([1, 2], seed=0)
+        first = graphs_of(sampler)
         sampler.latents([3, 4], seed=1)
-        assert len(first) == 1 and graphs() == first
+        assert len(first) == 1 and graphs_of(sampler) == first
+        sampler.latents([1, 2], num_sampling_steps=5)
+        sampler.latents([1, 2], cfg_scale=2.0)
+        three = sorted(graphs_of(sampler))
+        assert torch.equal(sampler.latents([1, 2], seed=0), first_latents)
+        sampler.latents([1, 2], num_sampling_steps=5)
+        assert len(three) == 3 and sorted(graphs_of(sampler)) == three
         for scale in range(1, 3 + KEPT):
             sampler.latents([1, 2], cfg_scale=scale)
-        assert len(graphs()) == KEPT
+        assert len(graphs_of(sampler)) == KEPT
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_is_the_only_one_that_is_touched():
+    """Of the bar too: no context on GPU 0."""
+    code = (
+        "import torch\nfrom accel import Sampler\n"
+        "with Sampler('DiT-Demo/2', device='cuda:1', num_sampling_steps=5) as s: s.sample([1], progress=True)\n"
+        "print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))"
+    )
+    done = forks.run(["-c", code], ROOT)
+    assert done.stdout.split()[-2:] == ["False", "True"], done.stdout + done.stderr

@@ -16,7 +16,7 @@ def network():
 def test_it_is_the_model_to_the_bit(network):
     x, t, y = inputs(network.model, 4)
     with torch.no_grad():
-        assert torch.equal(network(x, t, y), network.model(x, t, y))
+        assert torch.equal(network.forward(x, t, y), network.model(x, t, y))
         want = network.model.forward_with_cfg(x, t, y, 3.0)
     assert torch.equal(network.forward_with_cfg(x, t, y, 3.0), want)
     other = x.clone()

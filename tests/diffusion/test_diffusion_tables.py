@@ -229,3 +229,16 @@ def test_tables_are_uploaded_once_per_device_and_not_into_a_capture(monkeypatch)
         d.prepare("cuda:0")
         assert d._device_tables[torch.device("cuda:0")] is tables and len(d._device_tables) == 1
         assert all(table.device == torch.device("cuda:0") for table in tables.values())
+
+
+def test_processes_are_equal_by_value():
+    """Equal tables: what was captured of one serves the other."""
+    assert create_diffusion("25") == create_diffusion("25") and len({create_diffusion("5"), create_diffusion([5])}) == 1
+    others = [
+        create_diffusion("24"),
+        create_diffusion("ddim25"),
+        create_diffusion("25", noise_schedule="squaredcos_cap_v2"),
+        create_diffusion("25", learn_sigma=False),
+        create_diffusion("25", predict_xstart=True),
+    ]
+    assert all(create_diffusion("25") != other for other in others) and create_diffusion("25") != "25"

@@ -27,7 +27,7 @@ LAYOUTS = (
 
 def networks(model):
     yield "plain", lambda: plain(copy.deepcopy(model))
-    yield "fast", lambda: accelerate(model, "fp32")
+    yield "fast", lambda: accelerate(model, "fp32").network
 
 
 def held(network):

@@ -1,4 +1,5 @@
-"""docs/python.md: every block runs as it stands, in order, and every value that it shows is right."""
+"""docs/python.md: every block runs as it stands, in order, and every value that it shows is right. README's runs too.
+Both on a CPU and, marked `gpu`, on a GPU."""
 
 import re
 import subprocess
@@ -7,10 +8,12 @@ import sys
 import forks
 import pytest
 from conftest import ROOT
+from networks import transformer
+from pages import README, code_blocks
 from PIL import Image
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = code_blocks(PAGE, "python")
 SHOWN = re.compile(r"^(\S.*?)  # → (.*)$", re.MULTILINE)
 
 
@@ -23,17 +26,42 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_every_block_runs_and_shows_what_it_gives(checkout):
-    assert len(BLOCKS) >= 7 and all(word in PAGE for word in ("copy the weights", "Your own checkout", "ValueError"))
-    code = "\n".join(BLOCKS)
+@pytest.fixture
+def pipeline(tmp_path, tiny_vae):
+    """A small pipeline in the place of the hub's."""
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
+
+    vae = AutoencoderKL.from_pretrained(tiny_vae, low_cpu_mem_usage=False)
+    DiTPipeline(transformer(), vae, DDIMScheduler()).save_pretrained(tmp_path / "pipeline")
+
+
+# CUDA_VISIBLE_DEVICES: none, or as the machine has it.
+DEVICES = pytest.mark.parametrize(
+    "visible", [pytest.param({"CUDA_VISIBLE_DEVICES": ""}, id="cpu"), pytest.param({}, id="gpu", marks=pytest.mark.gpu)]
+)
+
+
+@DEVICES
+def test_every_block_runs_and_shows_what_it_gives(checkout, pipeline, visible):
+    assert len(BLOCKS) >= 9 and all(word in PAGE for word in ("copy the weights", "Your own checkout", "ValueError"))
+    code = "\n".join(BLOCKS).replace("facebook/DiT-XL-2-256", "pipeline")
     shown = SHOWN.findall(code)
-    assert len(shown) >= 6
+    assert len(shown) >= 7
     code = SHOWN.sub(lambda line: f"assert str({line[1]}) == {line[2]!r}, {line[1]}", code)
-    done = forks.run(["-c", code], checkout, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH="")
+    done = forks.run(["-c", code], checkout, timeout=280, OMP_NUM_THREADS="1", PYTHONPATH="", **visible)
     assert done.returncode == 0, done.stderr
     assert "20/20" in done.stderr  # the bar of progress=True
     sizes = {name: Image.open(checkout / name).size for name in ("planet.png", "sea.png", "grid.png")}
     assert sizes == {"planet.png": (128, 128), "sea.png": (128, 128), "grid.png": (262, 132)}
+
+
+@pytest.mark.gpu
+def test_the_example_of_the_readme_runs_on_a_gpu(checkout):
+    """On a CPU tests/test_readme.py runs it. In the precision and at the length that a user gets."""
+    (example,) = code_blocks(README.read_text(), "python")
+    done = forks.run(["-c", example], checkout, PYTHONPATH="")
+    assert done.returncode == 0, done.stderr
+    assert [Image.open(checkout / f"picture-{i}.png").size for i in range(2)] == [(128, 128)] * 2
 
 
 def test_blocks_are_formatted():

@@ -69,7 +69,7 @@ class Running:
 
     def __init__(self, case: Case):
         self.case, n = case, case.batch_rows
-        self.network = accelerate(plain(case), case.tier, optimisations=Optimisations(graph=case.captured))
+        self.fast = accelerate(plain(case), case.tier, optimisations=Optimisations(graph=case.captured))
         generator = torch.Generator("cuda").manual_seed(1)
         self.x = torch.randn(n, 4, case.side, case.side, generator=generator, device="cuda")
         self.t = torch.randint(0, 1000, (n // 2,), generator=generator, device="cuda").repeat(2)
@@ -77,12 +77,12 @@ class Running:
         self.diffusion = create_diffusion("3")
 
     def evaluate(self) -> torch.Tensor:
-        return self.network.forward_with_cfg(self.x, self.t, self.y, 4.0)
+        return self.fast.forward_with_cfg(self.x, self.t, self.y, 4.0)
 
     def sample(self) -> torch.Tensor:
         torch.manual_seed(2)
         half = len(self.x) // 2
-        return denoise(self.network, self.diffusion, self.x[:half], self.y[:half], 4.0, 1000)
+        return denoise(self.fast.network, self.diffusion, self.x[:half], self.y[:half], 4.0, 1000)
 
 
 def foreign() -> dict[str, Callable[[], torch.Tensor]]:

@@ -30,22 +30,22 @@ def test_chunks_give_what_every_evaluation_gives(fast, entries):
     for labels in ([1, 4, 8], [7, 2, 2]):
         y = torch.tensor(labels)
         x = torch.randn(3, 4, 8, 8, dtype=torch.float64)
-        direct = [fast(x, torch.full((3,), timestep), y) for timestep in timesteps]
+        direct = [fast.forward(x, torch.full((3,), timestep), y) for timestep in timesteps]
         with fast.sampling_run(timesteps, labels) as advance:
             assert fast.table is table and table.chunk == entries // len(set(labels))
             for index, timestep in enumerate(timesteps):
                 advance(index)
-                assert error(fast(x, torch.full((3,), timestep), y), direct[index]) < 1e-12
+                assert error(fast.forward(x, torch.full((3,), timestep), y), direct[index]) < 1e-12
 
 
 def test_what_is_not_in_the_table_is_nan_never_a_picture(fast):
     x, y = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.tensor([1, 8])
     with fast.sampling_run([900, 500], [1, 8]):
-        assert fast(x, torch.tensor([900, 500]), y).isfinite().all()
+        assert fast.forward(x, torch.tensor([900, 500]), y).isfinite().all()
         for t, labels in (([900, 499], [1, 8]), ([900, 500], [1, 2]), ([5000, -3], [1, 8])):
-            out = fast(x, torch.tensor(t), torch.tensor(labels))
+            out = fast.forward(x, torch.tensor(t), torch.tensor(labels))
             assert out[-1].isnan().all()
-    assert fast(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()  # outside every pair is known again
+    assert fast.forward(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()  # known outside
 
 
 def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
@@ -62,8 +62,8 @@ def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
             assert fast.table.chunk == chunk and bool(step.graphs) != grows
             for index, t in enumerate((900, 500, 20)):
                 advance(*range(index, min(3, index + at_once)))
-                found.append(fast(x[:n], torch.full((n,), t), y[:n]))
-        assert error(found[-1], fast(x[:n], torch.full((n,), 20), y[:n])) < 1e-12
+                found.append(fast.forward(x[:n], torch.full((n,), t), y[:n]))
+        assert error(found[-1], fast.forward(x[:n], torch.full((n,), 20), y[:n])) < 1e-12
     assert all(torch.equal(a, b) for a, b in zip(found[:3], found[-3:]))
 
 

@@ -3,7 +3,7 @@ every backend."""
 
 import pytest
 import torch
-from networks import build, error, guided, inputs
+from networks import build, error, guided, inputs, network_of
 
 from accel import accelerate, engine, precision
 from accel.errors import UsageError
@@ -21,7 +21,7 @@ def bound(own):
 def test_accuracy_on_the_cpu(name, arguments):
     model = build(name, **arguments)
     x, t, y = inputs(model, 4)
-    exact = accelerate(model, "exact")
+    exact = network_of(model, "exact")
     with torch.no_grad():
         own = model.forward_with_cfg(x, t, y, 4.0)
         want = guided(model.double()(torch.cat([x[:2], x[:2]]).double(), t, y), 4.0)
@@ -51,11 +51,11 @@ def check_any_scale(device):
     """Each network within five times float32's own error; that one may be large here, for the softmax is sharp."""
     model = strain(build("DiT-Demo/2")).to(device)
     x, t, y = inputs(model, 4, device)
-    exact = accelerate(model, "exact")
+    exact = network_of(model, "exact")
     with torch.no_grad():
         own = model(x, t, y)
         want = model.double()(x.double(), t, y).cpu()
-    assert error(exact(x, t, y), want) <= bound(error(own, want)) and exact.overflowed() is None
+    assert error(exact.forward(x, t, y), want) <= bound(error(own, want)) and exact.overflowed() is None
 
 
 def test_weights_of_any_scale_on_the_cpu():
@@ -70,8 +70,8 @@ def too_large(model):
 
 def check_overflow_names_the_layer(device):
     model = too_large(build("DiT-Demo/2")).to(device)
-    exact = accelerate(model, "exact")
-    assert not exact(*inputs(model, 2, device)).isfinite().all()  # never a picture
+    exact = network_of(model, "exact")
+    assert not exact.forward(*inputs(model, 2, device)).isfinite().all()  # never a picture
     assert exact.overflowed() == "blocks.1.mlp.fc1"
 
 
@@ -83,7 +83,7 @@ def test_weights_that_are_not_finite_name_the_layer():
     model = build("DiT-Demo/2")
     model.blocks[1].mlp.fc2.weight.data[3, 4] = float("inf")
     with pytest.raises(ValueError, match="blocks.1.mlp.fc2: has weights that are not finite"):
-        accelerate(model, "exact")
+        network_of(model, "exact")
 
 
 #################################################################################
@@ -133,7 +133,7 @@ def test_accuracy(name, arguments, n, switches):
     model.float()
     for gemm, attention in backends():
         exact = accelerate(model, "exact", optimisations=Optimisations(gemm=gemm, attention=attention))
-        got = [exact(x, t, y) for _ in range(2)]
+        got = [exact.forward(x, t, y) for _ in range(2)]
         assert torch.equal(got[0], got[1]), gemm
         assert error(got[0], want) <= bound(error(own, want)), (gemm, error(got[0], want), error(own, want))
         assert tf32 is None or 20 * error(got[0], want) <= error(tf32, want)
@@ -185,7 +185,7 @@ def test_no_tf32_kernel_runs(switches):
     model = build("DiT-XL/2", input_size=32).cuda()
     x, t, y = inputs(model, 4, "cuda")
     exact = ExactDiT(model.state_dict(), model.num_heads, torch.device("cuda"), Optimisations(graph=False))
-    names = kernels(lambda: exact(x, t, y))
+    names = kernels(lambda: exact.forward(x, t, y))
     assert names and not [name for name in names if "tf32" in name.lower() or "s1688" in name], names
     if torch.cuda.get_device_capability() == (9, 0):
         assert {"split_linear", "split_attention"} <= set(names), names

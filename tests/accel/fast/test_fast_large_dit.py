@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from networks import network_of
 from reference_dit import relative_error
 from reference_large_dit import large_dit
 from test_large_dit import FORMS, batch, build
@@ -41,9 +42,9 @@ def test_float64_is_the_definition(form):
 @pytest.mark.parametrize("qk_norm", (False, True))
 def test_tiers_on_the_cpu(precision, tolerance, qk_norm):
     model = build(qk_norm=qk_norm)
-    fast = accelerate(model, precision)
+    fast = network_of(model, precision)
     x, t, y = batch(model, 6)
-    got = fast(x, t, y)
+    got = fast.forward(x, t, y)
     assert got.dtype == torch.float32 and relative_error(got, definition(model, x, t, y)) < tolerance
     t[3:] = t[:3]
     want = guide(definition(model, torch.cat([x[:3], x[:3]]), t, y), 3.5)
@@ -53,25 +54,25 @@ def test_tiers_on_the_cpu(precision, tolerance, qk_norm):
 def test_the_model_is_read_not_changed():
     model = build(qk_norm=True)
     before = copy.deepcopy(model.state_dict())
-    fast = accelerate(model, "fp16")
+    fast = network_of(model, "fp16")
     x, t, y = batch(model)
-    first = fast(x, t, y)
+    first = fast.forward(x, t, y)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for value in model.parameters():
         value.data.add_(1)
-    assert torch.equal(fast(x, t, y), first)
+    assert torch.equal(fast.forward(x, t, y), first)
 
 
 def test_half_tiers_hold_half_weights():
     """No projection of a block or of the conditioning is kept in float32."""
-    fast = accelerate(build(qk_norm=True), "fp16")
+    fast = network_of(build(qk_norm=True), "fp16")
     held = [tensor for block in fast.blocks for layer in block for tensor in layer.parameters()]
     assert all(tensor.dtype == torch.float16 for tensor in [*held, fast.conditioning.weight])
 
 
 def test_a_sampling_run_looks_its_vectors_up():
     model = build(qk_norm=True)
-    fast, x = accelerate(model, "fp32"), batch(model, 2)[0]
+    fast, x = network_of(model, "fp32"), batch(model, 2)[0]
     t, y = torch.tensor([500, 500]), torch.tensor([3, 10])
     want = fast.forward(x, t, y)
     with fast.sampling_run([999, 500, 0], [3, 10]) as advance:
@@ -85,7 +86,7 @@ def test_the_loop_gives_the_plain_networks_latents(eta):
     model = build(qk_norm=True)
     z, labels = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 7])
     latents = []
-    for network in (plain(model), accelerate(model, "fp32")):
+    for network in (plain(model), network_of(model, "fp32")):
         torch.manual_seed(0)
         latents.append(sampler.denoise(network, create_diffusion("5"), z, labels, 2.0, 10, eta=eta))
     assert relative_error(latents[1], latents[0].double()) < 1e-4
@@ -110,10 +111,10 @@ def test_part_of_the_tokens():
 
 def test_exact_and_other_models_are_refused():
     with pytest.raises(ValueError, match="'exact' is for DiT only"):
-        accelerate(build(), "exact")
+        network_of(build(), "exact")
     with pytest.raises(UsageError, match="--precision exact: is for DiT only; use --precision fp32"):
         SamplingOptions(model="Large-DiT-3B/2", precision="exact").resolve()
-    with pytest.raises(ValueError, match="Linear is not a DiT: no blocks.0.attn.*no layers.0.attention.wq"):
+    with pytest.raises(ValueError, match="Linear: is not a DiT: no blocks.0.attn.*no layers.0.attention.wq"):
         accelerate(torch.nn.Linear(3, 3))
 
     class Other(torch.nn.Module):
@@ -124,7 +125,7 @@ def test_exact_and_other_models_are_refused():
         def state_dict(self):
             return self.inner.state_dict()
 
-    with pytest.raises(ValueError, match="Other is not a DiT: no n_heads, in_channels"):
+    with pytest.raises(ValueError, match="Other: is not a DiT: no in_channels"):
         accelerate(Other())
 
 
@@ -150,8 +151,8 @@ def test_tiers_on_a_gpu(form, precision, tolerance):
         pytest.skip("a V100 has no bfloat16")
     x, t, y = batch(model)
     want = definition(model, x, t, y)
-    fast = accelerate(model, precision, "cuda")
-    got = fast(x.cuda(), t.cuda(), y.cuda())
+    fast = network_of(model, precision, "cuda")
+    got = fast.forward(x.cuda(), t.cuda(), y.cuda())
     assert got.isfinite().all() and relative_error(got.cpu(), want) < tolerance
 
 
