@@ -287,7 +287,7 @@ def test_without_a_null_class_only_without_guidance(monkeypatch):
         Sampler(model, **how)
     with Sampler(model, cfg_scale=1.0, **how) as sampler:
         got = sampler.latents([9, 0], seed=2)
-        with pytest.raises(UsageError, match="no null class"):
+        with pytest.raises(UsageError, match="needs a null class"):
             sampler.latents([9], cfg_scale=2.0)
     torch.manual_seed(2)
     z, y = torch.randn(2, 4, 8, 8), torch.tensor([9, 0])
