@@ -71,7 +71,8 @@ def load(
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def warm_up(call):
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        # A thread begins on GPU 0, to which leaving a stream of another one would return: that makes a context there.
+        with torch.inference_mode(), torch.cuda.device_of(latents), torch.cuda.stream(stream):
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
