@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import math
+import re
 import socket
 import struct
 import sys
@@ -53,12 +54,12 @@ class NotComputed(Exception):
 def lacks_rows(png: bytes, height: int, row_bits: int) -> bool:
     """Whether a PNG's compressed data ends before its last row: Pillow silently fills the rest with black."""
     needed = height * (1 + -(-row_bits // 8))  # each row begins with a filter byte
-    compressed, position, name = b"", 8, b""
+    compressed, position, name = [], 8, b""
     while name != b"IEND":
         length, name = struct.unpack(">I4s", png[position : position + 8])
-        compressed += png[position + 8 : position + 8 + length] if name == b"IDAT" else b""
+        compressed += [png[position + 8 : position + 8 + length]] if name == b"IDAT" else []
         position += 12 + length
-    return len(zlib.decompressobj().decompress(compressed, needed + 1)) < needed  # + 1: with its checksum
+    return len(zlib.decompressobj().decompress(b"".join(compressed), needed + 1)) < needed  # + 1: with its checksum
 
 
 def read_picture(path: Path) -> Image.Image:
@@ -141,8 +142,7 @@ class Lpips:
     `source` has its path, its sha256 and whether it is the published one."""
 
     def __init__(self, weights: Path | None = None):
-        self.weights, self.source = weights, None
-        self._network = None  # or the reason why there is none
+        self.weights, self.source, self._network = weights, None, None  # the network, or why there is none
 
     def __call__(self, a: np.ndarray, b: np.ndarray) -> float:
         """The distance of two pictures. Raises NotComputed."""
@@ -195,8 +195,7 @@ class Lpips:
             maps = [network.scaling_layer(2 * x - 1) for x in maps]
             for run, head in zip(network.net.children(), network.lins):
                 maps = [run(x) for x in maps]  # each (1, C, H', W')
-                # Unit vectors along C, with 1e-8 inside the root as torchmetrics has it; made one by one, freed at
-                # once.
+                # Unit vectors along C, 1e-8 inside the root as in torchmetrics; made one by one, freed at once.
                 units = (x * (torch.linalg.vector_norm(x, dim=1, keepdim=True).square() + 1e-8).rsqrt() for x in maps)
                 distances.append(head(next(units).sub_(next(units)).square_()).mean().item())
         return distances
@@ -267,7 +266,6 @@ def judge_file(args: argparse.Namespace, baseline: Image.Image, path: Path, lpip
 
 
 def block(values: dict[str, float]) -> str:
-    """The lines of the contest's script."""
     return "\n".join(["=== Image Comparison Metrics ===", *(METRICS[name].format(values[name]) for name in values)])
 
 
@@ -317,9 +315,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.candidate is None and (args.baseline or not args.latents or args.heatmap or args.tiles or args.every_tile):
         parser.error("name BASELINE and CANDIDATE, or --latents A.npy B.npy alone")
-    args.tiles = args.tiles and tuple(int(part) if part.isdigit() else 0 for part in args.tiles.split("x"))
-    if args.tiles and (len(args.tiles) != 2 or 0 in args.tiles):
+    if args.tiles and not re.fullmatch("[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", args.tiles):
         parser.error("--tiles: give rows x columns, as 2x4")
+    args.tiles = args.tiles and tuple(map(int, args.tiles.split("x")))
     own = {metric: getattr(args, metric) for metric in METRICS if getattr(args, metric) is not None}
     for metric, threshold in own.items():
         if metric not in args.metrics or not math.isfinite(threshold):
@@ -341,7 +339,8 @@ def prepare(args: argparse.Namespace, report: dict) -> None:
             try:
                 if path.resolve() in taken or (path.exists() and not path.is_file()):
                     raise FileExistsError(0, "is an input or not a file")
-                path.touch()
+                path.unlink(missing_ok=True)  # a link too: nothing is written through one
+                path.touch(exist_ok=False)
                 path.unlink()
             except OSError as error:
                 raise BadInput(f"{flag} {path}: {error.strerror}; name another file") from None
@@ -405,11 +404,14 @@ def main(argv: list[str] | None = None) -> int:
         try:
             step(args, report)
         except Exception as error:  # Python's own status for a crash is 1, which would say FAIL
-            report["error"] = str(error) if isinstance(error, (BadInput, NotComputed)) else repr(error)
-            report["exit_status"] = BAD_INPUT if isinstance(error, BadInput) else EXIT_STATUS["NONE"]
+            bad = step is prepare or isinstance(error, (BadInput, OSError))  # a name that no file system takes too
+            report["error"] = f"{error!s:.500}" if bad or isinstance(error, NotComputed) else repr(error)
+            report["exit_status"] = BAD_INPUT if bad else EXIT_STATUS["NONE"]
             print(f"evaluate.py: {report['error']}", file=sys.stderr)
             if step is prepare:
                 break
+            if torn := args.heatmap if step is run else args.json:  # by a full disk
+                torn.unlink(missing_ok=True)
     return report["exit_status"]
 
 

@@ -3,9 +3,13 @@
 import json
 import math
 import os
+import resource
+import signal
 import struct
 import subprocess
 import sys
+import tempfile
+import time
 import zlib
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from unprivileged import unprivileged
 
 import evaluate
 
@@ -248,6 +253,18 @@ def test_a_metric_without_value_is_never_a_pass(command):
     assert status == 3 and "16x16" in err
 
 
+def test_a_metric_without_value_wins_over_a_failure(command):
+    """Of one picture it is known that it fails, of the other nothing: NONE, status 3, as docs/evaluate.md says."""
+    save("a.png", BASE[:12, :12]), Path("many").mkdir()
+    save("many/1.png", noisy(BASE[:12, :12], 90)), save("many/2.png", BASE[:12, :12])
+    status, out, _ = command("a.png", "many", "--metrics", "psnr", "ssim")
+    assert status == 1 and "VERDICT: FAIL" in out
+    flat = np.full_like(BASE, 9)
+    save("a.png", flat), save("many/1.png", noisy(BASE, 90)), save("many/2.png", flat)  # two constants have no SSIM
+    status, out, _ = command("a.png", "many", "--metrics", "psnr", "ssim", "mae")
+    assert status == 3 and "VERDICT: NONE" in out and "FAIL" in out
+
+
 def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
     monkeypatch.setattr(evaluate, "ssim", lambda a, b: 1 / 0)
     status, _, err = command(*pair, "--json", "o.json")
@@ -342,9 +359,59 @@ def test_unreadable_files(command):
             assert ("2 frames" in err) == (name == "moving.png") and ("rows" in err) == (name == "rows.png")
     Path("whole.png").write_bytes(png(128, 96, 8, 2, rows))
     os.symlink("loop", "loop")
-    for words in (("a.png",), ("a.png", "loop"), ("a.png", "a.png", "--json", "loop")):
-        assert command(*words)[0] in (2, 3)  # never 0, nor 1, which would say FAIL
+    for words in (("a.png",), ("a.png", "loop"), ("loop", "a.png"), ("a.png", "x" * 300), ("x" * 300, "a.png")):
+        assert command(*words)[0] == 2
+    for flag in ("--json", "--heatmap", "--vgg-weights"):
+        assert command("a.png", "a.png", flag, "x" * 300)[0] == command("a.png", "a.png", flag, "y/" * 3000)[0] == 2
+    assert command("--latents", "loop", "loop")[0] == command("--latents", "x" * 300, "loop")[0] == 2
     assert command("a.png", "whole.png")[0] == 0
+
+
+def test_a_file_or_folder_of_another_user(command, tmp_path):
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        folder, mine = Path(place, "private"), Path(place, "a.png")
+        folder.mkdir()
+        for path in (mine, folder / "b.png"):
+            save(path, BASE)
+        folder.chmod(0o700)
+        (Path(place) / "c.png").write_bytes(mine.read_bytes())
+        (Path(place) / "c.png").chmod(0o600)
+        with unprivileged():
+            for names in ((mine, folder / "b.png"), (mine, folder), (mine, f"{place}/c.png"), (folder / "b.png", mine)):
+                assert command(*names)[0] == 2, names
+
+
+def test_a_link_in_an_outputs_place_is_replaced(command, pair):
+    Path("precious").write_bytes(b"precious"), os.symlink("precious", "o.json"), os.symlink("absent", "o.png")
+    assert command(pair[0], pair[0], "--json", "o.json", "--heatmap", "o.png")[0] == 0
+    assert Path("precious").read_bytes() == b"precious" and not Path("absent").exists()
+    assert not Path("o.json").is_symlink() and not Path("o.png").is_symlink()
+    os.remove("o.json"), os.symlink("o.json", "o.json")
+    assert command(pair[0], pair[0], "--json", "o.json")[0] in (0, 2)
+
+
+@pytest.mark.parametrize("flag, name", [("--heatmap", "o.png"), ("--json", "o.json")])
+def test_a_full_disk_leaves_no_torn_output(flag, name, pair, capsys):
+    """A limit on the size of files stops a write in its middle as a full disk does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        status = evaluate.main([pair[0], pair[0], flag, name])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2 and "File too large" in capsys.readouterr().err and not Path(name).exists()
+
+
+def test_a_picture_of_very_many_chunks_is_read_at_once(command):
+    rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in BASE), 0)
+    header = struct.pack(">IIBBBBB", BASE.shape[1], BASE.shape[0], 8, 2, 0, 0, 0)
+    data = b"".join(chunk(b"IDAT", rows[i : i + 1]) for i in range(len(rows))) + chunk(b"IDAT", b"") * 100_000
+    Path("many.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data + chunk(b"IEND", b""))
+    start = time.monotonic()
+    assert not evaluate.lacks_rows(Path("many.png").read_bytes(), BASE.shape[0], BASE.shape[1] * 24)
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
@@ -440,7 +507,7 @@ def test_tiles(command):
     failed = [line.split()[0] for line in out.splitlines() if "FAIL" in line]
     assert status == 1 and failed == ["2,3", "VERDICT:"]
     assert command("a.png", "a.png", "--every-tile", "--tiles", "2x4")[0] == 0
-    for layout in ("3x4", "0x4", "2", "2x4x1", "axb"):
+    for layout in ("3x4", "0x4", "2", "2x4x1", "axb", "²x²", "x", "-1x4", f"{'9' * 5000}x4", "1_0x4", " 2x4"):
         status, _, err = command("a.png", "b.png", "--tiles", layout)
         assert status == 2 and "--tiles" in err
 
