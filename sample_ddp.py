@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # torch is slow to import
     from accel.weights.checkpoint import Checkpoint
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
-RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
+RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+FIRST = not RANK.lstrip("0").isdecimal()  # rank 0, the only process, or one whose number will be refused
 
 EXAMPLES = """examples:
   torchrun --standalone --nproc_per_node=4 sample_ddp.py                            one grid, as sample.py makes it
@@ -31,7 +32,7 @@ class RankParser(OneLineParser):
     """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon as one exits."""
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
-        if RANK:
+        if not FIRST:
             time.sleep(2)
             message = None
         say_last((message or "").rstrip())
@@ -63,7 +64,7 @@ def main() -> None:
 
 def stop_at_once(*_) -> None:
     """A signal before the ranks have connected: there is nothing to record."""
-    if RANK == 0:
+    if FIRST:
         os.write(2, b"sample_ddp.py: stopped before anything was begun; start again with the same command\n")
     os._exit(STOPPED)
 

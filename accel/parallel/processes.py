@@ -6,6 +6,7 @@ CPU tensors travel over gloo, CUDA tensors over NCCL. Progress and the request t
 
 import hashlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -190,19 +191,38 @@ class Job:
 
 
 def launched() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from the environment of torchrun or srun; (0, 1, 0) where neither started this."""
-    env = os.environ
-    if "RANK" in env:
-        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
-    if "SLURM_STEP_NUM_TASKS" in env:  # only srun sets it; a batch script's own environment has no step
-        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
-    return 0, 1, 0
+    """(rank, world size, local rank) from the environment of torchrun or srun; (0, 1, 0) where neither started this.
+
+    Raises UsageError for variables that no launcher sets so.
+    """
+    if "RANK" in os.environ:
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK" if "LOCAL_RANK" in os.environ else None
+    elif "SLURM_STEP_NUM_TASKS" in os.environ:  # only srun sets it; a batch script's own environment has no step
+        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+    else:
+        return 0, 1, 0
+    world = _variable(names[1], 1, 2**31)
+    return _variable(names[0], 0, world), world, _variable(names[2], 0, world) if names[2] else 0
+
+
+def _variable(name, least, end):
+    """An integer variable of the environment, least <= value < end."""
+    value = os.environ.get(name)
+    if value is None or not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) < end:
+        given = "is not set" if value is None else f"is {value[:40]!r}"
+        raise UsageError(
+            f"the environment's {name} {given}, a launcher sets it to {least} … {end - 1}: start the ranks with "
+            "torchrun or srun, or unset RANK for one process"
+        )
+    return int(value)
 
 
 def _set_address(env):
     """Under srun: the ranks connect on the step's first host, at a port that only this step uses."""
     if "SLURM_STEP_ID" in env and "MASTER_PORT" not in env:
-        env["MASTER_PORT"] = str(12000 + (int(env["SLURM_JOB_ID"]) * 16 + int(env["SLURM_STEP_ID"]) % 16) % 20000)
+        job, step = (_variable(name, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        env["MASTER_PORT"] = str(12000 + (job * 16 + step % 16) % 20000)
+    _variable("MASTER_PORT", 1, 2**16)
     if "MASTER_ADDR" not in env:
         command = ["scontrol", "show", "hostnames", env.get("SLURM_STEP_NODELIST", "")]
         try:
@@ -245,7 +265,8 @@ def launched_job(program: str) -> Iterator[Job]:
     try:
         job = _join()
     except UsageError as error:
-        if "SLURM_STEP_ID" not in os.environ or launched()[0] == 0:  # under srun, the same line on every rank
+        # Under srun it is the same line on every rank: on rank 0, or where the number is what is wrong.
+        if "SLURM_STEP_ID" not in os.environ or not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal():
             print(f"{program}: {error}", file=sys.stderr)
             say_last(f"{program}: {error}")
         _exit(USAGE)

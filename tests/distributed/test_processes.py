@@ -187,6 +187,38 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error
 
 
+HERE = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
+STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ("RANK=x WORLD_SIZE=2", "RANK is 'x', a launcher sets it to 0 … 1"),
+        ("RANK=² WORLD_SIZE=2", "RANK is '²'"),
+        ("RANK=2 WORLD_SIZE=2", "RANK is '2'"),
+        ("RANK=-1 WORLD_SIZE=2", "RANK is '-1'"),
+        ("RANK=0", "WORLD_SIZE is not set"),
+        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE is '0'"),
+        (f"RANK=0 WORLD_SIZE={'9' * 5000}", "WORLD_SIZE is '999"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=y", "LOCAL_RANK is 'y'"),
+        (HERE, "MASTER_PORT is not set"),
+        (f"{HERE} MASTER_PORT=x", "MASTER_PORT is 'x'"),
+        (f"{HERE} MASTER_PORT=65536", "MASTER_PORT is '65536'"),
+        (f"{STEP} SLURM_STEP_ID=0 SLURM_PROCID=x", "SLURM_PROCID is 'x'"),
+        (f"{STEP} SLURM_STEP_ID=0", "SLURM_PROCID is not set"),
+        (f"{STEP} SLURM_STEP_ID=b SLURM_JOB_ID=1 SLURM_PROCID=0", "SLURM_STEP_ID is 'b'"),
+    ],
+)
+def test_an_environment_that_no_launcher_makes_is_one_line(variables, words, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("MASTER_", "RANK", "WORLD", "LOCAL_", "SLURM"))]:
+        monkeypatch.delenv(name)
+    environment = dict(one.split("=") for one in variables.split())
+    done = forks.run([ROOT / "sample_ddp.py", "--model", "DiT-Demo/2"], **environment)
+    assert done.returncode == USAGE and done.stderr.count("\n") == 1 and len(done.stderr) < 250, done.stderr
+    assert f"the environment's {words}" in done.stderr and not done.stdout
+
+
 @pytest.mark.parametrize("rank", (0, 1))
 def test_srun_without_scontrol(rank, tmp_path, monkeypatch):
     """As in a container without Slurm's commands: rank 0 names what to export."""
