@@ -27,7 +27,7 @@ from accel.fid.journal import Journal
 from accel.fid.lock import sole_job
 from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
-from accel.files import cache_folder, require_writable
+from accel.files import cache_folder, open_regular, require_writable
 from accel.options import DistributedOptions
 from accel.vae import to_uint8
 
@@ -64,6 +64,9 @@ def _require_access(folder):
     for place in (folder, folder / ".job"):
         with path_errors("--sample-dir", place, "give yourself the right to list it, or use another"):
             os.listdir(place)
+    for record in (folder / ".job").glob("rank-*.jsonl"):
+        with path_errors("--sample-dir", record, "give yourself the right to write it, or use another"):
+            open_regular(record, os.O_RDWR | os.O_NOFOLLOW).close()
 
 
 def tuner_folders(options: DistributedOptions) -> list[Path]:

@@ -7,7 +7,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 from forks import kill
 from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
 from safetensors.torch import load_file, save_file
+from unprivileged import NOBODY, unprivileged
 
 from accel.errors import STOPPED, USAGE
 from accel.fid.folder import folder_of
@@ -401,6 +404,68 @@ def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, tmp_pat
     job = start(2, *demo, *FID, "--num-fid-samples", 4000, "--sample-dir", tmp_path)
     text = finish(job, status=USAGE, seconds=60)
     assert f"--sample-dir: Is a directory at {folder}/" in text and "rank 1 of 2" not in text
+
+
+@pytest.fixture
+def half(short, weights, tiny_vae):
+    """(what any user's command says, the pictures' folder) of the short job with a batch left to make, nobody's own."""
+    with tempfile.TemporaryDirectory() as place:
+        samples, vae = Path(place, "samples"), Path(place, tiny_vae.name)
+        shutil.copytree(short, samples)
+        shutil.copytree(tiny_vae, vae)
+        [npz] = samples.glob("*.npz")
+        folder = npz.with_suffix("")
+        record = folder / ".job" / "rank-0000.jsonl"
+        record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[:-1]))
+        for path in (npz, folder / ".job" / "npz.json", folder / "000004.png", folder / "000005.png"):
+            path.unlink()
+        os.chmod(place, 0o755)
+        ckpt = shutil.copy(weights, place)
+        for path in Path(place).rglob("*"):
+            os.chown(path, NOBODY, NOBODY)
+        named = ["--model", "DiT-Demo/2", "--ckpt", ckpt, "--vae", str(vae), "--device", "cpu", *SHORT]
+        yield [*named, "--sample-dir", str(samples)], folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="chown needs root")
+@pytest.mark.parametrize(
+    "name, mode",
+    [(".", 0o555), (".", 0o311), (".", 0), ("..", 0o555), (".job", 0o555), (".job", 0o311), (".job/lock", 0o444)]
+    + [(".job/rank-0000.jsonl", 0o444), (".job/rank-0000.jsonl", 0), (".job/settings.json", 0)],
+)
+def test_missing_permissions_are_one_line_and_the_job_resumes(name, mode, half, short, one):
+    command, folder = half
+    place = folder / name
+    before = place.stat().st_mode
+    place.chmod(mode)
+    with unprivileged():
+        text = one(*command, status=USAGE)
+    place.chmod(before)
+    assert text.count("sample_ddp.py: ") == 1 and "--sample-dir" in text and "Traceback" not in text, text
+    assert name == ".job/settings.json" or "px ·" not in text  # nothing was loaded
+    with unprivileged():
+        one(*command)
+    assert files(folder.parent) == files(short)
+
+
+@pytest.mark.parametrize("what", ["the folder", "the record"])
+def test_what_is_taken_away_meanwhile_is_one_line(what, demo, undisturbed, tmp_path):
+    """A folder that is moved back is resumed; pictures without a record are refused."""
+    command = [*demo, *FID, "--sample-dir", tmp_path]
+    job = start(2, *command)
+    assert wait_for_pictures(tmp_path, 3, job)
+    [folder] = tmp_path.iterdir()
+    place, away = (folder, tmp_path / "away") if what == "the folder" else (folder / ".job", tmp_path / "away")
+    place.rename(away)
+    text = finish(job, status=USAGE, seconds=60)
+    assert f"sample_ddp.py: --sample-dir: No such file or directory at {folder}" in text
+    assert "Traceback" not in text.split("ChildFailedError")[0].rpartition("Traceback")[0], text
+    if what == "the record":
+        assert "without a record of how they were made" in run(2, *command, status=USAGE)
+        shutil.rmtree(place)
+    away.rename(place)
+    run(2, *command)
+    assert files(tmp_path) == undisturbed
 
 
 def test_a_rank_whose_view_of_the_folder_lags_takes_rank_0s_word(demo, tmp_path):
