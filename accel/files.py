@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+NO_FILE = "is a folder, a pipe, a socket, a device or a link, not a file"
 SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
 
 
@@ -20,10 +21,13 @@ def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False, thro
     """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C removes it.
 
     durable: its bytes are on disk before it gets the name. A file that is replaced passes on its permissions, and a
-    symbolic link keeps pointing where it does, or is itself replaced without `through_link`. The temporary name is
-    random and made exclusively: no two writers share one, and none is written through a link.
+    symbolic link keeps pointing where it does, or is itself replaced without `through_link`; what is no file is not
+    replaced: OSError. The temporary name is random and made exclusively: no two writers share one, and none is written
+    through a link.
     """
     path = Path(os.path.realpath(path)) if through_link else Path(path)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, NO_FILE, str(path))
     partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.part")
     try:
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -67,7 +71,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
     with suppress(FileNotFoundError):  # os.open says so, or makes it
         mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
     if not stat.S_ISREG(mode):  # opening a pipe would wait for its other end
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, NO_FILE, str(path))
     handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     return open(handle, "r+b" if flags & os.O_RDWR else "rb")
 
@@ -84,7 +88,7 @@ def read_small(path: str | Path, most: int = SMALL) -> bytes:
 def read_json(path: str | Path) -> dict:
     """The object in a small JSON file, in UTF-8. Raises OSError, or ValueError for any other content."""
     try:
-        content = json.loads(read_small(path).decode("utf-8-sig"))
+        content = json.loads(read_small(path).decode().removeprefix("\ufeff"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(content, dict):

@@ -7,6 +7,7 @@ from copy import copy
 from pathlib import Path
 
 from accel.errors import UsageError
+from accel.files import read_json
 from accel.options import SamplingOptions
 from accel.weights.checkpoint import Checkpoint
 from diffusion.respace import SpacedDiffusion
@@ -41,12 +42,13 @@ def read_plan(options: SamplingOptions, checkpoint: Checkpoint) -> list[Stride]:
     path = plan_path(options, checkpoint)
     flag, remedy = f"--forecast-plan {path}", "make one with scripts/calibrate.py, or use --forecast off"
     try:
-        plan = json.loads(path.read_text())
+        plan = read_json(path)
     except FileNotFoundError:
         raise UsageError(f"{flag}: no such file; {remedy}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{flag}: cannot be read ({error}); {remedy}") from None
-    if not isinstance(plan, dict) or plan.get("kind") != KIND:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{flag}: cannot be read ({reason}); {remedy}") from None
+    if plan.get("kind") != KIND:
         raise UsageError(f"{flag}: is not a {KIND}; {remedy}")
     for key, value in settings_of(options, checkpoint).items():
         if plan.get(key) != value:

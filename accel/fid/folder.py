@@ -57,7 +57,7 @@ def write_picture(path: Path, pixels: np.ndarray) -> str:
     """Write pixels (H, W, 3) uint8 as a PNG, durably. Returns the file's digest, 16 hex digits."""
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, format="PNG")
-    with atomic_write(path, durable=True) as file:
+    with atomic_write(path, durable=True, through_link=False) as file:
         file.write(content.getvalue())
     return _digest(content.getvalue())
 

@@ -31,7 +31,7 @@ def keep(file: Path, content: bytes) -> None:
     """Write a file of a cache; where it cannot be written every process compiles or measures for itself."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as out:
+        with atomic_write(file, through_link=False) as out:
             out.write(content)
     except OSError:
         pass

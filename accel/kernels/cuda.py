@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.files import cache_folder
+from accel.files import cache_folder, read_small
 from accel.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
 from accel.kernels import keep
 
@@ -170,7 +170,7 @@ def cached_cubin(text: str, name: str, anew: bool = False) -> bytes:
     key = hashlib.sha256(b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))).hexdigest()[:16]
     file = cache_folder() / f"{name}-{key}.cubin"
     try:
-        kept = b"" if anew else file.read_bytes()
+        kept = b"" if anew else read_small(file)
     except OSError:
         kept = b""
     if kept[:32] == hashlib.sha256(kept[32:]).digest():

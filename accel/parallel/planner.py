@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel import kernels, precision
 from accel.errors import UsageError
-from accel.files import atomic_write, cache_folder
+from accel.files import atomic_write, cache_folder, read_json
 from accel.graphs import capture
 from accel.kernels import cuda
 from accel.network import BlockNetwork, Network, plain
@@ -269,18 +269,25 @@ class Planner:
 
 
 def _read(file):
-    """The layouts chosen earlier, by situation. An absent or damaged file is none."""
+    """[layout, reason] chosen earlier, by situation. An absent or damaged file has none, a damaged entry is none."""
     try:
-        known = json.loads(file.read_text())
+        known = read_json(file).items()
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return {situation: entry for situation, entry in known if _is_choice(entry)}
+
+
+def _is_choice(entry):
+    match entry:
+        case [[int(rows), int(tokens), str(exchange), int(weights)], str()]:  # a Layout, as JSON has it
+            return min(rows, tokens, weights) >= 1 and exchange in EXCHANGES
+    return False
 
 
 def _write(file, known):
     with suppress(OSError):  # a read-only home: timed at every start
         file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file, "w") as out:
+        with atomic_write(file, "w", through_link=False) as out:
             json.dump(known, out, indent=1)
 
 

@@ -6,7 +6,6 @@ allows it.
 
 import argparse
 import hashlib
-import json
 import pickle
 import re
 import stat
@@ -20,7 +19,8 @@ from pathlib import Path
 import torch
 
 from accel.errors import UsageError, path_errors
-from accel.files import atomic_write, cache_folder
+from accel.files import atomic_write, cache_folder, read_small
+from accel.files import read_json as read_object
 
 SETTLED = 2e9  # ns: two changes of a file that come sooner after one another may have the same time stamp
 
@@ -56,15 +56,11 @@ def read_namespace(path: Path, flag: str) -> dict:
 
 def read_json(path: Path, flag: str) -> dict:
     """The object in a JSON file. Raises UsageError about `flag`."""
-    with _regular_file(path, flag):
-        text = path.read_bytes()
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise UsageError(f"{flag} {path}: is not a JSON object; copy it again")
-    return content
+    with path_errors(flag, path):
+        try:
+            return read_object(path)
+        except ValueError:
+            raise UsageError(f"{flag} {path}: is not a JSON object; copy it again") from None
 
 
 def require_floats(state: dict, flag: str, path: Path) -> None:
@@ -105,7 +101,7 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
     """`digest(state())` of files with these stamps, taken before they were opened; kept in the cache folder."""
     name = Path("digests", hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
-        found = (cache_folder() / name).read_text()
+        found = read_small(cache_folder() / name).decode()
         if re.fullmatch("[0-9a-f]{16}", found):
             return found
     found = digest(state())
@@ -114,7 +110,7 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
         with suppress(OSError):
             kept = cache_folder() / name
             kept.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(kept, "w") as file:
+            with atomic_write(kept, "w", through_link=False) as file:
                 file.write(found)
     return found
 

@@ -98,6 +98,19 @@ def test_only_what_killed_processes_left_is_removed(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted([*others, ".000018.png.0123456789abcdef.part"])
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    """Not even through a link, such as one to a device, which root could replace."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    for name in ("pipe", "link", "folder"):
+        for through_link in (True, False):
+            with pytest.raises(OSError, match="a pipe"), atomic_write(tmp_path / name, through_link=through_link):
+                pass
+    assert sorted(os.listdir(tmp_path)) == before and (tmp_path / "pipe").is_fifo()
+
+
 def test_what_replaces_a_link_leaves_its_target(tmp_path):
     (tmp_path / "precious").write_bytes(b"precious")
     (tmp_path / "settings").symlink_to("precious")

@@ -2,6 +2,7 @@
 strides is in tests/diffusion, how plans are found in tests/scripts."""
 
 import json
+import os
 import re
 import shutil
 
@@ -115,7 +116,18 @@ def test_plan_beside_the_weights_is_read(weights, plan):
 REFUSED = {
     "no file": (None, "no such file; make one with scripts/calibrate.py, or use --forecast off"),
     "not json": ("{", "cannot be read"),
-    "another file": ("[]", f"is not a {KIND}"),
+    "another file": ("{}", f"is not a {KIND}"),
+    "a list": ("[]", "cannot be read (not a JSON object)"),
+    "deep": ("[" * 200_000, "cannot be read (nested too deeply)"),
+    "a number of 5,000 digits": ('{"kind": ' + "1" * 5000 + "}", "cannot be read"),
+    "not UTF-8": ("\xff\xfe".encode("latin-1"), "cannot be read"),
+    "a pipe": (os.mkfifo, "cannot be read (is a folder, a pipe"),
+    "a folder": (os.mkdir, "cannot be read (is a folder, a pipe"),
+    "a device": (lambda file: os.symlink("/dev/zero", file), "cannot be read (is a folder, a pipe"),
+    "a link to nowhere": (lambda file: os.symlink("nowhere", file), "no such file"),
+    "strings for numbers": ({"num_sampling_steps": "10"}, "--num-sampling-steps 10, not 10"),
+    "strides of strings": ({"strides": [["1", "1"], [9, 2]]}, "strides must be pairs"),
+    "no gain": ({"strides": [[1, 1], [2, 2], [7, 2]]}, "[1, 1] or up to two evaluations"),
     "weights": ({"weights": "0" * 16}, "made for other weights"),
     "steps": ({"num_sampling_steps": 250}, "--num-sampling-steps 250, not 10"),
     "guidance": ({"cfg_scale": 1.5}, "--cfg-scale 1.5, not 4.0"),
@@ -133,8 +145,11 @@ REFUSED = {
 def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
     change, words = REFUSED[case]
     file = tmp_path / "p.json"
-    if change is not None:
-        file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))
+    if callable(change):
+        change(file)
+    elif change is not None:
+        change = json.dumps({**json.loads(plan.read_text()), **change}) if isinstance(change, dict) else change
+        file.write_bytes(change.encode() if isinstance(change, str) else change)
     with pytest.raises(UsageError, match="^--forecast-plan .*" + re.escape(words)) as error:
         read_plan(options_of(weights, forecast_plan=str(file)), Checkpoint(str(weights)))
     assert "\n" not in str(error.value)

@@ -1,6 +1,7 @@
 """What `--parallel` refuses, which layouts are worth timing, and what a choice depends on."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -109,9 +110,16 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     file = tmp_path / "dit" / "plans.json"
     assert json.loads(file.read_text()) == {situation: [list(OFF), reason]}
     assert alone.choose_once(network) == (OFF, f"{reason}; measured before on this machine ({file})")
-    for damaged in ("{", "[]"):
+    layouts = 3, [], [1, 1, "kv"], ["1", 1, "kv", 1], [1, 1, "mail", 1], [0, 1, "kv", 1], [1, 1, "kv", 1, 1]
+    entries = [*([layout, reason] for layout in layouts), [list(OFF)], [list(OFF), 5], {}, "x"]
+    for damaged in ("{", "[]", "[" * 200_000, *(json.dumps({situation: entry}) for entry in entries)):
         file.write_text(damaged)
-        assert "measured before" not in alone.choose_once(network)[1]
+        assert "measured before" not in alone.choose_once(network)[1], damaged[:80]
+    file.unlink()
+    os.mkfifo(file)
+    assert "measured before" not in alone.choose_once(network)[1]
+    assert file.is_fifo()
+    file.unlink()
     (tmp_path / "kernel.cu").write_text("slow")
     before = version(tmp_path)
     (tmp_path / "kernel.cu").write_text("fast")

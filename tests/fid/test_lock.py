@@ -14,6 +14,7 @@ import pytest
 from accel.errors import USAGE, UsageError
 from accel.fid import lock
 from accel.fid.lock import sole_job
+from accel.files import NO_FILE
 
 PATIENCE = 3.0  # seconds, for these tests; what needs less than this has not waited it out
 HOLD = """
@@ -182,7 +183,7 @@ def test_a_lock_is_never_taken_through_a_link(folder, tmp_path):
     for put in (lambda: place.symlink_to(precious), lambda: os.mkfifo(place), place.mkdir):
         put()
         start = time.monotonic()
-        assert f"--sample-dir {place}: not a regular file; remove it" in refusal(folder)
+        assert f"--sample-dir {place}: {NO_FILE}; remove it" in refusal(folder)
         assert time.monotonic() - start < 1 and precious.read_bytes() == b"precious"
         place.rmdir() if place.is_dir() else place.unlink()
 

@@ -101,7 +101,7 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
     assert archive.problem() is None  # what it holds counts, not when it was written
     path.unlink()
     os.mkfifo(path)
-    assert "not a regular file" in archive.problem()
+    assert "is a folder, a pipe" in archive.problem()
 
 
 def test_an_archive_of_other_pictures_is_seen(tmp_path):
@@ -130,6 +130,8 @@ def test_a_record_that_is_not_one_makes_it_written_again(tmp_path, content):
     archive.record.unlink()
     if content == "fifo":
         os.mkfifo(archive.record)
+        assert "is a folder, a pipe" in archive.problem()
+        archive.record.unlink()
     elif content is not None:
         archive.record.write_bytes(content)
     assert archive.problem() and "\n" not in archive.problem()

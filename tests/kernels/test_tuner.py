@@ -42,15 +42,20 @@ def measured(monkeypatch, tmp_path):
 def test_the_file_of_measurements(tmp_path):
     """Written whole, read back equal, and a damaged or foreign one counts as none."""
     file = tmp_path / "deep" / "gemms.json"
-    kept = {"8x8x8 float16": [[1, 2**63], 64], "8x8x8 bfloat16 gelu": [128, 72, 4, 2, 2]}
+    words = list(ALGORITHM.words)
+    kept = {"8x8x8 float16": [words, 64], "8x8x8 bfloat16 gelu": [128, 72, 4, 2, 2]}
     keep(file, json.dumps(kept).encode())
     assert tuner._read(file) == kept and os.listdir(file.parent) == [file.name]
-    for text in ("", "{", "[1]", json.dumps({"8x8x8 float16": 3}), json.dumps({"8x8x8 float16": []})):
+    entries = 3, [], "x", {}, ["1"] * 5, [1, 2, 3], [words[:2], 64], [words, "64"], [words, -1], [["1"] * 8, 64]
+    for text in ("", "{", "[1]", "[" * 200_000, *(json.dumps({"8x8x8 float16": entry}) for entry in entries)):
         file.write_text(text)
-        assert tuner._read(file) == {}
+        assert tuner._read(file) == {}, text[:80]
+    file.unlink()
+    os.mkfifo(file)
+    assert tuner._read(file) == {}
     assert tuner._read(tmp_path / "absent.json") == {}
     keep(file / "below-a-file.json", b"{}")  # cannot be written: no error, nothing there
-    assert file.is_file()
+    assert file.is_fifo()
 
 
 def test_a_choice_is_made_once(measured, tmp_path):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accel import gpu
-from accel.files import cache_folder
+from accel.files import cache_folder, read_json
 from accel.kernels import cuda, keep
 from accel.kernels.linear import cublaslt, hopper
 
@@ -179,8 +179,16 @@ def _restored(plain, gemm):
 def _read(file: Path) -> dict[str, Any]:
     """What a file keeps, by name; nothing if it is absent or damaged: measured again."""
     try:
-        kept = json.loads(file.read_text())
-        whole = isinstance(kept, dict) and all(isinstance(plain, list) and plain for plain in kept.values())
-        return kept if whole else {}
+        kept = read_json(file)
     except (OSError, ValueError):
         return {}
+    return kept if all(map(_is_algorithm, kept.values())) else {}
+
+
+def _is_algorithm(plain):
+    match plain:  # as `_plain` writes it
+        case [[*words], int(workspace)]:
+            return workspace >= 0 and len(words) == 8 and all(type(word) is int for word in words)
+        case [*numbers]:
+            return len(numbers) == len(hopper.Tile._fields) and all(type(number) is int for number in numbers)
+    return False

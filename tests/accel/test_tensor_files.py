@@ -1,0 +1,46 @@
+"""Readers of what users name, and the kept digests of weights."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from accel.errors import UsageError
+from accel.weights.tensor_files import cached_digest, digest, read_json
+
+
+@pytest.mark.parametrize("place", [0, 2**16 - 1, 2**16, 2**18 + 12, -1])
+def test_a_digest_covers_every_value(place):
+    """Of large tensors too."""
+    state = {"large": torch.zeros(3, 2**17 + 5), "small": torch.ones(2)}
+    before = digest(state)
+    state["large"].view(-1)[place] = 1e-30
+    assert digest(state) != before and len(before) == 16
+
+
+def test_a_kept_digest_in_whose_place_a_pipe_or_a_link_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stamps, state = [("a", 1, 0, 0, 0)], {"a": torch.ones(3)}
+    want = cached_digest(stamps, lambda: state)
+    [kept] = (tmp_path / "dit" / "digests").iterdir()
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    for put in (os.mkfifo, lambda place: place.symlink_to(tmp_path / "pipe"), lambda place: place.symlink_to(precious)):
+        kept.unlink()
+        put(kept)
+        start = time.monotonic()
+        assert cached_digest(stamps, lambda: state) == want and time.monotonic() - start < 5
+    assert precious.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"[1]", b'{"a": ' + b"1" * 5000])
+def test_a_configuration_that_is_not_one_is_one_line(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"^--vae {path}: is not a JSON object; copy it again$"):
+        read_json(path, "--vae")
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=f"^--vae {path}: larger than 16,777,216 bytes; "):
+        read_json(path, "--vae")
