@@ -70,4 +70,4 @@ if ((ranks > 1)); then
   measure ddp.json python bench/jobs.py "$@" --gpus "$ranks" --output "$log/ddp.json"
   sections="1 2 3 4 5"
 fi
-echo "Now: python scripts/report.py output/report --log $log --sections $sections"
+echo "Now: python scripts/report.py output/report --team TEAM --log $log --sections $sections"
