@@ -5,10 +5,10 @@
     python bench/jobs.py --gpus 4 --output output/ddp.json
 
 --contest: T from loading the model to the picture on disk, and its points, which the contest's own job alone has;
-sample.py in a process of its own, after a
-run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh looks for it. --start: process start to
-picture with empty and with warm kernel caches, and the GPU memory that the driver reports over what was in use
-before. --gpus: sample_ddp.py on N GPUs of this node against one: a grid of 8 labels, an FID job's pictures/s.
+sample.py in a process of its own, after a run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh
+looks for it. --start: process start to picture with empty and with warm kernel caches, and the GPU memory that the
+driver reports over what was in use before. --gpus: sample_ddp.py on N GPUs of this node against one: a grid of 8
+labels, an FID job's pictures/s.
 
 Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
 """
