@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
@@ -41,7 +41,8 @@ def write_folder(state: dict[str, torch.Tensor], folder: Path, pipeline: bool, v
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     # The blocks' copies of the embedders share memory here; safetensors wants each tensor to own its bytes.
     tensors = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
-    save_file(tensors, folder / "transformer" / WEIGHTS, metadata={"format": "pt"})
+    # Not by save_file, which makes a file that its owner alone may read.
+    (folder / "transformer" / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     if vae:
         (folder / "vae").mkdir()
         for file in (vae / "config.json", *weight_files(vae, "--vae"), *vae.glob("*.index.json")):
@@ -53,7 +54,7 @@ def write(state: dict[str, torch.Tensor], target: Path, pipeline: bool, vae: Pat
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix:
         with atomic_write(target) as file:
-            torch.save(state, file) if target.suffix == ".pt" else save_file(state, file.name)
+            torch.save(state, file) if target.suffix == ".pt" else file.write(save(state))
         return
     partial = target.with_name(f".{target.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
@@ -104,6 +105,9 @@ def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfi
         raise UsageError(f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])}")
     total = sum(tensor.numel() for tensor in state.values())
     print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")
+    rows = len(state["y_embedder.embedding_table.weight"])
+    if pipeline and rows != 1001:
+        print(f"{target}: DiTPipeline takes 1000 for the null class, and here it is {rows - 1}: it cannot guide these")
 
 
 def main() -> None:

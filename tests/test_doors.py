@@ -3,13 +3,15 @@ the module that it was saved from, and what cannot be sampled is refused in one 
 
 import argparse
 import json
+import os
+from dataclasses import replace
 
 import jobs
 import numpy as np
 import pytest
 import torch
 from conftest import fill
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from accel import Sampler
 from accel.errors import UsageError
@@ -148,6 +150,39 @@ def test_what_is_assumed_is_printed(tmp_path, here):
     assert np.load(tmp_path / "x.npy").shape == (8, 4, 8, 8)
     both = [(words.num_classes, words.null_class) for words in map(Checkpoint(tmp_path / "a.pt").identify, [None] * 2)]
     assert both == [(10, True)] * 2
+
+
+def test_a_first_run_names_all_that_is_missing(tmp_path, run):
+    """Without weights and without network: network and decoder in one line, and what runs without either."""
+    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "HF_ENDPOINT")}
+    done = run("sample.py", "--device", "cpu", HF_HUB_CACHE=str(tmp_path), **nowhere)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    words = "--vae stabilityai/sd-vae-ft-ema: not here", "--ckpt DiT-XL-2-512x512.pt: download failed"
+    assert all(word in done.stderr for word in (*words, "facebook/DiT-XL-2-512", "--model DiT-Demo/2")), done.stderr
+
+
+def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
+    """What is computed with on a CPU is a copy; a file that changes while it is read ends the run with a line."""
+    from accel import engine
+    from accel.options import SamplingOptions
+
+    options = SamplingOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "a.safetensors"), device="cpu", labels=(1, 2))
+    for name in ("a.safetensors", "a.pt"):
+        options.ckpt = str(tmp_path / name)
+        state = load_file(weights)
+        (tmp_path / name).write_bytes(weights.read_bytes()) if name[-1] == "s" else torch.save(state, options.ckpt)
+        options.num_sampling_steps, options.output_type = 2, "latent"
+        run = engine.Engine(replace(options).resolve())
+        want = run.run()
+        size = os.path.getsize(options.ckpt)
+        with open(options.ckpt, "r+b") as file:  # in place: a mapping would see it
+            file.seek(size // 2)
+            file.write(os.urandom(size // 2))
+        assert torch.equal(run.run(), want)
+        with pytest.raises(UsageError, match="was changed while it was read"):
+            run.checkpoint.digest()
+        os.truncate(options.ckpt, 100)  # a mapping would end the process
+        assert torch.equal(run.run(), want)
 
 
 #################################################################################

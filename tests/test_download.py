@@ -232,3 +232,4 @@ def test_both_files_are_commands(script, run):
     done = run(script, PYTHONPATH="", https_proxy="http://127.0.0.1:9", no_proxy="")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("download.py: --ckpt DiT-XL-2-256x256.pt: download failed")
+    assert "try the hub's copy, --ckpt facebook/DiT-XL-2-256, or fetch https://" in done.stderr

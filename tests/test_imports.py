@@ -46,7 +46,7 @@ RULES = {
     "accel/accelerated.py": ERRORS
     | {"accel.fast", "accel.graphs", "accel.network", "accel.precision", "accel.weights"},
     "accel/sampler.py": {"accel.kernels", "accel.network", "diffusion"},
-    "accel/forecast.py": {"accel.weights", "accel.errors", "accel.options", "diffusion"},
+    "accel/forecast.py": ERRORS | {"accel.options", "accel.weights", "diffusion"},
     "accel/vae/": ERRORS | {"accel.kernels", "accel.precision", "accel.weights"},
     "accel/parallel/": ERRORS | {"accel.graphs", "accel.kernels", "accel.network", "accel.options", "accel.precision"},
     "accel/engine.py": ERRORS

@@ -189,7 +189,8 @@ def _download(target: Path) -> None:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
     except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors
         raise UsageError(
-            f"--ckpt {target.name}: download failed ({error}); fetch {url} by other means and put it at {target}"
+            f"--ckpt {target.name}: download failed ({error}); try the hub's copy, --ckpt facebook/"
+            f"{target.stem.rpartition('x')[0]}, or fetch {url} by other means and put it at {target}"
         ) from None
 
 

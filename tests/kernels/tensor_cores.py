@@ -1,6 +1,6 @@
-"""How tensor cores sum float16 products, emulated in float64.
+"""How tensor cores sum what they multiply, emulated in float64.
 
-A core adds the products of a block and its accumulator at once: aligned to the largest of them, each is cut to 24 bits
+A core adds the terms of a block and its accumulator at once: aligned to the largest of them, each is cut to 24 bits
 and some extra ones, and the sum is cut to float32's 24 (Fasi et al. 2021, PeerJ CS 7:e330; Khattak & Mikaitis 2025,
 arXiv:2512.07004). Nothing is rounded. The T4's row is an assumption: Volta's block with Ampere's extra bit.
 """
@@ -16,7 +16,7 @@ from accel.kernels.split_linear import cublas as split_linear
 class Core(NamedTuple):
     """A generation's tensor core."""
 
-    block: int  # products that are added at once
+    block: int  # terms that are added at once
     extra_bits: int  # that an addend keeps below float32's last
 
 
@@ -34,8 +34,8 @@ def multiply(a, b, core):
     total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float64)
     for start in range(0, a.shape[-1], core.block):
         block = slice(start, start + core.block)
-        products = a[..., None, block].double() * b[..., block, :].mT[..., None, :, :].double()  # (…, M, N, block)
-        addends = torch.cat([products, total[..., None]], -1)
+        terms = a[..., None, block].double() * b[..., block, :].mT[..., None, :, :].double()  # (…, M, N, block)
+        addends = torch.cat([terms, total[..., None]], -1)
         total = cut(addends, addends.abs().amax(-1, keepdim=True), 24 + core.extra_bits).sum(-1)
         total = cut(total, total, 24)
     return total.float()

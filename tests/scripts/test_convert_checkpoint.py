@@ -103,6 +103,11 @@ def test_diffusers_loads_the_pipeline(tmp_path, here, with_vae):
     flags = ["--ckpt", DEMO / "dit.safetensors", "--output", out, "--pipeline"]
     done = here("scripts/convert_checkpoint.py", *flags, *(["--vae", DEMO / "vae"] if with_vae else []))
     assert done.returncode == 0, done.stderr
+    assert "DiTPipeline takes 1000 for the null class, and here it is 8" in done.stdout
+    usual = tmp_path / "usual"
+    usual.touch()
+    weights = out / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert weights.stat().st_mode == usual.stat().st_mode  # as the umask says, and not the owner's alone
     passed = {} if with_vae else {"vae": AutoencoderKL.from_pretrained(DEMO / "vae")}
     pipeline = DiTPipeline.from_pretrained(out, **passed)
     want = to_diffusers(find_model(DEMO / "dit.safetensors"))
