@@ -301,6 +301,7 @@ def test_without_a_null_class_only_without_guidance(monkeypatch):
         ("DiT-S/2", dict(input_size=8, num_classes=10)),
         ("DiT-B/4", dict(input_size=16, depth=2, num_classes=10)),
         ("DiT-S/8", dict(input_size=32, num_classes=3)),
+        ("DiT-S/4", dict(input_size=16, num_classes=3, learn_sigma=False)),
         ("Large-DiT-Demo/2", dict(input_size=8, n_layers=2)),
     ],
 )
@@ -314,7 +315,7 @@ def test_shapes_of_the_callers_own(name, arguments):
     z = torch.randn(1, 4, *[arguments["input_size"]] * 2)
     how = dict(y=torch.tensor([1, len(model.y_embedder.embedding_table.weight) - 1]), cfg_scale=4.0)
     z = torch.cat([z, z])
-    loop = create_diffusion("3").p_sample_loop
+    loop = create_diffusion("3", learn_sigma=arguments.get("learn_sigma", True)).p_sample_loop
     want = loop(model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=how)[:1]
     assert torch.allclose(got, want, atol=1e-4)
 
