@@ -194,3 +194,11 @@ def test_learns():
 def test_wrong_input_size_is_named():
     with pytest.raises(ValueError, match=r"\(6, 8\).*\(8, 8\)"):
         DiT(**SMALL)(torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+
+
+def test_every_layer_norm_has_upstreams_eps():
+    """Which hardly shows in outputs, but on activations not much larger than its root."""
+    model = DiT(input_size=8, hidden_size=24, depth=2, num_heads=2, num_classes=4)
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert len(norms) == 5 and {norm.eps for norm in norms} == {1e-6}
+    assert not any(norm.elementwise_affine for norm in norms)

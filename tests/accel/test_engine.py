@@ -2,6 +2,7 @@
 
 import resource
 from dataclasses import replace
+from types import SimpleNamespace
 
 import forks
 import pytest
@@ -199,3 +200,16 @@ def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     assert chosen.precision == "bf16" and "overflow" in capsys.readouterr().out and chosen.run().isfinite().all()
     with pytest.raises(UsageError, match="--precision fp16: overflows.*bf16"):
         engine.Engine(replace(options, precision="fp16"))
+
+
+@pytest.mark.parametrize("bad", (999, 500, 0))
+@pytest.mark.parametrize("value", (float("inf"), float("nan")))
+def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
+    options = SamplingOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
+
+    def tokens(x, t, y):
+        out = torch.ones(len(y), 4, 8)
+        out[-1, -1, -1] = value if int(t[0]) == bad else 1
+        return out
+
+    assert engine.overflows(SimpleNamespace(tokens=tokens, in_channels=4), options, CPU, 2)

@@ -242,3 +242,8 @@ def test_processes_are_equal_by_value():
         create_diffusion("25", predict_xstart=True),
     ]
     assert all(create_diffusion("25") != other for other in others) and create_diffusion("25") != "25"
+
+
+def test_a_half_is_rounded_to_even():
+    """As upstream's schedules are: adding a half and cutting off would give 167 and 833."""
+    assert sorted(space_timesteps(1000, "7")) == [0, 166, 333, 500, 666, 832, 999]

@@ -1,11 +1,15 @@
 """Names, pictures and batches of an FID job."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 from accel import fid
 from accel.errors import UsageError
-from accel.fid.folder import Batches, folder_of, picture_name, read_picture, write_picture
+from accel.fid import folder as folder_module
+from accel.fid.folder import Batches, folder_of, picture_name, read_picture, settings_of, write_picture
 from accel.options import DistributedOptions
 
 
@@ -78,3 +82,57 @@ def test_the_autotuner_goes_by_the_jobs_own_choices_first(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     own, cache = fid.tuner_folders(options(sample_dir=str(tmp_path)))
     assert own == folder_of(options(sample_dir=str(tmp_path))) / ".job" and cache == tmp_path / "dit"
+
+
+@pytest.mark.parametrize("seed, world, fits", [
+    (2**63 - 1, 2, True), (2**63, 2, False), (2**64 - 1, 1, True), (2**64, 1, False), (-(2**63), 1, True),
+    (-(2**63) - 1, 1, False), (-(2**62), 2, True), (-(2**62) - 1, 2, False), (2**62 - 1, 4, True), (2**62, 4, False),
+])  # fmt: skip
+def test_the_last_ranks_seed_is_the_one_that_has_to_fit(seed, world, fits):
+    chosen = options(seed=0)
+    chosen.seed = seed
+    if fits:
+        fid.check(chosen, world)
+        torch.Generator().manual_seed(seed * world + world - 1)
+    else:
+        with pytest.raises(UsageError, match=f"--global-seed {seed}: times {world} ranks"):
+            fid.check(chosen, world)
+
+
+CHANGES = {
+    "num_classes": 7, "image_size": 64, "cfg_scale": 2.0, "num_sampling_steps": 9, "seed": 8, "sampler": "ddim",
+    "eta": 0.5, "per_proc_batch_size": 3, "num_fid_samples": 11, "balanced_labels": True,
+    "world_independent_noise": True,
+}  # fmt: skip
+
+
+def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
+    """A job that is resumed with another one is refused. What comes to a value is recorded as that value."""
+    monkeypatch.setattr(folder_module.vae, "digest", lambda folder: "of the VAE")
+
+    def settings(world=1, precision="fp32", vae_precision="fp32", digest="a", plan=None, **changes):
+        chosen = options(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
+        for name, value in changes.items():
+            setattr(chosen, name, value)
+        engine = SimpleNamespace(
+            options=chosen, device=torch.device("cpu"), precision=precision, vae_folder="v", plan=plan,
+            checkpoint=SimpleNamespace(digest=lambda: digest),
+            load_decoder=lambda: SimpleNamespace(precision=vae_precision),
+        )  # fmt: skip
+        return settings_of(engine, Batches(chosen, 0, world))
+
+    before = settings()
+    assert settings() == before and before["--vae (contents)"] == "of the VAE"
+    for name, value in {**CHANGES, "sampler": "ddpm"}.items():
+        assert settings(**{name: value}) != before, name
+    plan = SimpleNamespace(setting="plan of 3")
+    for change in (
+        dict(world=2),
+        dict(precision="tf32"),
+        dict(vae_precision="fp16"),
+        dict(digest="b"),
+        dict(plan=plan),
+    ):
+        assert settings(**change) != before, change
+    for name in ("ckpt", "vae", "device", "sample_dir"):
+        assert settings(**{name: "elsewhere"}) == before, name

@@ -64,3 +64,13 @@ def test_a_pictures_noise_is_its_own(seed):
     assert all(torch.equal(two[number][0], three[number][0]) and two[number][1] == three[number][1] for number in two)
     assert len({values.numpy().tobytes() for values, _ in two.values()}) == 12
     assert len({int(label) for _, label in two.values()}) > 2
+
+
+def test_a_pictures_seed_is_the_documented_one():
+    """docs/fid.md: whoever knows the rule makes picture 5 of seed 3 by itself, label first."""
+    noise = noise_of(PictureNoise, rank=0, world=1, seed=3)
+    z, labels, draw = noise.batch(2, None)  # pictures 4 and 5
+    generator = torch.Generator().manual_seed((3 * 11400714819323198485 + 5) % 2**63)
+    assert labels[1] == torch.randint(0, 8, (), generator=generator)
+    assert torch.equal(z[1], torch.randn(4, 16, 16, generator=generator))
+    assert torch.equal(draw()[1], torch.randn(4, 16, 16, generator=generator))

@@ -12,7 +12,7 @@ from accel.forecast import settings_of
 from accel.options import SamplingOptions
 from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
-from scripts.calibrate import best_plans, kinds_up_to
+from scripts.calibrate import best_plans, kinds_up_to, passes
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -76,3 +76,15 @@ def test_a_plan_that_sample_follows(tmp_path, here):
     follow = ["--forecast", "plan", "--forecast-plan", plan, "--output-type", "latent", "--output", tmp_path / "l.npy"]
     done = here("sample.py", *demo, *follow)
     assert done.returncode == 0 and f"({made['evaluations']} network evaluations)" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name, share", [("grid_psnr", 0.99), ("tile_psnr", 0.93)])
+def test_the_margin_is_asked_of_grids_and_of_pictures(name, share):
+    """Of a hundred, as many as the share says exceed 40 dB and the margin; one less does not do."""
+    enough = round(100 * share)
+    figures = {"grid_psnr": [50.0] * 100, "tile_psnr": [50.0] * 100}
+    for over, passing in ((enough, True), (enough - 1, False)):
+        figures[name] = [40.6] * over + [40.4] * (100 - over)
+        assert passes(figures, margin=0.5) == passing and passes(figures)
+    figures[name] = [40.0] * 100
+    assert not passes(figures)

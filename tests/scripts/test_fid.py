@@ -308,3 +308,13 @@ def test_without_torch_fidelity(tmp_path):
     )
     done = forks.run(["-c", code])
     assert done.stderr.strip().splitlines()[-1].endswith("torch-fidelity is not installed: pip install torch-fidelity")
+
+
+def test_the_published_weights_are_known_by_the_beginning_of_their_hash(tmp_path, monkeypatch):
+    """Not by any part of it, nor is a file that the user names refused."""
+    path = tmp_path / "given.pth"
+    path.write_bytes(b"weights")
+    whole = hashlib.sha256(b"weights").hexdigest()
+    for known, published in ((whole[:8], True), (whole[8:16], False), (whole[-8:], False), (whole[:7] + "x", False)):
+        monkeypatch.setattr(fid, "SHA256", known)
+        assert fid.find_weights(path) == (path, published)

@@ -216,3 +216,14 @@ def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
     assert tier["tier"] == "fp32, forecast plan" and tier["worst"]["grid"]["mae"] > 0
     assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-plan.png").read_bytes()
     assert (tmp_path / "heatmap-fp32--forecast-plan.png").is_file()
+
+
+def test_of_several_pictures_that_fail_the_worst_is_shown():
+    """By its PSNR, which JSON may have made a string."""
+    rows = [("grid", 1, 38.0), ("1,1", 1, 39.0), ("1,2", 1, 9.5), ("2,1", 1, "31.0"), ("2,2", 1, "inf")]
+    parts = [
+        dict(part=part, seed=seed, psnr=psnr, verdict={"contest": "PASS" if psnr == "inf" else "FAIL"})
+        for part, seed, psnr in rows
+    ]
+    found = verify.shown(dict(parts=parts, worst_seed=1), "contest")
+    assert {suffix: row["part"] for suffix, row in found.items()} == {"": "grid", "-picture": "1,2"}
