@@ -1,8 +1,8 @@
 """How tensor cores sum what they multiply, emulated in float64.
 
-A core adds the terms of a block and its accumulator at once: aligned to the largest of them, each is cut to 24 bits
-and some extra ones, and the sum is cut to float32's 24 (Fasi et al. 2021, PeerJ CS 7:e330; Khattak & Mikaitis 2025,
-arXiv:2512.07004). Nothing is rounded. The T4's row is an assumption: Volta's block with Ampere's extra bit.
+A core adds a block of multiplied pairs and its accumulator at once: aligned to the largest of them, each is cut to 24
+bits and some extra ones, and the sum is cut to float32's 24 (Fasi et al. 2021, PeerJ CS 7:e330; Khattak & Mikaitis
+2025, arXiv:2512.07004). Nothing is rounded. The T4's row is an assumption: Volta's block with Ampere's extra bit.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from accel.kernels.split_linear import cublas as split_linear
 class Core(NamedTuple):
     """A generation's tensor core."""
 
-    block: int  # terms that are added at once
+    block: int  # multiplied pairs that are added at once
     extra_bits: int  # that an addend keeps below float32's last
 
 

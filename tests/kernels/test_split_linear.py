@@ -11,7 +11,7 @@ from tensor_cores import CORES, multiply, run_cublas_here
 
 from accel.kernels import cuda
 from accel.kernels import split_linear as module
-from accel.kernels.split_linear import SplitLinear, balance, cublas, hopper, split
+from accel.kernels.split_linear import HighLow, SplitLinear, balance, cublas, hopper, split
 from accel.kernels.split_linear.high_low import new_stack, stacked
 
 SHAPES = ((1, 8, 8), (9, 216, 72), (70, 72, 216), (33, 200, 64))  # (M, N, K)
@@ -188,6 +188,9 @@ def interpret():
             for shape in SHAPES:
                 check_linear(*shape, backend)
             check_overflow(backend)
+    x, layer = split(draw(5, 64, seed=1)), SplitLinear(draw(8, 64), draw(8), backend="triton")
+    stack = new_stack(5, 64, device="cpu").copy_(x.pair)  # as cuBLAS's attention leaves it
+    assert torch.equal(layer(HighLow(stack, x.scale)), layer(x))
 
 
 def test_interpreted_kernel():

@@ -6,7 +6,7 @@ accumulates, so each tile's p·v is summed by itself and then added to the outpu
 
     hopper      our kernel: capability 9.0, head dim 72
     triton      from sm_80 on
-    cublas      any GPU with float16 tensor cores; stores a sample's (H, T, T) weights
+    cublas      any GPU with float16 tensor cores: two batched GEMMs, Triton kernels between; stores some heads' weights
     torch       the reference, in float64, any device
     auto        the first of these that runs there
 """

@@ -9,7 +9,7 @@ first in each part.
 
     hopper      our kernel: capability 9.0, N and K in eights
     triton      from sm_80 on, but not 10.x, for which Triton 3.6 does not compile it
-    cublas      any GPU with float16 tensor cores
+    cublas      any GPU with float16 tensor cores: one GEMM over all three parts, then a Triton kernel
     torch       the reference, in float64, any device
     auto        the first of these that runs on the device
 """
@@ -90,7 +90,8 @@ class SplitLinear:
             return reference.linear(self, x)
         if self.backend == "cublas":
             return cublas.linear(self, x)
-        # The kernels finish their results themselves.
+        # The kernels finish their results themselves. Only a `new_stack` is copied, which another backend has made.
+        x = HighLow(x.pair.contiguous(), x.scale)
         planes, dtype = ((2,), torch.float16) if self.high_low else ((), torch.float32)
         out = torch.empty(*planes, *x.pair.shape[1:-1], self.columns, dtype=dtype, device=x.pair.device)
         if self.backend == "hopper":
