@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 
 from accel.errors import INTERRUPTED, USAGE, UsageError, shown
-from accel.options import SamplingOptions, flag_names
+from accel.flags import flag_names
+from accel.options import SamplingOptions
 
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
 

@@ -1,16 +1,12 @@
 """Every option once: its default, its flag, its check. accel/command_line.py makes the flags."""
 
 import argparse
-import numbers
-import operator
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from accel.errors import UsageError, path_errors, shown
-from accel.files import require_writable
+from accel.errors import UsageError, shown
+from accel.flags import check_writable, checked, flag, flag_names
 from accel.labels import class_names, file_name, find_label
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,19 +34,6 @@ OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "seed_lis
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 
 WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # groups of --help
-
-
-def flag(default: Any, help: str, group: str, **argument) -> Any:
-    """A field with its flag: `argument` as argparse takes it, `names` for other names than the field's."""
-    return field(default=default, metadata=dict(help=help, group=group, **argument))
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return value
 
 
 @dataclass
@@ -237,7 +220,7 @@ class SamplingOptions:
     def _check_types(self):
         for item in fields(self):
             if item.metadata and getattr(self, item.name) is not None:
-                setattr(self, item.name, _checked(self, item))
+                setattr(self, item.name, checked(self, item))
 
     def complete(self, weights: Any) -> "SamplingOptions":
         """These options with all that follows from `weights`, a Checkpoint or what stands in its place. Raises
@@ -435,53 +418,3 @@ class DistributedOptions(SamplingOptions):
         if "exchange" in given and "tokens" not in given:
             raise UsageError(f"--parallel {self.parallel}: exchange says how tokens are shared; add tokens=N")
         return {name: value if name == "exchange" else int(value) for name, value in given.items()}
-
-
-def _checked(options, item):
-    """The value of a field as its flag's type, choices and bounds have it, whoever gave it. Raises UsageError."""
-    value, name = getattr(options, item.name), flag_names(type(options), item.name)[0]
-    kind = item.metadata.get("type") or (str if item.type is tuple else item.type)
-    if item.metadata.get("nargs"):
-        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-            raise UsageError(f"{name} {shown(value)}: must be several; give a list")
-        return tuple(_converted(name, one, kind, item.name == "labels") for one in value)
-    value = _converted(name, value, kind)
-    choices, bounds = item.metadata.get("choices"), item.metadata.get("bounds")
-    if choices and value not in choices:
-        raise UsageError(f"{name} {shown(value)}: choose from {', '.join(choices)}")
-    if bounds and not bounds[0] <= value <= bounds[1]:
-        raise UsageError(f"{name} {shown(str(value))}: must be from {bounds[0]} to {bounds[1]}")
-    return value
-
-
-def _converted(name, value, kind, number_too=False):
-    """One value of a flag. A label may be a number or a name."""
-    try:
-        if kind is str and (isinstance(value, str) or not number_too):
-            return os.fspath(value)
-        if kind is bool and isinstance(value, bool):
-            return value
-        if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-            return float(value)
-        if kind in (int, str) and not isinstance(value, bool):
-            return operator.index(value)
-    except (TypeError, RuntimeError, OverflowError):
-        pass
-    words = {bool: "True or False", float: "a number", str: "a class's number or name" if number_too else "text"}
-    raise UsageError(f"{name} {shown(value)}: must be {words.get(kind, 'a whole number')}")
-
-
-def flag_names(options: type, name: str) -> tuple[str, ...]:
-    """The flags of a field, the main one first."""
-    item = next(item for item in fields(options) if item.name == name)
-    return item.metadata.get("names", ("--" + name.replace("_", "-"),))
-
-
-def check_writable(path: str | Path, flag: str = "--output") -> None:
-    """Make the folder of the file `path`, which `flag` names, and prove that it can be written. Raises UsageError."""
-    path = Path(path)
-    with path_errors(flag, path):
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{flag} {path}: is a folder, a device or a pipe; name a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        require_writable(path.parent)

@@ -36,7 +36,8 @@ from tqdm import tqdm
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.options import DEFAULTS_OF, ROOT, DistributedOptions, SamplingOptions, positive
+from accel.flags import positive
+from accel.options import DEFAULTS_OF, ROOT, DistributedOptions, SamplingOptions
 from bench import measure
 
 

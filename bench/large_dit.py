@@ -20,9 +20,9 @@ import large_dit
 from accel import vae
 from accel.command_line import OneLineParser, user_errors
 from accel.fast import load
+from accel.flags import positive
 from accel.graphs import Replayed
 from accel.network import MODELS, Network, PlainLargeDiT
-from accel.options import positive
 from accel.precision import apply_precision
 from accel.sampler import denoise
 from bench import measure

@@ -27,9 +27,10 @@ from tqdm import tqdm
 from accel import engine, precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
+from accel.flags import check_writable, positive
 from accel.graphs import capture
 from accel.network import MODELS, BlockNetwork
-from accel.options import DEFAULTS_OF, EXCHANGES, DistributedOptions, SamplingOptions, check_writable, positive
+from accel.options import DEFAULTS_OF, EXCHANGES, DistributedOptions, SamplingOptions
 from accel.parallel.exchanges import traffic
 from accel.parallel.planner import OFF, Layout, Planner
 from accel.parallel.processes import Job, launched, launched_job

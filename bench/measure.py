@@ -21,8 +21,9 @@ from accel.errors import UsageError
 from accel.fast import family_of
 from accel.fast.dit import Optimisations
 from accel.files import atomic_write
+from accel.flags import check_writable, positive
 from accel.network import MODELS, Network, PlainDiT, guide, plain
-from accel.options import ROOT, SamplingOptions, check_writable, positive
+from accel.options import ROOT, SamplingOptions
 from accel.sampler import denoise
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers

@@ -33,7 +33,8 @@ from accel import precision, vae
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import atomic_write
-from accel.options import SamplingOptions, check_writable, positive
+from accel.flags import check_writable, positive
+from accel.options import SamplingOptions
 from bench import measure, work
 from diffusion.respace import SpacedDiffusion
 

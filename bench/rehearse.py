@@ -39,7 +39,8 @@ from accel import engine, gpu, precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.fast.dit import Optimisations
-from accel.options import ROOT, SamplingOptions, positive
+from accel.flags import positive
+from accel.options import ROOT, SamplingOptions
 from accel.vae.half import HalfDecoder
 from bench import measure, steps
 from models import DiT

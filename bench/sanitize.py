@@ -31,10 +31,10 @@ from accel import accelerate
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.fast.dit import FastDiT, Optimisations, build
+from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
 from accel.kernels.linear import Linear, cublaslt, hopper
-from accel.options import positive
 from accel.sampler import denoise
 from accel.vae.half import HalfDecoder
 from bench import measure

@@ -34,9 +34,10 @@ from accel import engine, precision, vae
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.fast.dit import FastDiT, Optimisations
+from accel.flags import positive
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
 from accel.network import Network
-from accel.options import SamplingOptions, positive
+from accel.options import SamplingOptions
 from accel.sampler import denoise, initial_noise
 from bench import measure
 from diffusion import create_diffusion

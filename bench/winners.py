@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from accel.command_line import OneLineParser, user_errors
 from accel.files import atomic_write
+from accel.flags import positive
 from accel.graphs import capture
 from accel.kernels.linear import cublaslt, tuner
-from accel.options import positive
 from bench import measure
 
 KNOWN = Path(tuner.__file__).with_name("known.json")

@@ -35,8 +35,9 @@ from accel import precision, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.engine import Engine, empty_model, fetch, open_checkpoint
 from accel.errors import UsageError
+from accel.flags import check_writable, flag_names, positive
 from accel.forecast import StridePlan, plan_path, settings_of, write_plan
-from accel.options import DEMO, SamplingOptions, check_writable, flag_names, positive
+from accel.options import DEMO, SamplingOptions
 from accel.sampler import evaluate as evaluate_network
 from diffusion.strides import Strides
 

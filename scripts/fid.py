@@ -31,7 +31,8 @@ from tqdm import tqdm
 from accel.command_line import OneLineParser, user_errors
 from accel.engine import choose_device
 from accel.errors import UsageError, path_errors
-from accel.options import SamplingOptions, positive
+from accel.flags import positive
+from accel.options import SamplingOptions
 from accel.precision import convolutions
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"

@@ -23,7 +23,8 @@ from PIL import Image
 import evaluate
 from accel.command_line import OneLineParser, user_errors
 from accel.files import atomic_write
-from accel.options import ROOT, check_writable
+from accel.flags import check_writable
+from accel.options import ROOT
 from bench import plots
 from bench.measure import safe
 from scripts import front_page

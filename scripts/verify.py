@@ -37,8 +37,9 @@ import evaluate
 from accel import engine, precision, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import UsageError
+from accel.flags import check_writable, positive
 from accel.forecast import read_plan
-from accel.options import SamplingOptions, check_writable, positive
+from accel.options import SamplingOptions
 from accel.progress import step_bar
 from bench import measure
 from scripts import calibrate

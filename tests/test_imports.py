@@ -37,8 +37,9 @@ RULES = {
     "accel/precision.py": {"accel.gpu"},
     "accel/progress.py": set(),
     "accel/labels.py": {"accel.errors"},
-    "accel/options.py": ERRORS | {"accel.labels"},
-    "accel/command_line.py": ERRORS | {"accel.options"},
+    "accel/flags.py": ERRORS,
+    "accel/options.py": ERRORS | {"accel.flags", "accel.labels"},
+    "accel/command_line.py": ERRORS | {"accel.flags", "accel.options"},
     "accel/kernels/": {"accel.files", "accel.gpu"},
     "accel/network.py": {"accel.graphs", "large_dit", "models"},
     "accel/weights/": ERRORS | {"accel.network", "large_dit", "models"},
@@ -65,7 +66,8 @@ RULES = {
         "accel.vae",
         "diffusion",
     },
-    "accel/fid/": ERRORS | {"accel.engine", "accel.kernels", "accel.options", "accel.parallel", "accel.vae"},
+    "accel/fid/": ERRORS
+    | {"accel.engine", "accel.flags", "accel.kernels", "accel.options", "accel.parallel", "accel.vae"},
     "accel/api.py": {
         "accel.accelerated",
         "accel.weights",

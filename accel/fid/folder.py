@@ -16,7 +16,8 @@ from PIL import Image
 from accel import kernels, vae
 from accel.errors import UsageError
 from accel.files import atomic_write, read_small
-from accel.options import DEFAULTS_OF, OF_A_GRID, DistributedOptions, flag_names
+from accel.flags import flag_names
+from accel.options import DEFAULTS_OF, OF_A_GRID, DistributedOptions
 
 if TYPE_CHECKING:
     from accel.engine import Engine

@@ -19,7 +19,7 @@ from PIL import Image
 from accel import vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.engine import Engine
-from accel.options import check_writable, positive
+from accel.flags import check_writable, positive
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 
 NONE = len(CLASSES)

@@ -12,7 +12,7 @@ import pytest
 
 from accel import files
 from accel.files import atomic_write, cache_folder, read_json, read_small, remove_partial_files, require_writable
-from accel.options import check_writable
+from accel.flags import check_writable
 
 
 def test_whole_or_absent(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 
 from accel import network
 from accel.errors import UsageError
-from accel.options import DEFAULTS_OF, DEMO, MODELS, DistributedOptions, SamplingOptions, check_writable, flag_names
+from accel.flags import check_writable, flag_names
+from accel.options import DEFAULTS_OF, DEMO, MODELS, DistributedOptions, SamplingOptions
 from accel.precision import TIERS
 
 
