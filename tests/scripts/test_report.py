@@ -180,6 +180,18 @@ def test_ranks_that_share_a_cpu_prove_no_scaling(tmp_path):
     assert "scaling.svg" not in report.draw(data) and "scaling.svg" not in text
 
 
+def test_a_step_below_its_floor_is_flagged(tmp_path):
+    path = log(tmp_path) / "profile-fast.json"
+    assert text_of(tmp_path).count("1.39 times the floor") == 2
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(floor_ms=40.0)))
+    slow = json.loads((tmp_path / "profile-baseline.json").read_text())
+    slow["kinds"]["GEMM"]["of_ceiling"] = 1.02
+    (tmp_path / "profile-baseline.json").write_text(json.dumps(slow))
+    text, chinese = text_of(tmp_path), text_of(tmp_path, "zh")
+    assert "102% ¹ |" in text and "holds the GPU at its power limit" in text and "使 GPU 处于功耗上限" in chinese
+    assert text.count("Measure again") == 2 and "times the floor" not in text and chinese.count("请重新测量") == 2
+
+
 def test_the_front_page_shows_both_pictures_or_says_what_was_not_measured(tmp_path):
     folder = log(tmp_path)
     data = report_data.collect(folder)
