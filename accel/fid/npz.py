@@ -80,7 +80,6 @@ class Archive:
         pictures = json.dumps([sorted(self.digests[number]) for number in range(self.count)]).encode()
         return {
             "start": start,
-            "bytes": os.fstat(file.fileno()).st_size,
             "sha256": hashlib.sha256(b"".join([*hashes, *ends])).hexdigest(),
             "pictures": hashlib.sha256(pictures).hexdigest(),
         }

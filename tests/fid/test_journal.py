@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from accel.errors import UsageError
+from accel.fid import journal as journal_module
 from accel.fid.folder import CODE, Batches, npz_of, picture_name
 from accel.fid.journal import Journal
 from accel.options import DistributedOptions
@@ -151,6 +152,33 @@ def test_a_wrong_line_is_one_line_to_the_user(folder, change, position):
     assert "\n" not in str(caught.value)
     journal.path.unlink()  # the remedy
     assert begun(folder, {"--seed": 1})[1] == set()
+
+
+def test_a_line_that_is_longer_than_any_is_damage_and_not_a_torn_end(folder, monkeypatch):
+    """What follows it is not passed over in silence."""
+    journal, _ = begun(folder, {"--seed": 1})
+    journal.write(0, PIXELS, "ab")
+    line = journal.path.read_bytes()
+    monkeypatch.setattr(journal_module, "LINE", 2 * len(line))
+    journal.path.write_bytes(b"x" * 5 * len(line) + b"\n" + line)
+    with pytest.raises(UsageError, match="line 1: is damaged"):
+        journal_of(folder).read()
+
+
+def test_nothing_is_written_through_a_link(folder):
+    """A precious file that somebody linked into .job stays, and so do other jobs' partial files beside the folder."""
+    precious, archive = folder.parent / "precious", npz_of(folder)
+    precious.write_bytes(b"precious\n")
+    other = archive.with_name(".other.npz.0123456789abcdef.part")
+    other.write_bytes(b"at work")
+    (folder / ".job" / "settings.json").symlink_to(precious)
+    journal, _ = begun(folder, {"--seed": 1})
+    assert json.loads(journal.settings.read_text()) == {"--seed": 1} and not journal.settings.is_symlink()
+    journal.path.symlink_to(precious)
+    for attempt in (lambda: journal.write(0, PIXELS, "ab"), lambda: journal.resume(journal.record), journal.read):
+        with pytest.raises(OSError, match="a link, not a file"):
+            attempt()
+    assert precious.read_bytes() == b"precious\n" and other.read_bytes() == b"at work"
 
 
 def test_a_line_of_another_job_does_not_count(folder):
