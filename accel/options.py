@@ -412,7 +412,7 @@ class DistributedOptions(SamplingOptions):
             valid = value in EXCHANGES if name == "exchange" else number
             if not valid or len(given) < len(items) or not any(given.keys() <= family for family in LAYOUTS):
                 raise UsageError(
-                    f"--parallel {shown(self.parallel)}: give auto, off, "
+                    f"--parallel {shown(self.parallel)}: {shown(name or 'nothing')}={shown(value)}: give auto, off, "
                     f"rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
                 )
         if "exchange" in given and "tokens" not in given:
