@@ -41,7 +41,6 @@ class SamplingOptions:
     """Options of one sampling run. Those left None follow from `model` (`resolve`) or from the weights (`complete`)."""
 
     tf32 = None  # only sample_ddp.py has that flag
-
     model: str = flag(
         None,
         "network: DiT-XL/2, L, B or S with /2, /4 or /8 for its patches, Large-DiT-600M/2, 3B or 7B; DiT-Demo/2 and "
@@ -411,8 +410,9 @@ class DistributedOptions(SamplingOptions):
             number = value.isdecimal() and len(value) < 5 and int(value) > 0
             valid = value in EXCHANGES if name == "exchange" else number
             if not valid or len(given) < len(items) or not any(given.keys() <= family for family in LAYOUTS):
+                wrong = shown("=".join((name or "nothing", value)))
                 raise UsageError(
-                    f"--parallel {shown(self.parallel)}: {shown(name or 'nothing')}={shown(value)}: give auto, off, "
+                    f"--parallel {shown(self.parallel)}: {wrong}: give auto, off, "
                     f"rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
                 )
         if "exchange" in given and "tokens" not in given:

@@ -89,7 +89,7 @@ class Reference:
         self.y = torch.tensor([1, args.num_classes], device=device)
         self.t = [torch.full((2,), t, device=device) for t in (980, 500, 20)]
         wide = FastDiT(model.state_dict(), model.num_heads, torch.float64, device, replace(PLAIN, attention="torch"))
-        self.out = [wide(self.x.double(), t, self.y) for t in self.t]
+        self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
 
     @torch.no_grad()
     def error(self, network: Network) -> float:

@@ -57,12 +57,12 @@ def test_a_file_and_a_folder_give_the_networks_values(folder, capsys):
     with torch.no_grad():
         want = model(x, t, y)
     for name in (folder, folder / "file.safetensors"):
-        assert torch.equal(load(name)(x, t, y), want)
+        assert torch.equal(load(name).forward(x, t, y), want)
     other = fill(MODELS[DEMO](), seed=1)
     weights(folder, other)  # the moving average goes before the weights
     arguments(folder, qk_norm=True)
     with torch.no_grad():
-        assert torch.equal(load(folder)(x, t, y), other(x, t, y))
+        assert torch.equal(load(folder).forward(x, t, y), other(x, t, y))
     assert "trained" not in capsys.readouterr().out  # nothing is said of a run that fits
     load(folder, image_size=256, vae="mse")
     said = capsys.readouterr().out

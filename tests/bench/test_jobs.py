@@ -102,11 +102,11 @@ def test_refused_before_anything_runs(arguments, words, monkeypatch, capsys):
 
 
 def test_a_ranks_complaint_is_given_in_its_line(forked, tmp_path, monkeypatch, capsys):
-    weights = ["--gpus", "2", "--device", "cpu", "--ckpt", "x", "--vae", "x", "--output"]
+    weights = ["--gpus", "2", "--device", "cpu", "--vae", "x", "--output"]
     with pytest.raises(SystemExit) as stop:
         here(monkeypatch, *weights, tmp_path / "x.json")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("jobs.py: sample_ddp.py: --ckpt x: ")
+    assert stop.value.code == 2 and error.startswith("jobs.py: sample_ddp.py: --vae x: ")
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from unprivileged import NOBODY, unprivileged
 from accel.errors import STOPPED, USAGE
 from accel.fid.folder import folder_of
 from accel.options import DistributedOptions
+from accel.weights.checkpoint import Checkpoint
 from diffusion import create_diffusion
 from models import DiT_models
 
@@ -394,7 +395,8 @@ def test_a_damaged_record_is_one_line(name, content, words, demo, copy, one):
 def folder_for(samples, demo):
     """The folder that a job of `demo` will use."""
     named = {flag[2:]: value for flag, value in zip(demo[::2], demo[1::2])}
-    return folder_of(DistributedOptions(num_fid_samples=1, sample_dir=str(samples), **named).resolve())
+    options = DistributedOptions(num_fid_samples=1, sample_dir=str(samples), **named).resolve()
+    return folder_of(options.complete(Checkpoint(options.ckpt)))
 
 
 def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, tmp_path):
@@ -403,7 +405,7 @@ def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, tmp_pat
     (folder / "000001.png").mkdir(parents=True)
     job = start(2, *demo, *FID, "--num-fid-samples", 4000, "--sample-dir", tmp_path)
     text = finish(job, status=USAGE, seconds=60)
-    assert f"--sample-dir: Is a directory at {folder}/" in text and "rank 1 of 2" not in text
+    assert f"not a file at {folder}/000001.png; mend that" in text and "rank 1 of 2" not in text
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def test_a_run_compiles_nothing(case, tier):
     what was compiled before would hide what was not warmed up."""
     options, batch_rows, pictures, rows = CASES[case]
     index = 2 * list(CASES).index(case) + (tier == "exact")
-    sizes = dict(input_size=20 + 4 * index, hidden_size=72 * (7 + 2 * index), depth=2, num_heads=7 + 2 * index)
+    sizes = dict(input_size=20 + 8 * index, hidden_size=72 * (7 + 2 * index), depth=2, num_heads=7 + 2 * index)
     state, model, before = small(**sizes).state_dict(), small(**sizes).to("meta"), variants()
     network = fast.load(state, model, tier, torch.device("cuda"), batch_rows, options.guided)
     loaded = variants()
