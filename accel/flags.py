@@ -64,7 +64,7 @@ def _converted(name, value, kind, number_too=False):
     except (TypeError, RuntimeError, OverflowError):
         pass
     words = {bool: "True or False", float: "a number", str: "a class's number or name" if number_too else "text"}
-    raise UsageError(f"{name} {shown(value)}: must be {words.get(kind, 'a whole number')}")
+    raise UsageError(f"{name} {shown(repr(value))}: must be {words.get(kind, 'a whole number')}")
 
 
 def check_writable(path: str | Path, flag: str = "--output") -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
+from hub import Hub
 from safetensors.torch import load_file, save_file
 
 from accel import Sampler
 from accel.errors import UsageError
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.diffusers_layout import config_of, to_diffusers
+from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 
@@ -226,6 +227,21 @@ def test_a_pipelines_folder_is_enough(part, pipeline, tmp_path, here):
         assert sampler.sample("goldfish")[0].size == (64, 64)
 
 
+def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
+    """Network, decoder and class names are fetched, once."""
+    folder, _ = pipeline
+    flags = ["--device", "cpu", "--num-sampling-steps", STEPS, "--ckpt", "someone/pipe", "--labels", "tench"]
+    how = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
+    with Hub("someone/pipe", folder) as hub:
+        done = run("sample.py", *flags, "--output", tmp_path / "x.png", HF_ENDPOINT=hub.url, **how)
+        assert done.returncode == 0, done.stderr
+        parts = [f"{part}/{name}" for part in ("transformer", "vae") for name in ("config.json", WEIGHTS)]
+        assert set(hub.asked) == {"model_index.json", *parts} and len(hub.asked) == 5
+    done = run("sample.py", *flags, "--output", tmp_path / "y.png", HF_ENDPOINT=hub.url, **how)  # the server is gone
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.png").read_bytes() == (tmp_path / "y.png").read_bytes()
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -284,8 +300,8 @@ def test_the_heads_that_a_config_says_are_computed(tmp_path, here):
         (dict(forecast="Plan"), "Plan: choose from off, plan"),
         (dict(batch_size=-1), "-1: must be from 1 to"),
         (dict(seed=1.5), "1.5: must be a whole number"),
-        (dict(seed="3"), "3: must be a whole number"),
-        (dict(cfg_scale="4"), "4: must be a number"),
+        (dict(seed="3"), "'3': must be a whole number"),
+        (dict(cfg_scale="4"), "'4': must be a number"),
         (dict(cfg_scale=torch.tensor(4.0)), "must be a number"),
         (dict(num_sampling_steps=True), "True: must be a whole number"),
         (dict(image_size=2**30), "must be from 1 to"),
