@@ -1,9 +1,14 @@
 """Sample pictures from a DiT: python sample.py --image-size 512 --labels 207 360
 
-Arguments → engine → picture, in one process. `sample_ddp.py` does the same over many GPUs.
+Arguments → engine → picture, in one process, or with --gpus in one a GPU, which do what `sample_ddp.py` does.
 """
 
-from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+import sys
+
+from accel import start
+from accel.command_line import add_arguments, options_from, user_errors
+from accel.options import SPEED, DistributedOptions
+from sample_ddp import RankParser, sample
 
 EXAMPLES = """examples:
   python sample.py --image-size 512 --labels "golden retriever" 207    one grid, sample.png
@@ -14,13 +19,18 @@ EXAMPLES = """examples:
 
 def main() -> None:
     description = "Sample class-conditional pictures from a diffusion transformer."
-    parser = OneLineParser(description=description, epilog=EXAMPLES)
-    add_arguments(parser)
+    parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
+    groups = add_arguments(parser)
+    groups[SPEED].add_argument("--gpus", **start.GPUS)
     args = parser.parse_args()
     with user_errors(parser):
+        if start.STARTED_HERE:
+            return sample(options_from(args, DistributedOptions), parser.prog)
         options = options_from(args)
         for one in options.for_each_seed():
             one.check_output()
+        if (world := start.world_size(args.gpus, options.device)) > 1:
+            sys.exit(start.run(world, parser.prog))
         from accel.engine import Engine  # after the cheap checks: torch is slow to import
 
         engine = Engine(options)
@@ -33,7 +43,7 @@ def main() -> None:
         for one, of_seed in zip(each, latents, strict=True):
             engine.reconfigure(one)
             engine.save(of_seed)
-        print(f"{', '.join(one.output for one in each)}: {engine.watch}")
+        print(f"{', '.join(one.output for one in each)}: {engine.watch} · {start.seconds():.2f} s since start")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ An FID job that was stopped or killed resumes when the same command is given aga
 
 import os
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING
 
+from accel import start
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import STOPPED, say_last
 from accel.options import DistributedOptions
@@ -49,13 +51,18 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         options = options_from(args, DistributedOptions)
+    sample(options, parser.prog)
+
+
+def sample(options: DistributedOptions, program: str) -> None:
+    """This process's part of the job, under its launcher."""
     fid = options.num_fid_samples is not None
     if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
     from accel.parallel.processes import launched_job  # after the cheap checks: torch is slow to import
 
-    with launched_job(parser.prog) as job:
+    with launched_job(program) as job:
         if fid:
             job.stop_on_signals(*STOP_SIGNALS)
         options.device = job.device(options.device)
@@ -112,13 +119,17 @@ def sample_grid(options: DistributedOptions, job) -> None:
     checkpoint.close()  # ranks that divide the weights have read their parts
 
     busy = layout.busy(job.world)
-    mine = share(n, busy, job.rank)  # the pictures that this rank decodes
+    mine = share(n, busy, job.rank)  # the pictures of this rank
+    if options.decode == "rank0" and job.rank > 0:
+        engine.vae_folder = None  # nothing to load
     shared, sampled = layout.ranks > 1, []
     for one in each:
         engine.reconfigure(one)
         sampled.append(engine.sample(slice(None) if shared and job.rank < busy else mine, show=job.rank == 0))
     engine.release_network()
-    into_pictures, side = options.output_type == "image", options.image_size
+    into_pictures, side = options.output_type == "image" and options.decode == "each", options.image_size
+    if job.rank == 0:  # a file that is being written is removed
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     for one, latents in zip(each, sampled, strict=True):
         engine.reconfigure(one)
         if shared:
@@ -132,7 +143,7 @@ def sample_grid(options: DistributedOptions, job) -> None:
         if job.rank == 0:
             engine.save(pixels=whole) if into_pictures else engine.save(whole)
     if job.rank == 0:
-        print(f"{', '.join(one.output for one in each)}: {engine.watch}")
+        print(f"{', '.join(one.output for one in each)}: {engine.watch} · {start.seconds():.2f} s since start")
 
 
 def sample_for_fid(options: DistributedOptions, job) -> None:

@@ -50,8 +50,8 @@ class _Once(argparse.Action):
 
 def add_arguments(
     parser: argparse.ArgumentParser, options: type = SamplingOptions, leave_out: tuple[str, ...] = ()
-) -> None:
-    """Add a flag for every field of `options` but those in `leave_out`, in the groups that the fields name."""
+) -> dict:
+    """Add a flag for every field of `options` but those in `leave_out`, in the groups that the fields name → groups."""
     groups = {}
     for item in fields(options):
         if item.name in leave_out or not item.metadata:
@@ -66,6 +66,7 @@ def add_arguments(
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
         groups[group].add_argument(*flag_names(options, item.name), dest=item.name, default=item.default, **argument)
+    return groups
 
 
 def options_from(args: argparse.Namespace, options: type = SamplingOptions) -> SamplingOptions:

@@ -26,13 +26,10 @@ DEFAULTS_OF = {
     **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
 }
 EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
-# Keys of --parallel that go together.
-LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}
+LAYOUTS = {"rows", "tokens", "exchange"}, {"weights"}  # keys of --parallel that go together
 # Options of a grid that have no meaning in an FID job.
-OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "seed_list", "batch_size"}
-
+OF_A_GRID = {"labels", "output", "output_type", "repeats", "parallel", "decode", "seed_list", "batch_size"}
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
-
 WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # groups of --help
 
 
@@ -274,9 +271,7 @@ class SamplingOptions:
         if self.weights is not None and not self.weights.learn_sigma and self.forecast == "plan":
             raise UsageError("--forecast plan: needs weights with learned sigma, which these have not; drop it")
         if self.forecast_plan is not None and self.forecast != "plan":
-            raise UsageError(
-                f"--forecast-plan {self.forecast_plan}: is read with --forecast plan only; add that or drop this"
-            )
+            raise UsageError(f"--forecast-plan {self.forecast_plan}: is for --forecast plan; add that or drop this")
         suffix = ".npy" if self.output_type == "latent" else ".png"
         self.output = self.output or f"sample{suffix}"
         if not self.into_folder and Path(self.output).suffix.lower() != suffix:
@@ -346,6 +341,9 @@ class DistributedOptions(SamplingOptions):
         "does not fit in one GPU",
         SPEED,
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
+    )
+    decode: str = flag(
+        "each", "grid: who decodes: each rank its own pictures, or rank0 all", SPEED, choices=("each", "rank0")
     )
     sample_dir: str = flag("samples", "FID: where the folder is made", FILES)
 

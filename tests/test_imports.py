@@ -36,6 +36,7 @@ RULES = {
     "accel/graphs.py": {"accel.kernels"},
     "accel/precision.py": {"accel.gpu"},
     "accel/progress.py": set(),
+    "accel/start.py": {"accel.errors"},
     "accel/labels.py": {"accel.errors"},
     "accel/flags.py": ERRORS,
     "accel/options.py": ERRORS | {"accel.flags", "accel.labels"},
@@ -49,7 +50,9 @@ RULES = {
     "accel/sampler.py": {"accel.kernels", "accel.network", "diffusion"},
     "accel/forecast.py": ERRORS | {"accel.options", "accel.weights", "diffusion"},
     "accel/vae/": ERRORS | {"accel.kernels", "accel.precision", "accel.weights"},
-    "accel/parallel/": ERRORS | {"accel.graphs", "accel.kernels", "accel.network", "accel.options", "accel.precision"},
+    "accel/parallel/": ERRORS
+    | {"accel.graphs", "accel.kernels", "accel.network", "accel.options", "accel.precision"}
+    | {"accel.start"},
     "accel/engine.py": ERRORS
     | {
         "accel.weights",
@@ -79,7 +82,7 @@ RULES = {
         "accel.vae",
     },
     "accel/__init__.py": {"accel.accelerated", "accel.api", "accel.options"},
-    "sample.py": {"accel.command_line", "accel.engine"},
+    "sample.py": {"accel.command_line", "accel.engine", "accel.options", "accel.start", "sample_ddp"},
     "sample_ddp.py": {
         "accel.command_line",
         "accel.engine",
@@ -87,6 +90,7 @@ RULES = {
         "accel.fid",
         "accel.options",
         "accel.parallel",
+        "accel.start",
         "accel.weights",
     },
     "download.py": {"accel.weights"},

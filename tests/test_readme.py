@@ -32,6 +32,7 @@ from pages import (
 from accel.command_line import OneLineParser, add_arguments, options_from
 from accel.errors import UsageError
 from accel.options import DistributedOptions, SamplingOptions
+from accel.start import GPUS
 
 SPEED, PARALLEL = ROOT / "docs" / "speed.md", ROOT / "docs" / "parallel.md"
 SETTINGS = {"sample.py": SamplingOptions, "sample_ddp.py": DistributedOptions}
@@ -192,6 +193,7 @@ def test_sampling_commands_are_valid():
         if file in SETTINGS and "--help" not in arguments:
             parser = OneLineParser()
             add_arguments(parser, SETTINGS[file])
+            parser.add_argument("--gpus", **GPUS)
             try:
                 options_from(parser.parse_args(arguments), SETTINGS[file])
             except (UsageError, SystemExit) as error:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from accel.errors import INTERRUPTED, STOPPED, USAGE, Stopped, UsageError, say_last
+from accel.start import STARTED_HERE
 
 START = timedelta(minutes=10)  # in which all ranks have to start and connect
 WAIT = timedelta(days=1)  # of one rank for another, whose share of an FID job may be larger
@@ -122,7 +123,9 @@ class Job:
             if not visible:
                 raise UsageError("no GPU; start as many processes as there are GPUs, or use --device cpu")
             if gpus.count(gpus[self.rank]) > 1:
-                raise UsageError("several ranks on one GPU; start one a GPU: --nproc_per_node, --ntasks-per-node")
+                raise UsageError(
+                    "several ranks on one GPU; start one a GPU (--gpus, --nproc_per_node, --ntasks-per-node)"
+                )
             torch.cuda.set_device(index)
             return f"cuda:{index}"
 
@@ -289,7 +292,13 @@ def launched_job(program: str) -> Iterator[Job]:
 def _fail(job, program, error):
     """End this rank after `error`. The first rank that fails prints the cause and exits first, which makes it the
     launcher's root cause; the others exit with its status."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
+    if isinstance(error, SystemExit):
+        _exit(error.code)
+    if STARTED_HERE:  # if a killed rank is the cause, the parent says so, and ends this one before it complains
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(0.2)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
     status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
     last = f"{program}: rank {job.rank} of {job.world} on {job.host}: {cause}"

@@ -9,12 +9,13 @@ from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
 import sample_ddp
+from accel import vae
 from accel.engine import Engine
 from accel.network import PlainDiT
 from accel.parallel import processes
 
 found = {}
-prepare, evaluate = Engine.__init__, PlainDiT.forward_blocks
+prepare, evaluate, load_vae = Engine.__init__, PlainDiT.forward_blocks, vae.load_vae
 
 
 def prepare_and_note(self, options, batch_rows=None, *more, **how):
@@ -28,15 +29,20 @@ def evaluate_and_note(self, h, condition, **how):
     return evaluate(self, h, condition, **how)
 
 
+def load_vae_and_note(*arguments):
+    found["loaded a VAE"] = True
+    return load_vae(*arguments)
+
+
 if __name__ == "__main__":
-    Engine.__init__, PlainDiT.forward_blocks = prepare_and_note, evaluate_and_note
+    Engine.__init__, PlainDiT.forward_blocks, vae.load_vae = prepare_and_note, evaluate_and_note, load_vae_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
         processes.launched_job = lambda program: nullcontext(job)
         for command in json.loads(sys.argv[1]):
             print("sample_ddp.py", *command, file=sys.stderr)  # the last is the one that fails
             sys.argv = ["sample_ddp.py", *command]
-            found = {"prepared": None, "evaluated": []}
+            found = {"prepared": None, "evaluated": [], "loaded a VAE": False}
             with redirect_stdout(StringIO()) as text:
                 sample_ddp.main()
             results.append({"text": text.getvalue(), "ranks": job.all_gather_object(found)})

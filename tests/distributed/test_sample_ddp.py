@@ -63,7 +63,8 @@ def grids(demo, tmp_path_factory):
     for name, (_, _, flags) in PREPARED.items():
         place = ["--sample-dir", folder / name] if "FID" in name else ["--output", folder / "x.png"]
         commands[name] = [*demo, "--num-sampling-steps", 2, *flags, *place]
-    commands["three"] = [*demo, *THREE, "--output", folder / "three.png"]
+    for name, flags in (("three", []), ("rank0", ["--decode", "rank0"])):
+        commands[name] = [*demo, *THREE, *flags, "--output", folder / f"{name}.png"]
     return folder, dict(zip(commands, run_each(4, *commands.values(), XDG_CACHE_HOME=str(folder)), strict=True))
 
 
@@ -122,6 +123,14 @@ def test_the_engine_is_prepared_for_what_a_rank_evaluates(name, grids):
     ranks = grids[1][name]["ranks"]
     assert [rank["prepared"] for rank in ranks] == [rows] * 4
     assert [rank["evaluated"] for rank in ranks] == [[rows]] * busy + [[]] * (4 - busy)
+
+
+def test_rank_0_decodes_all_if_asked_to(grids):
+    """The same picture, and no VAE on the other ranks. By default each rank that has pictures loads one."""
+    folder, results = grids
+    loaded = {name: [rank["loaded a VAE"] for rank in results[name]["ranks"]] for name in ("three", "rank0")}
+    assert loaded == {"three": [True, True, True, False], "rank0": [True, False, False, False]}
+    assert (folder / "three.png").read_bytes() == (folder / "rank0.png").read_bytes()
 
 
 def test_a_rank_lost_with_tokens_on_its_gpu(demo, tmp_path):

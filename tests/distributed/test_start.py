@@ -1,0 +1,146 @@
+"""sample.py --gpus in real processes, as CPU ranks: the same picture, and how it ends. A terminal holds the command."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from jobs import ENVIRONMENT
+from networks import build
+from PIL import Image
+from safetensors.torch import save_file
+
+from accel import start
+from accel.errors import INTERRUPTED, STOPPED, USAGE
+
+
+class Terminal:
+    """sample.py --gpus 2 in the foreground of a terminal of its own."""
+
+    def __init__(self, *args):
+        self.ours, theirs = pty.openpty()
+        os.set_blocking(self.ours, False)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # tqdm draws none of no width
+        self.text = ""
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, (ROOT / "sample.py", *args, "--gpus", 2))],
+            **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+            preexec_fn=lambda: (
+                fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
+                signal.signal(signal.SIGINT, signal.default_int_handler),
+            ),
+        )
+        os.close(theirs)
+        self.ranks = []
+
+    def read(self, until=None, seconds=120):
+        """Until `until` stands on the terminal, or the command has ended → its text."""
+        deadline, ended = time.monotonic() + seconds, False
+        while not ended and (until is None or until not in self.text):
+            assert time.monotonic() < deadline, self.text
+            ended = self.process.poll() is not None
+            try:
+                while part := os.read(self.ours, 65536):
+                    self.text += part.decode()
+            except OSError:  # nothing to read now, or the other end is closed
+                time.sleep(0.01)
+            found = ["ps", "-o", "pid=", "--ppid", str(self.process.pid)]
+            now = list(map(int, subprocess.run(found, capture_output=True, text=True).stdout.split()))
+            self.ranks = sorted({*self.ranks, *now})  # started one after the other
+        return self.text
+
+    def end(self, status):
+        """What it showed, once it has ended so: the cursor in a fresh line and no process left."""
+        try:
+            text = self.read()
+            assert self.process.returncode == status, text
+            assert re.search(r"(\n|\r\x1b\[K)\Z", text), text
+            assert len(self.ranks) == 2 and not any(os.path.exists(f"/proc/{rank}") for rank in self.ranks)
+            return text
+        finally:
+            os.close(self.ours)
+            for pid in (self.process.pid, *self.ranks):
+                if os.path.exists(f"/proc/{pid}"):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def test_the_picture_of_one_process(demo, here, tmp_path):
+    for labels in range(8), (5, 0, 2):
+        flags = [*demo, "--num-sampling-steps", 4, "--labels", *labels, "--output"]
+        done = here("sample.py", *flags, tmp_path / "one.png")
+        assert done.returncode == 0 and re.search(r" · [\d.]+ s since start$", done.stdout), done
+        text = Terminal(*flags, tmp_path / "two.png").end(status=0)
+        assert text.count(" · 2 ranks") == text.count("s since start") == 1
+        one, two = (np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("one.png", "two.png"))
+        assert one.std() > 1 and np.abs(one - two).max() <= (len(labels) == 3)  # GEMMs of other rows round otherwise
+
+
+LONG = ["--num-sampling-steps", 1000, "--labels", 1, 2]
+
+
+@pytest.mark.parametrize(
+    "ask, status, line",
+    [
+        (lambda job: os.write(job.ours, b"\x03"), INTERRUPTED, "interrupted; nothing was written"),  # Ctrl-C
+        (lambda job: job.process.send_signal(signal.SIGINT), INTERRUPTED, "interrupted; nothing was written"),
+        (lambda job: job.process.send_signal(signal.SIGTERM), STOPPED, "stopped; nothing was written"),
+        (lambda job: os.kill(job.ranks[1], signal.SIGKILL), 1, "rank 1 of 2: ended by signal 9"),
+    ],
+    ids=["ctrl-c", "SIGINT", "SIGTERM", "a killed rank"],
+)
+def test_all_end_together(ask, status, line, demo, tmp_path):
+    job = Terminal(*demo, *LONG, "--output", tmp_path / "x.png")
+    job.read(until="/1000")  # the bar shows that it samples
+    ask(job)
+    text = job.end(status)
+    assert text.endswith(f"\r\nsample.py: {line}\r\n") and text.count("sample.py:") == 1 and "Traceback" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case, words", [("missing", "no such file"), ("infinite", "not finite from step 1 of 2")])
+def test_a_mistake_is_said_once(case, words, demo, tmp_path):
+    path = tmp_path / "w.safetensors"
+    if case == "infinite":
+        state = build("DiT-Demo/2").state_dict()
+        state["final_layer.linear.bias"][0] = float("inf")
+        save_file(state, path)
+    flags = [*demo[:3], path, *demo[4:], "--num-sampling-steps", 2, "--output", tmp_path / "x.png"]
+    text = Terminal(*flags).end(USAGE)
+    assert text.count("sample.py: ") == 1 and words in text and "Traceback" not in text
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    "gpus, environment, words",
+    [
+        ("0", {}, "0: must be from 1 to 64, or all"),
+        ("two", {}, "two: must be from 1 to 64, or all"),
+        ("all", {}, "--gpus all: 0 GPUs here; give a number"),
+        ("2", {"RANK": "0"}, "torchrun or srun has started several processes"),
+        ("all", {"SLURM_STEP_NUM_TASKS": "4"}, "torchrun or srun has started several processes"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(gpus, environment, words, demo, here, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = here("sample.py", *demo, "--gpus", gpus)
+    assert done.returncode == USAGE and words in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_one_gpu_is_this_process(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # an interactive shell under srun
+    assert [start.world_size(n, None) for n in (1, 2)] == [1, 2]
+    monkeypatch.setenv("RANK", "0")
+    assert start.world_size(1, None) == 1
