@@ -156,7 +156,7 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
 
 
 def test_flags_that_contradict_each_other(weights):
-    with pytest.raises(UsageError, match="--forecast-plan x: is read with --forecast plan only"):
+    with pytest.raises(UsageError, match="--forecast-plan x: is for --forecast plan"):
         options_of(weights, forecast="off", forecast_plan="x")
 
 
