@@ -25,17 +25,21 @@ SD_VAE_FT = {
 }
 
 
+MOST_CHANNELS, MOST_LAYERS = 8192, 64  # far beyond any: a damaged config.json should not take minutes
+
+
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
     """config.json with AutoencoderKL's defaults. Raises ValueError for an entry that no VAE like sd-vae-ft-* has."""
 
-    def is_size(value):
-        return type(value) is int and value > 0
+    def is_size(value, most=MOST_CHANNELS):
+        return type(value) is int and 0 < value <= most
 
     entries = {"block_out_channels": None, **DEFAULTS, **config}
     widths = entries["block_out_channels"]
     valid = {name: entries[name] == value for name, value in FIXED.items()}
     valid |= {name: isinstance(entries[name], bool) for name in FLAGS}
-    valid |= {name: is_size(entries[name]) for name in ("norm_num_groups", "layers_per_block")}
+    valid["norm_num_groups"] = is_size(entries["norm_num_groups"])
+    valid["layers_per_block"] = is_size(entries["layers_per_block"], MOST_LAYERS)
     valid["block_out_channels"] = isinstance(widths, list) and len(widths) == LEVELS and all(map(is_size, widths))
     for name, is_valid in valid.items():
         if not is_valid:
