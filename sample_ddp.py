@@ -116,7 +116,8 @@ def sample_grid(options: DistributedOptions, job) -> None:
     engine = load(options, job, rows, checkpoint=checkpoint, divided=layout.weights > 1)
     with engine.watch.phase("plan"):
         engine.network, layout = planner.parallel(engine.network, wanted)
-    checkpoint.close()  # ranks that divide the weights have read their parts
+    if layout.weights > 1:  # each rank has read its part
+        checkpoint.close()
 
     busy = layout.busy(job.world)
     mine = share(n, busy, job.rank)  # the pictures of this rank

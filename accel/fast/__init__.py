@@ -14,30 +14,19 @@ from accel.precision import TIERS
 
 
 class Family(NamedTuple):
-    """A kind of network: how its state dict names the blocks, what its module must have, how it is built."""
+    """A kind of network: how its state dict names the blocks, and how it is built."""
 
     blocks: str
-    first_weight: str  # of a block; the family is recognised by it
-    attributes: tuple[str, ...]
     build: Callable[..., FastDiT]  # (state, module, tier, device, optimisations, tuner)
 
 
-FAMILIES = (
-    Family("blocks", "attn.qkv.weight", ("num_heads",), dit.build_like),
-    Family("layers", "attention.wq.weight", ("n_heads", "in_channels", "patch_size", "input_size"), large_dit.build),
-)
+FAMILIES = Family("blocks", dit.build_like), Family("layers", large_dit.build)
 
 
 def family_of(model: torch.nn.Module) -> Family:
-    """The family of a module. Raises ValueError if it is of none."""
-    names, kind = set(model.state_dict()), type(model).__name__
-    firsts = [f"{family.blocks}.0.{family.first_weight}" for family in FAMILIES]
-    family = next((family for family, first in zip(FAMILIES, firsts) if first in names), None)
-    if family is None:
-        raise ValueError(f"{kind} is not a DiT: no {' and no '.join(firsts)}")
-    if missing := [name for name in family.attributes if not hasattr(model, name)]:
-        raise ValueError(f"{kind} is not a DiT: no {', '.join(missing)}")
-    return family
+    """The family of a module of network.MODELS' classes, whose parameters begin with its blocks' name."""
+    names = model.state_dict()
+    return next(family for family in FAMILIES if f"{family.blocks}.0.adaLN_modulation.1.weight" in names)
 
 
 def load(

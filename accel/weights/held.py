@@ -14,9 +14,17 @@ from torch.func import functional_call
 from accel.errors import UsageError
 from accel.network import unwrapped
 from accel.weights.diffusers_layout import check_config, from_diffusers
-from accel.weights.identity import CHANNELS, LABELS, QK_NORM, Identity, shapes_only
+from accel.weights.identity import (
+    CHANNELS,
+    LABELS,
+    QK_NORM,
+    Identity,
+    different,
+    like_dit,
+    shapes_of,
+    shapes_only,
+)
 from large_dit import DiT_Llama
-from models import DiT
 
 FIRST = "blocks.0.attn.qkv.weight", "layers.0.attention.wq.weight"  # a weight of every DiT, of every Large-DiT
 COMPARED = "eps", "approximate"  # attributes of submodules that decide their function, and are in no weight
@@ -133,17 +141,17 @@ def _names(labels):
 
 def require_fit(name: str, state: dict[str, Tensor], model: nn.Module) -> None:
     """Raise UsageError about `name` unless `state` has the entries of `model`, of their shapes, and no others."""
-    have, want = ({key: tuple(value.shape) for key, value in one.items()} for one in (state, model.state_dict()))
-    # The table of positions is a function of the grid: a run may have another.
-    wrong = [key for key in {**have, **want} if have.get(key) != want.get(key) and not (key == "pos_embed" in have)]
+    wrong = different(shapes_of(state), model)
     if not wrong:
         return
-    first, count = wrong[0], f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
-    if first not in want:
+    names = sorted(wrong, key=lambda name: wrong[name][0] is None)  # what the caller has is named first
+    first, count = names[0], f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
+    have, want = wrong[first]
+    if want is None:
         raise UsageError(f"{name}: {first} is no weight of a DiT, and would be ignored{count}")
-    if first not in have:
+    if have is None:
         raise UsageError(f"{name}: is not a DiT: no {first}{count}")
-    raise UsageError(f"{name}: {first} is {have[first]}, must be {want[first]}{count}")
+    raise UsageError(f"{name}: {first} is {have}, must be {want}{count}")
 
 
 #################################################################################
@@ -153,13 +161,9 @@ def require_fit(name: str, state: dict[str, Tensor], model: nn.Module) -> None:
 
 def _dit(module: nn.Module, state: dict[str, Tensor]) -> tuple[Callable[..., nn.Module], int]:
     """A constructor of models.DiT in the module's shape, and the side of its latents."""
-    width, channels, patch, _ = state["x_embedder.proj.weight"].shape
-    fc1, last = state["blocks.0.mlp.fc1.weight"], state["final_layer.linear.weight"]
     heads = module.config.num_attention_heads if hasattr(module, "transformer_blocks") else module.num_heads
-    shape = dict(hidden_size=width, patch_size=patch, in_channels=channels, num_heads=heads)
-    shape |= dict(depth=sum(name.endswith(".attn.qkv.weight") for name in state), mlp_ratio=(len(fc1) + 0.5) / width)
-    learn_sigma = len(last) == 2 * channels * patch**2
-    return partial(DiT, **shape, learn_sigma=learn_sigma), patch * isqrt(state["pos_embed"].shape[1])
+    build = like_dit(shapes_of(state), heads)
+    return build, build.keywords["patch_size"] * isqrt(state["pos_embed"].shape[1])
 
 
 def _large_dit(module: nn.Module, state: dict[str, Tensor]) -> tuple[Callable[..., nn.Module], int]:

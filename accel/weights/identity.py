@@ -77,11 +77,11 @@ def identify(
     wrong, fits = {}, None
     for name in sorted(MODELS, key=lambda name: name != (model or "DiT-XL/2")):  # the likely one first
         build = _constructor(name, have)
-        wrong[name] = different(have, build, **how)
+        wrong[name] = different(have, module := _made(build, **how))
         if not wrong[name]:
             fits = name
             break
-    if fits is None and PATCHES in have and (own := _custom(have, said)) and not different(have, own[1], **how):
+    if fits is None and (own := _custom(have, said)) and not different(have, module := _made(own[1], **how)):
         fits, build = own
     if fits is None:
         raise UsageError(_why_none(source, have, model, wrong))
@@ -94,9 +94,8 @@ def identify(
     vae = said.get("vae")
     vae = vae if isinstance(vae, str) and (vae in ("ema", "mse") or Path(vae).is_dir()) else None
     names = tuple(said.get("class_names", ()))
-    with shapes_only():
-        module = build()
-    if num_classes is None and "num_classes" not in said and classes != module.y_embedder.num_classes:
+    said_classes = num_classes is not None or "num_classes" in said
+    if not said_classes and classes != 1000 and classes != _made(build).y_embedder.num_classes:
         rows = classes + null_class
         print(f"{source}: {classes} classes and the null class (all {rows} are classes? then --num-classes {rows})")
     learn_sigma = module.final_layer.linear.out_features == 2 * CHANNELS * module.patch_size**2
@@ -113,10 +112,9 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
     return shapes
 
 
-def different(have: Shapes, build: Callable[..., torch.nn.Module], **how) -> dict[str, tuple[Any, Any]]:
-    """The entries in which weights of shapes `have` and the module of `build` differ: (there, wanted) by name."""
-    with shapes_only():
-        want = shapes_of(build(**how).state_dict())
+def different(have: Shapes, module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The entries in which weights of shapes `have` and those of `module` differ: (there, wanted) by name."""
+    want = shapes_of(module.state_dict())
     # The module's own order: the first difference is then the nearest to the input.
     return {name: (have.get(name), want.get(name)) for name in {**want, **have} if have.get(name) != want.get(name)}
 
@@ -152,6 +150,27 @@ def _classes(source, have, said, wanted):
     return (rows - 1, True) if rows > 1 else (1, False)
 
 
+def like_dit(have: Shapes, num_heads: int) -> Callable[..., torch.nn.Module]:
+    """The constructor of models.DiT in the sizes of weights of shapes `have`, which hold all but the heads. Raises
+    KeyError where one is missing."""
+    width, channels, patch, _ = have[PATCHES]
+    return partial(
+        DiT,
+        hidden_size=width,
+        patch_size=patch,
+        in_channels=channels,
+        num_heads=num_heads,
+        depth=sum(name.endswith(".attn.qkv.weight") for name in have),
+        mlp_ratio=(have["blocks.0.mlp.fc1.weight"][0] + 0.5) / width,
+        learn_sigma=have[LAST][0] == 2 * channels * patch**2,
+    )
+
+
+def _made(build, **how):
+    with shapes_only():
+        return build(**how)
+
+
 def _constructor(name, have):
     """The entry `name` of MODELS with what it leaves open, by the shapes `have`."""
     if name in Large_DiT_models:
@@ -169,15 +188,12 @@ def _custom(have, said):
     """(name, constructor) of a DiT of other sizes, where the number of heads was said; None where it was not."""
     try:
         width, channels, patch, _ = have[PATCHES]
-        hidden, last = have["blocks.0.mlp.fc1.weight"][0], have[LAST][0]
+        if not _divides(said.get("num_heads"), have) or channels != CHANNELS:
+            return None
+        build = like_dit(have, said["num_heads"])
     except (KeyError, ValueError):
         return None
-    depth = sum(name.endswith(".attn.qkv.weight") for name in have)
-    if not _divides(said.get("num_heads"), have) or channels != CHANNELS:
-        return None
-    sizes = dict(hidden_size=width, depth=depth, patch_size=patch, num_heads=said["num_heads"])
-    sizes["mlp_ratio"] = (hidden + 0.5) / width
-    return f"DiT-{depth}x{width}/{patch}", partial(DiT, **sizes, learn_sigma=last == 2 * channels * patch**2)
+    return f"DiT-{build.keywords['depth']}x{width}/{patch}", build
 
 
 def _why_none(source, have, model, wrong):
