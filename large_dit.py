@@ -289,17 +289,50 @@ class DiT_Llama(nn.Module):
         x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """`layers`, under DiT's name."""
+        return self.layers
+
+    @property
+    def num_heads(self) -> int:
+        """`n_heads`, under DiT's name."""
+        return self.n_heads
+
+    def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """Latents (N, C, H, W) → their tokens, or the part `tokens` of them, (N, T, D)."""
+        if x.shape[-2:] != (self.input_size, self.input_size):
+            raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {(self.input_size,) * 2}")
+        return self.x_embedder(patchify(x, self.patch_size)[:, tokens])
+
+    def condition(self, t: Tensor, y: Tensor) -> Tensor:
+        """Timesteps (N,) and labels (N,) → what every block adapts to, (N, C)."""
+        return self.t_embedder(t) + self.y_embedder(y, self.training)
+
+    def transform(
+        self,
+        x: Tensor,
+        c: Tensor,
+        attend: Callable = attention,
+        tokens: slice = slice(None),
+        depth: int | None = None,
+    ) -> Tensor:
+        """All blocks, or the first `depth`: the part `tokens` of the tokens (N, T, D), condition c (N, C) →
+        (N, T, D)."""
+        rotation = self.rotation(x)[tokens]  # (T, d/2, 2)
+        for block in list(self.blocks)[:depth]:
+            x = block(x, c, rotation, attend)
+        return x
+
+    def head(self, x: Tensor, c: Tensor) -> Tensor:
+        """Tokens (N, T, D), condition c (N, C) → their patches (N, T, p·p·C')."""
+        return self.final_layer(x, c)
+
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); C channels without learned
         sigma."""
-        if x.shape[-2:] != (self.input_size, self.input_size):
-            raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {(self.input_size,) * 2}")
-        x = self.x_embedder(patchify(x, self.patch_size))  # (N, T, D)
-        c = self.t_embedder(t) + self.y_embedder(y, self.training)  # (N, C)
-        rotation = self.rotation(x)
-        for layer in self.layers:
-            x = layer(x, c, rotation)
-        return self.unpatchify(self.final_layer(x, c))
+        c = self.condition(t, y)
+        return self.unpatchify(self.head(self.transform(self.embed(x), c), c))
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
         """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)

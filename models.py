@@ -272,14 +272,37 @@ class DiT(nn.Module):
         x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
+    def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """Latents (N, C, H, W) → their tokens with positions, or the part `tokens` of them, (N, T, D)."""
+        return (self.x_embedder(x) + self.pos_embed)[:, tokens]
+
+    def condition(self, t: Tensor, y: Tensor) -> Tensor:
+        """Timesteps (N,) and labels (N,) → what every block adapts to, (N, D)."""
+        return self.t_embedder(t) + self.y_embedder(y, self.training)
+
+    def transform(
+        self,
+        x: Tensor,
+        c: Tensor,
+        attend: Callable = attention,
+        tokens: slice = slice(None),
+        depth: int | None = None,
+    ) -> Tensor:
+        """All blocks, or the first `depth`: the part `tokens` of the tokens (N, T, D), condition c (N, D) →
+        (N, T, D)."""
+        for block in list(self.blocks)[:depth]:
+            x = block(x, c, attend)
+        return x
+
+    def head(self, x: Tensor, c: Tensor) -> Tensor:
+        """Tokens (N, T, D), condition c (N, D) → their patches (N, T, p·p·C')."""
+        return self.final_layer(x, c)
+
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); (N, C, H, W) without learned
         sigma."""
-        x = self.x_embedder(x) + self.pos_embed  # (N, T, D)
-        c = self.t_embedder(t) + self.y_embedder(y, self.training)  # (N, D)
-        for block in self.blocks:
-            x = block(x, c)
-        return self.unpatchify(self.final_layer(x, c))
+        c = self.condition(t, y)
+        return self.unpatchify(self.head(self.transform(self.embed(x), c), c))
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
         """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)

@@ -88,11 +88,11 @@ def open_weights(options: DistributedOptions, job: "Job") -> tuple["Checkpoint",
     return checkpoint, job.run_collectively(lambda: fetch(options, checkpoint))
 
 
-def load(options: DistributedOptions, job: "Job", batch_rows: int, **how) -> "Engine":
+def load(options: DistributedOptions, job: "Job", batch: tuple[int, int], **how) -> "Engine":
     """The engine on this rank."""
     from accel.engine import Engine
 
-    engine = job.run_collectively(lambda: Engine(options, batch_rows, job.from_rank_0, **how))
+    engine = job.run_collectively(lambda: Engine(options, batch, job.from_rank_0, **how))
     print(f"{engine.describe()} · {job.world} rank{'s' * (job.world > 1)}")
     return engine
 
@@ -100,7 +100,7 @@ def load(options: DistributedOptions, job: "Job", batch_rows: int, **how) -> "En
 def sample_grid(options: DistributedOptions, job) -> None:
     """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than
     ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
-    from accel.engine import empty_model
+    from accel.engine import empty_model, guidance_of
     from accel.parallel.planner import OFF, Planner
     from accel.parallel.rows import gather_rows, share
 
@@ -112,8 +112,8 @@ def sample_grid(options: DistributedOptions, job) -> None:
     job.open_collectives(options.device)
     layout = wanted or OFF
     at_once = min(n, (options.batch_size or n) * layout.busy(job.world) // layout.ranks)  # pictures, of all ranks
-    rows = layout.batch_rows(at_once, job.world) // (1 if options.guided else 2)
-    engine = load(options, job, rows, checkpoint=checkpoint, divided=layout.weights > 1)
+    batch = layout.batch(at_once, job.world, guidance_of(options).copies)
+    engine = load(options, job, batch, checkpoint=checkpoint, divided=layout.weights > 1)
     with engine.watch.phase("plan"):
         engine.network, layout = planner.parallel(engine.network, wanted)
     if layout.weights > 1:  # each rank has read its part
@@ -155,7 +155,7 @@ def sample_for_fid(options: DistributedOptions, job) -> None:
     checkpoint, options = open_weights(options, job)
     with fid.locked(options, job):
         how = dict(checkpoint=checkpoint, tuner_folders=fid.tuner_folders(options))
-        fid.run(load(options, job, fid.batch_rows(options), **how), job)
+        fid.run(load(options, job, fid.batch_of(options), **how), job)
 
 
 if __name__ == "__main__":

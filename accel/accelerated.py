@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from accel.errors import UsageError
 from accel.fast import family_of
-from accel.fast.dit import Optimisations
 from accel.graphs import Replayed
-from accel.network import BlockNetwork
+from accel.network import BlockNetwork, unpatchify
 from accel.precision import TIERS, alone, apply_precision, default_tier, require, supports
+from accel.sampling.guidance import CHANNELS, guided
 from accel.weights.held import Held, require_fit
 
 KEPT = 4  # captured graphs of `forward`, and as many of `forward_with_cfg`: each shape is one
@@ -27,7 +27,6 @@ def accelerate(
     model: nn.Module,
     precision: str | None = None,
     device: torch.device | str | None = None,
-    optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
     *,
     check: bool = True,
 ) -> "Accelerated":
@@ -50,7 +49,7 @@ def accelerate(
         tier = precision or default_tier(device)
         require("precision", tier, device)
         face = AcceleratedTransformer if held.of_diffusers else Accelerated
-        return face(held, tier, device, optimisations, check)
+        return face(held, tier, device, check)
 
 
 def _device(device):
@@ -74,17 +73,17 @@ class Accelerated:
 
     training = False
 
-    def __init__(self, held: Held, tier: str, device: torch.device, optimisations: Optimisations, check: bool):
-        self.precision, self.device, self.optimisations, self._held = tier, device, optimisations, held
-        self.network = network = family_of(held.model).build(held.state, held.model, tier, device, optimisations)
+    def __init__(self, held: Held, tier: str, device: torch.device, check: bool):
+        self.precision, self.device, self._held = tier, device, held
+        self.network = network = family_of(held.model).build(held.state, held.model, tier, device)
         with self._running():
             require_finite(network, held, held.state, tier)
             if check:
                 require_same(network, held, tier)
         self.in_channels, self.out_channels = held.model.in_channels, held.model.out_channels
         self.num_classes, self.input_size = held.num_classes, held.side
-        self._forward, self._guided = network.forward, network.forward_with_cfg
-        if optimisations.graph and device.type == "cuda":
+        self._forward, self._guided = network.forward, self._forward_guided
+        if network.captures and device.type == "cuda":
             self._forward, self._guided = Replayed(self._forward, KEPT), Replayed(self._guided, KEPT)
         self._source = weakref.ref(held.module)
         held.release()
@@ -100,6 +99,12 @@ class Accelerated:
         self._require_inputs(x, t, y)
         with self._running():
             return self._forward(x, t, y)
+
+    @torch.no_grad()
+    def _forward_guided(self, x, t, y, scale):
+        out = unpatchify(self.network.tokens(x[: len(x) // 2], t, y), self.network.patch_size)  # (2N, C', H, W)
+        eps = guided(out, scale)
+        return torch.cat([torch.cat([eps, eps]), out[:, CHANNELS:]], dim=1).to(x.dtype)
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor) -> Tensor:
         """As models.DiT.forward_with_cfg: x (2N, C, H, W), of which the first N rows are read; t, y (2N,)."""
@@ -175,7 +180,7 @@ class Accelerated:
             state = self._held.read(state)
             require_fit("load_state_dict", state, self._held.model)
             build, old = family_of(self._held.model).build, self.network
-            new = build(state, self._held.model, self.precision, self.device, self.optimisations, old.tuner)
+            new = build(state, self._held.model, self.precision, self.device, old.tuner)
             old.exchange(new)
             try:
                 require_finite(old, self._held, state, self.precision)

@@ -96,15 +96,15 @@ class Sampler:
         and captured steps stay valid. Raises ValueError, and keeps the weights it has, for another shape, and for
         weights that overflow its precision."""
         with self._running() as engine:
-            held, tier, rows = Held(model, copy=True), engine.precision, engine.batch_rows
+            held, tier, batch = Held(model, copy=True), engine.precision, engine.batch
             if held.of_diffusers != self._of_diffusers:
                 raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
-            if engine.plan:
+            if self.options.forecast == "plan":
                 raise UsageError("--forecast plan: was made for other weights; make another Sampler without it")
             options = replace(self.options, weights=held.identify())
-            new = load_network(options, held, tier, engine.device, rows)
+            new = load_network(options, held, tier, engine.device, *batch)
             engine.network.exchange(new)
-            if TIERS[tier].accelerated and overflows(engine.network, self.options, engine.device, rows):
+            if TIERS[tier].accelerated and overflows(engine.network, self.options, engine.device, *batch):
                 engine.network.exchange(new)
                 raise UsageError(f"--precision {tier}: overflows on these weights; make another Sampler of them")
             engine.checkpoint = None

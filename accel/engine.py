@@ -16,12 +16,15 @@ import torch
 from accel import precision, vae
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.forecast import StridePlan, read_plan
+from accel.forecast import read_plan
 from accel.gpu import missing_code
-from accel.network import MODELS, Network, plain, rows_of_a_latent
+from accel.network import MODELS, Network, Plain
 from accel.options import SamplingOptions
 from accel.progress import Stopwatch, step_bar
-from accel.sampler import OnStep, denoise, initial_noise
+from accel.sampling import OnStep, denoise, initial_noise, upstream_noise
+from accel.sampling.ancestral import Ancestral, Ddim
+from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.strides import Strides
 from accel.weights.checkpoint import Checkpoint, published_name
 from accel.weights.held import Held
 from accel.weights.identity import shapes_only
@@ -118,13 +121,14 @@ def load_network(
     checkpoint: Checkpoint | Held,
     tier: str,
     device: torch.device,
-    batch_rows: int,
-    tuner_folders: list[Path] | None = None,
+    latents: int,
+    copies: int,
+    tuner: Any = None,
     divided: bool = False,
 ) -> Network:
     """The network of `tier` on `device`. No weights are initialised to be thrown away, and each goes straight from the
-    mapped file to the device. batch_rows: of one evaluation, to warm up for. divided: a plain network's weights stay
-    in the file, as ranks will each take their part.
+    mapped file to the device. latents: of one evaluation, each in `copies` batch rows, to warm up for. tuner: of its
+    GEMMs. divided: a plain network's weights stay in the file, as ranks will each take their part.
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
@@ -136,29 +140,33 @@ def load_network(
         state = {**state, "pos_embed": model.position_table()}
     if precision.TIERS[tier].accelerated:
         from accel import fast  # brings Triton; the other tiers need not wait for it
-        from accel.kernels.linear import Tuner
 
         try:
-            return fast.load(state, model, tier, device, batch_rows, options.guided, Tuner(tuner_folders))
+            return fast.load(state, model, tier, device, latents, copies, guidance_of(options).channels, tuner)
         except ValueError as error:
             raise UsageError(f"--ckpt {checkpoint.name}: {error}") from None
     if not divided:  # first to the device: of weights in half precision the CPU never holds a float32 copy
         state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
-    return plain(model.eval().requires_grad_(False))
+    return Plain(model.eval().requires_grad_(False))
 
 
 @torch.inference_mode()
-def overflows(network: Network, options: SamplingOptions, device: torch.device, batch_rows: int) -> bool:
+def overflows(network: Network, options: SamplingOptions, device: torch.device, n: int, copies: int) -> bool:
     """Whether `network` gives infinities or NaN on noise, at the first, the middle and the last timestep."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    n, side = batch_rows // rows_of_a_latent(batch_rows, options.guided), options.latent_size
-    labels = (list(options.labels or (0,)) * n)[:n] + [options.num_classes] * (batch_rows - n)
+    side = options.latent_size
+    labels = (list(options.labels or (0,)) * n)[:n] + [options.num_classes] * (n * copies - n)
     y = torch.tensor(labels, device=device)
     x = torch.randn(n, network.in_channels, side, side, generator=generator, device=device)
     # On the rows of the run: other shapes would be compiled and tuned for nothing.
     outputs = (network.tokens(x, torch.full_like(y, t), y) for t in (999, 500, 0))
     return not all(out.isfinite().all() for out in outputs)
+
+
+def guidance_of(options: SamplingOptions) -> Guidance | Unguided:
+    """The options' guidance."""
+    return Guidance(options.cfg_scale, options.num_classes) if options.guided else Unguided()
 
 
 #################################################################################
@@ -169,15 +177,15 @@ def overflows(network: Network, options: SamplingOptions, device: torch.device, 
 class Engine:
     """One loaded sampling run: `sample()` gives latents, `decode()` pixels, `save()` the file, `watch` the seconds.
 
-    batch_rows: rows of one network evaluation on this rank; by default two for every label. share(make): `make()` of
-    rank 0, on every rank. tuner_folders: where the GEMM autotuner keeps what it measures. divided: as load_network
-    has it. checkpoint: the weights, where they are opened already.
+    batch: (latents, batch rows of each) of one network evaluation on this rank; by default a latent for every label.
+    share(make): `make()` of rank 0, on every rank. tuner_folders: where the GEMM autotuner keeps what it measures.
+    divided: as load_network has it. checkpoint: the weights, where they are opened already.
     """
 
     def __init__(
         self,
         options: SamplingOptions,
-        batch_rows: int | None = None,
+        batch: tuple[int, int] | None = None,
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
         tuner_folders: list[Path] | None = None,
         divided: bool = False,
@@ -193,7 +201,7 @@ class Engine:
             self.precision, self.decoder_precision = choose_precision(options, self.device)
             self.options = options = options if options.weights else fetch(options, self.checkpoint)
             at_once = min(len(options.labels or ()), options.batch_size or len(options.labels or ()))
-            self.batch_rows = batch_rows or (2 if options.guided else 1) * at_once
+            self.batch = batch or (at_once, guidance_of(options).copies)
             self.vae_folder = vae.find_vae(options.vae) if options.output_type == "image" else None
             self._prepare_steps(options)
             with self._memory():
@@ -201,9 +209,11 @@ class Engine:
 
     def _prepare_steps(self, options):
         diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.weights.learn_sigma)
-        planned = options.forecast == "plan"
-        self.plan = StridePlan(diffusion, read_plan(options, self.checkpoint)) if planned else None
-        self.diffusion = diffusion
+        self.guidance = guidance_of(options)
+        if options.forecast == "plan":
+            self.process = Strides(diffusion, read_plan(options, self.checkpoint))
+        else:
+            self.process = Ddim(diffusion, options.eta) if options.sampler == "ddim" else Ancestral(diffusion)
 
     def reconfigure(self, options: SamplingOptions) -> None:
         """Sample by `options` from now on. They may differ from those before in labels, seed, steps and guidance."""
@@ -213,14 +223,20 @@ class Engine:
         self.options = options
 
     def _load_network(self, divided=False):
-        tier, rows = self.precision, self.batch_rows
-        self.network = load_network(self.options, self.checkpoint, tier, self.device, rows, self.tuner_folders, divided)
+        tier, how = self.precision, {}
+        if precision.TIERS[tier].accelerated:
+            from accel.kernels.linear import Tuner  # brings Triton; the other tiers need not wait for it
+
+            how = dict(tuner=Tuner(self.tuner_folders, self.share))
+        how["divided"] = divided
+        self.network = load_network(self.options, self.checkpoint, tier, self.device, *self.batch, **how)
         if not divided:
             self.checkpoint.close()
         if not precision.TIERS[tier].accelerated:
             return
-        self.network.tune([rows * (self.options.latent_size // self.network.patch_size) ** 2], self.share)
-        if tier != "bf16" and overflows(self.network, self.options, self.device, rows):
+        latents, copies = self.batch
+        self.network.tune([latents * copies * (self.options.latent_size // self.network.patch_size) ** 2])
+        if tier != "bf16" and overflows(self.network, self.options, self.device, *self.batch):
             self._leave_float16()
 
     def _leave_float16(self):
@@ -244,7 +260,8 @@ class Engine:
     def describe(self) -> str:
         options, gpu = self.options, self.device.type == "cuda"
         where = torch.cuda.get_device_name(self.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
-        plan = f" ({self.plan.evaluations} network evaluations)" if self.plan else ""
+        planned = self.process.evaluations < self.process.steps
+        plan = f" ({self.process.evaluations} network evaluations)" if planned else ""
         ddim = "DDIM " * (options.sampler == "ddim")
         return (
             f"{options.model} · {options.image_size} px · {options.pictures} · "
@@ -260,20 +277,26 @@ class Engine:
         except torch.OutOfMemoryError:
             raise UsageError(self.options.smaller_batch) from None
 
-    def denoise(self, z: torch.Tensor, labels: torch.Tensor, on_step: OnStep | None = None, **how) -> torch.Tensor:
-        """Noise z (n, C, L, L) and labels (n,) → latents; on_step and `how` as sampler.denoise has them. Raises
-        UsageError, naming the step and a remedy, if they are not finite."""
-        options = self.options
-        sums = torch.zeros(self.diffusion.num_timesteps, device=self.device)  # read once, after the loop
+    def denoise(
+        self,
+        z: torch.Tensor,
+        labels: torch.Tensor,
+        draw: Callable[[], torch.Tensor],
+        on_step: OnStep | None = None,
+        moves=None,
+    ) -> torch.Tensor:
+        """Noise z (n, C, L, L) and labels (n,) → latents; arguments as sampling.denoise has them. Raises UsageError,
+        naming the step and a remedy, if they are not finite."""
+        sums = torch.zeros(self.process.steps, device=self.device)  # read once, after the loop
 
         def after_step(index, x):
             torch.sum(x.flatten(), 0, out=sums[index])
             if on_step is not None:
                 on_step(index, x)
 
-        how = {"plan": self.plan, "eta": options.ddim_eta, "guided": options.guided, **how, "on_step": after_step}
+        values = self.network, self.process, self.guidance, z, labels, draw
         with self._memory():
-            latents = denoise(self.network, self.diffusion, z, labels, options.cfg_scale, options.num_classes, **how)
+            latents = denoise(*values, moves=moves, on_step=after_step)
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
             raise UsageError(
@@ -282,7 +305,7 @@ class Engine:
             )
         return latents
 
-    def run(self, rows: slice = slice(None), on_step: OnStep | None = None, **how) -> torch.Tensor:
+    def run(self, rows: slice = slice(None), on_step: OnStep | None = None, moves=None) -> torch.Tensor:
         """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed; the same on every call.
 
         With a batch size one slice of them after the other; each draws the noise of all and uses its own. on_step
@@ -294,9 +317,9 @@ class Engine:
             with self._memory():
                 generator = torch.Generator(self.device).manual_seed(self.options.seed)  # a run's own
                 z = initial_noise(len(labels), 4, side, generator)
-            done = len(latents) * self.diffusion.num_timesteps
+            done, draw = len(latents) * self.process.steps, upstream_noise(z, self.guidance.copies, part, generator)
             count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
-            latents.append(self.denoise(z, labels, count_on, rows=part, generator=generator, **how))
+            latents.append(self.denoise(z[part], labels[part], draw, count_on, moves))
         return torch.cat(latents) if latents else torch.empty(0, 4, side, side, device=self.device)
 
     def _slices(self, rows):
@@ -312,9 +335,8 @@ class Engine:
         # The first step compiles and is recorded: the bar should not learn its pace from it. Other seeds find it done.
         if (runs > 1 or captured) and "warm-up" not in self.watch.seconds:
             with self.watch.phase("warm-up"):
-                how = dict(plan=self.plan.each_kind_once()) if self.plan else dict(steps=3 if runs > 1 else 1)
                 for part in self._slices(rows)[:1]:
-                    self.run(part, **how)
+                    self.run(part, moves=self.process.every_kind)
         self._load_decoder_beside()
         for index in range(runs):
             start = time.perf_counter()

@@ -1,20 +1,16 @@
 """Plans: at which steps of a run the network is evaluated. scripts/calibrate.py makes them, diffusion/strides.py has
 the mathematics."""
 
-import hashlib
 import json
-from copy import copy
 from pathlib import Path
 
 from accel.errors import UsageError
 from accel.files import read_json
 from accel.options import SamplingOptions
+from accel.sampling.process import Kind
 from accel.weights.checkpoint import Checkpoint
-from diffusion.respace import SpacedDiffusion
-from diffusion.strides import Strides
 
 KIND = "forecast plan, version 3"
-Stride = tuple[int, int]  # (steps, network evaluations)
 
 
 def plan_path(options: SamplingOptions, checkpoint: Checkpoint) -> Path:
@@ -36,7 +32,7 @@ def settings_of(options: SamplingOptions, checkpoint: Checkpoint) -> dict:
     }
 
 
-def read_plan(options: SamplingOptions, checkpoint: Checkpoint) -> list[Stride]:
+def read_plan(options: SamplingOptions, checkpoint: Checkpoint) -> list[Kind]:
     """The strides of the options' plan. Raises UsageError if there is none, if it is damaged, or if it was made for
     other weights, steps, guidance, size or model."""
     path = plan_path(options, checkpoint)
@@ -71,36 +67,7 @@ def _is_stride(item):
     return item == [1, 1] or 1 <= evaluations <= 2 and evaluations < steps
 
 
-def write_plan(path: Path, settings: dict, strides: list[Stride], evidence: dict) -> None:
+def write_plan(path: Path, settings: dict, strides: list[Kind], evidence: dict) -> None:
     """evidence: JSON that says how good the plan was found to be."""
     plan = {"kind": KIND, **settings, "evaluations": sum(count for _, count in strides), "strides": strides}
     path.write_text(json.dumps({**plan, "evidence": evidence}) + "\n")
-
-
-class StridePlan:
-    """A fixed list of strides, the same for every picture and rank."""
-
-    def __init__(self, diffusion: SpacedDiffusion, strides: list[Stride]):
-        self.strides, self.kinds = Strides(diffusion, strides), [tuple(kind) for kind in strides]
-        self.evaluations = sum(count for _, count in self.kinds)
-
-    @property
-    def timesteps(self) -> list[int]:
-        """The original timestep of every evaluation, in order."""
-        found, t = [], self.strides.diffusion.num_timesteps - 1
-        for kind in self.kinds:
-            found += self.strides.timesteps(t, kind)
-            t -= kind[0]
-        return found
-
-    @property
-    def setting(self) -> str:
-        """What decides the bits of a picture, as an FID job records it."""
-        digest = hashlib.sha256(repr(self.kinds).encode()).hexdigest()[:8]
-        return f"plan {digest} of {self.evaluations} network evaluations"
-
-    def each_kind_once(self) -> "StridePlan":
-        """A short run with every kind of stride, for warm-up."""
-        plan = copy(self)  # with the same `strides`, by which captured graphs are kept
-        plan.kinds = self.strides.kinds  # (1, 1) comes first
-        return plan

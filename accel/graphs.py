@@ -1,6 +1,8 @@
 """CUDA graphs: the kernels of a step are recorded once and launched as one, so that the host never holds the GPU up."""
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -31,6 +33,23 @@ def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
     return graph.replay
 
 
+class Latest(OrderedDict):
+    """The entries that were used last, at most `most` of them."""
+
+    def __init__(self, most: int | None = None):
+        super().__init__()
+        self.most = most
+
+    def obtain(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The entry of `key`. Where there is none it is made, after the one unused for longest has gone."""
+        if key not in self:
+            while self.most is not None and len(self) >= self.most:
+                self.popitem(last=False)
+            self[key] = make()
+        self.move_to_end(key)
+        return self[key]
+
+
 class Replayed:
     """A function of tensors that returns a tensor or a tuple of them, captured at its first call and replayed after.
 
@@ -40,25 +59,20 @@ class Replayed:
     """
 
     def __init__(self, function: Callable, kept: int | None = None):
-        self.function, self.kept, self.graphs = function, kept, {}
+        self.function, self.graphs = function, Latest(kept)
 
     def __call__(self, *arguments):
         tensors = [value for value in arguments if torch.is_tensor(value)]
         key = tuple((value.shape, value.dtype) if torch.is_tensor(value) else value for value in arguments)
         with torch.cuda.device(tensors[0].device):
-            graph = self.graphs.pop(key, None)
-            if graph is None:
-                while self.kept is not None and len(self.graphs) >= self.kept:
-                    del self.graphs[next(iter(self.graphs))]
-                with torch.inference_mode(False), torch.no_grad():  # later callers may be in another mode
-                    graph = self._capture(arguments)
-            self.graphs[key] = graph  # the last in the dict is the last used
-            inputs, output, replay = graph
+            inputs, output, replay = self.graphs.obtain(key, lambda: self._capture(arguments))
             for fixed, tensor in zip(inputs, tensors, strict=True):
                 fixed.copy_(tensor)
             replay()
         return tuple(one.clone() for one in output) if isinstance(output, tuple) else output.clone()
 
+    @torch.inference_mode(False)  # later callers may be in another mode
+    @torch.no_grad()
     def _capture(self, arguments):
         fixed = [value.clone() if torch.is_tensor(value) else value for value in arguments]
         results = []

@@ -56,21 +56,29 @@ class Strides:
     """
     Ancestral sampling of `diffusion` by strides.
 
-    kinds: the kinds of stride that may be taken: (1, 1), or k > 1 steps by one evaluation, or k > 2 steps by two.
+    moves: the strides of a run, in order. Each is (1, 1), or k > 1 steps by one evaluation, or k > 2 steps by two.
     x (n, C, ...) throughout. t (n,) int64: a timestep of `diffusion`, from which k steps lead to t - k.
     Raises ValueError for another kind, and for a process that predicts anything but the noise and a learned range of
     variance.
     """
 
-    def __init__(self, diffusion: SpacedDiffusion, kinds: list[Kind]):
+    def __init__(self, diffusion: SpacedDiffusion, moves: list[Kind]):
         if not diffusion.learns_range:
             raise ValueError("strides: need a network that predicts the noise and a learned range of variance")
-        self.diffusion, self.kinds = diffusion, sorted({(1, 1), *map(tuple, kinds)})
+        self.diffusion, self.moves = diffusion, [tuple(kind) for kind in moves]
+        self.kinds = sorted({(1, 1), *self.moves})
         for k, evaluations in self.kinds:
             if not (k == evaluations == 1 or 1 <= evaluations <= 2 and evaluations < k):
                 raise ValueError(f"strides: {k} steps by {evaluations} evaluations is not a kind of stride")
         self.tables = {kind: self._plan(*kind) for kind in self.kinds}
         self._device_tables = {}
+
+    def __eq__(self, other: object) -> bool:
+        """Equal ones make the same moves of equal processes: what was captured of one serves the other."""
+        return type(self) is type(other) and (self.diffusion, self.moves) == (other.diffusion, other.moves)
+
+    def __hash__(self) -> int:
+        return hash((self.diffusion, *self.moves))
 
     def _plan(self, k, evaluations):
         """For strides of one kind from every t: arrays (T, ...), float64, `timestep` int64; zeros where fewer than k
@@ -108,9 +116,14 @@ class Strides:
             mean[t], first[t] = w / np.sqrt(abar[s]), points[0] / np.sqrt(abar[s])
         return dict(mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep)
 
-    def timesteps(self, t: int, kind: Kind) -> list[int]:
-        """The original timesteps at which a stride from t evaluates the network, in order."""
-        return self.tables[kind]["timestep"][t].tolist()
+    def timesteps(self) -> list[tuple[int, int]]:
+        """Of every evaluation of a run, in order: t at the start of its stride, and the original timestep of its
+        point."""
+        found, t = [], self.diffusion.num_timesteps - 1
+        for kind in self.moves:
+            found += [(t, timestep) for timestep in self.tables[kind]["timestep"][t].tolist()]
+            t -= kind[0]
+        return found
 
     def prepare(self, device: torch.device | str) -> None:
         """Upload the tables to `device`, as GaussianDiffusion.prepare does."""

@@ -4,6 +4,8 @@ import torch
 from conftest import fill
 
 from accel.fast import family_of
+from accel.sampling import denoise, upstream_noise
+from accel.sampling.guidance import Guidance, Unguided
 from models import DiT, DiT_models
 
 
@@ -51,11 +53,22 @@ def error(got, want):
     return float((got.double().cpu() - want).norm() / want.norm())
 
 
-def network_of(model, tier, device=None, optimisations=None):
+def network_of(model, tier, device=None, **how):
     """The accelerated network of a tier, on any device: where there is no GPU by the kernels' references."""
     device = next(model.parameters()).device if device is None else torch.device(device)
-    how = [optimisations] if optimisations else []
-    return family_of(model).build(model.state_dict(), model, tier, device, *how)
+    return family_of(model).build(model.state_dict(), model, tier, device, **how)
+
+
+def evaluate(network, x, t, y, scale):
+    """What guidance makes of a network's rows, (n, C', H, W); x (2n, C, H, W), of which n are read."""
+    return Guidance(scale, 0).combine(network.forward(x[: len(x) // 2], t, y))
+
+
+def sample(network, process, z, labels, scale=4.0, null_label=8, rows=slice(None), generator=None, **how):
+    """Latents of a part of a batch, with upstream's noise; scale: None is no guidance."""
+    guidance = Unguided() if scale is None else Guidance(scale, null_label)
+    how = {"draw": upstream_noise(z, guidance.copies, rows, generator), **how}
+    return denoise(network, process, guidance, z[rows], labels[rows], **how)
 
 
 def transformer(seed=0, **config):

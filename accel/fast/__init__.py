@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from accel.fast import dit, large_dit
 from accel.fast.dit import FastDiT
+from accel.kernels.ancestral_update import ancestral_update
 from accel.kernels.linear import Tuner
-from accel.network import rows_of_a_latent
 from accel.precision import TIERS
 
 
@@ -17,10 +18,10 @@ class Family(NamedTuple):
     """A kind of network: how its state dict names the blocks, and how it is built."""
 
     blocks: str
-    build: Callable[..., FastDiT]  # (state, module, tier, device, optimisations, tuner)
+    build: Callable[..., FastDiT]  # (state, module, tier, device, tuner, gemm)
 
 
-FAMILIES = Family("blocks", dit.build_like), Family("layers", large_dit.build)
+FAMILIES = Family("blocks", dit.build), Family("layers", large_dit.build)
 
 
 def family_of(model: torch.nn.Module) -> Family:
@@ -34,14 +35,16 @@ def load(
     model: torch.nn.Module,
     tier: str,
     device: torch.device,
-    batch_rows: int,
-    guided: bool = True,
+    latents: int,
+    copies: int = 1,
+    guided_channels: int = 0,
     tuner: Tuner | None = None,
 ) -> FastDiT:
     """The accelerated network of `tier` with the weights `state`. Kernels are compiled while the weights are copied.
 
-    model: of the same shape, without values (on the meta device). batch_rows: of one evaluation on this rank; guided:
-    whether the steps have guidance. Raises ValueError, naming the layer, for weights that the tier cannot hold.
+    model: of the same shape, without values (on the meta device). latents: of one evaluation on this rank, each in
+    `copies` batch rows. guided_channels: of a step's guidance, 0 without. Raises ValueError, naming the layer, for
+    weights that the tier cannot hold.
     """
     tuner, family = tuner or Tuner(), family_of(model)
     first, others = f"{family.blocks}.0.", f"{family.blocks}."
@@ -50,23 +53,43 @@ def load(
         for name, value in model.state_dict().items()
         if name.startswith(first) or not name.startswith(others)
     }
-    shallow = family.build(zeros, model, tier, device, tuner=tuner)
-    n = batch_rows // rows_of_a_latent(batch_rows, guided)
-    side = round(len(shallow.position) ** 0.5) * shallow.patch_size
-    latents = torch.zeros(n, shallow.in_channels, side, side, device=device)
-    calls = shallow.kernel_calls(latents, batch_rows, guided)
+    shallow = family.build(zeros, model, tier, device, tuner)
+    calls = kernel_calls(shallow, latents, copies, guided_channels)
 
     # The threads' tensors are freed below: in the order of this stream.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def warm_up(call):
         # A thread begins on GPU 0, to which leaving a stream of another one would return: that makes a context there.
-        with torch.inference_mode(), torch.cuda.device_of(latents), torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.device_of(shallow.position), torch.cuda.stream(stream):
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
         compiling = [pool.submit(warm_up, call) for call in calls]
-        network = family.build(state, model, tier, device, tuner=tuner)
+        network = family.build(state, model, tier, device, tuner)
         for job in compiling:
             job.result()
     return network
+
+
+def kernel_calls(network: FastDiT, latents: int, copies: int, guided_channels: int) -> list[Callable[[], object]]:
+    """Every kernel of a sampling step, once, for warming up: an evaluation on so many latents in `copies` batch rows
+    each, and an update of a latent."""
+    rows, tokens = latents * copies, len(network.position)
+    side = round(tokens**0.5) * network.patch_size
+    x = network.position.new_zeros(latents, network.in_channels, side, side)
+    t = torch.zeros(rows, dtype=torch.int64, device=x.device)
+    h = network.position.repeat(rows, 1, 1)  # (N, T, D)
+    branch, condition = (h.to(network.dtype), 0), network.condition(t, t)
+    layers, one = network.blocks[0], x[:1]
+    out = h.new_zeros(2 if guided_channels else 1, tokens, 2 * network.patches.shape[1])
+    qkv = layers[0].zeros(rows, tokens)
+    return [
+        partial(network.embed, x, copies=copies),
+        *(partial(network.adaptive_norm, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
+        lambda: network.last_norm(h.clone(), condition, 0, (branch, branch)),
+        lambda: network.attention(qkv, network.num_heads),
+        lambda: network.attend_in_block(0, layers[0].zeros(1, tokens), lambda qkv, heads: qkv),
+        *(partial(layer.prepare, rows * tokens) for layer in layers),
+        lambda: ancestral_update(out, one, one, t[:1], h.new_zeros(1, 6), 1.0, guided_channels),
+    ]

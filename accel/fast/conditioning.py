@@ -15,6 +15,7 @@ from accel.kernels.adaln import Modulation
 from accel.precision import true_float32
 from models import TimestepEmbedder
 
+MOST_EVALUATIONS = 4096  # of a run
 TABLE_BYTES = 256 << 20  # on XL/2: 37 steps for eight labels and the null label
 
 
@@ -76,14 +77,14 @@ class Conditioning:
 
 
 class ConditioningTable:
-    """The modulation vectors of a run, at fixed addresses: captured graphs outlive a change of steps and labels.
+    """The modulation vectors of a run, at fixed addresses: captured graphs outlive a change of times and labels.
 
-    `begin(timesteps, labels)` starts a run, `advance(i)` makes sure that the run's i-th evaluation is in the table, and
-    `modulation(t, y)`, two look-ups on the device, is all the loop does. A pair that is not in the table finds a row of
-    NaN, so a wrong order of calls cannot pass for a picture.
+    `begin(times, labels)` starts a run, `advance(i)` makes sure that the run's i-th evaluation is in the table, and
+    `modulation(index, y)`, two look-ups on the device, is all the loop does. A pair that is not in the table finds a
+    row of NaN, so a wrong order of calls cannot pass for a picture.
     """
 
-    def __init__(self, conditioning: Conditioning, table_bytes=TABLE_BYTES, original_steps=1000, least=1):
+    def __init__(self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, least: int = 1):
         """least: how many entries there have to be, whatever their bytes."""
         c = self.conditioning = conditioning
         self.usual = max(1, table_bytes // (c.bias.numel() * c.bias.element_size()))  # entries
@@ -91,18 +92,17 @@ class ConditioningTable:
         with torch.inference_mode(False):  # later callers may be in another mode
             self.table = c.bias.new_empty(self.capacity + 1, c.vectors, c.width)
             self.table[-1] = torch.nan
-            # Two offsets add up to an entry. What is not in the table has the offset `capacity`, the row of NaN; so has
-            # the last place of step_offset, which stands for a t out of range.
-            self.step_offset = torch.full((original_steps + 1,), self.capacity, device=c.bias.device)
+            # Two offsets add up to an entry. What is not in the table has the offset `capacity`, the row of NaN.
+            self.offset = torch.full((MOST_EVALUATIONS,), self.capacity, device=c.bias.device)
             self.label_offset = torch.full((len(c.labels),), self.capacity, device=c.bias.device)
 
-    def begin(self, timesteps: list[int], labels: list[int], at_once: int = 1) -> None:
-        """Start a run; arguments as Network.sampling_run has them. ValueError if the table is too small."""
+    def begin(self, times: list[int], labels: list[int], at_once: int = 1) -> None:
+        """Start a run; arguments as Network.schedule has them. ValueError if the table is too small."""
         device = self.table.device
-        if max(timesteps) >= len(self.step_offset) - 1:
-            raise ValueError(f"timestep {max(timesteps)}: the table is for {len(self.step_offset) - 1} steps")
+        if len(times) > len(self.offset):
+            raise ValueError(f"{len(times)} evaluations: the table is for {len(self.offset)}")
         # Uploaded once: the loop never waits for the host.
-        self.timesteps = torch.tensor(list(timesteps), device=device)
+        self.times = torch.tensor(list(times), device=device)
         self.labels = torch.tensor(sorted(set(labels)), device=device)
         if len(self.labels) * at_once > self.capacity:
             raise ValueError(f"{len(self.labels)} labels do not fit in a table of {self.capacity} entries")
@@ -118,15 +118,14 @@ class ConditioningTable:
         """Fill the table from the run's `index`-th evaluation on, if that or one of `more` is not in it."""
         if all(i in self.ready for i in (index, *more)):
             return
-        self.ready = range(index, min(index + self.chunk, len(self.timesteps)))
-        steps = self.timesteps[index : self.ready.stop]  # (S,)
-        entries = len(steps) * len(self.labels)
-        t = steps[:, None].expand(-1, len(self.labels)).flatten()  # (E,)
-        self.conditioning(t, self.labels.repeat(len(steps)), out=self.table[:entries])
-        self.step_offset.fill_(self.capacity)
-        self.step_offset[steps] = torch.arange(len(steps), device=t.device) * len(self.labels)
+        self.ready = range(index, min(index + self.chunk, len(self.times)))
+        times = self.times[index : self.ready.stop]  # (S,)
+        entries = len(times) * len(self.labels)
+        t = times[:, None].expand(-1, len(self.labels)).flatten()  # (E,)
+        self.conditioning(t, self.labels.repeat(len(times)), out=self.table[:entries])
+        self.offset.fill_(self.capacity)
+        self.offset[index : self.ready.stop] = torch.arange(len(times), device=t.device) * len(self.labels)
 
-    def modulation(self, t: torch.Tensor, y: torch.Tensor) -> Modulation:
-        """t (N,) original timesteps, y (N,) labels → where each row finds its vectors."""
-        step = self.step_offset[t.long().clamp(-1, len(self.step_offset) - 1)]
-        return Modulation(self.table, (step + self.label_offset[y]).clamp(max=self.capacity))
+    def modulation(self, index: torch.Tensor, y: torch.Tensor) -> Modulation:
+        """index (N,) of the run's evaluations, y (N,) labels → where each row finds its vectors."""
+        return Modulation(self.table, (self.offset[index] + self.label_offset[y]).clamp(max=self.capacity))

@@ -5,15 +5,13 @@ a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and
 m ← w2(silu(w1·h) ∗ w3·h)                  w1 and w3 by one GEMM, SwiGLU by a kernel
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from accel.fast.conditioning import Conditioning
-from accel.fast.dit import FastDiT, Optimisations
-from accel.kernels.adaln import adaln
+from accel.fast.dit import FastDiT
 from accel.kernels.linear import Linear, Tuner
 from accel.kernels.qk_norm_rotary import qk_norm_rotary
 from accel.kernels.swiglu import swiglu
@@ -28,17 +26,21 @@ def build(
     model: torch.nn.Module,
     tier: str,
     device: torch.device,
-    optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
     tuner: Tuner | None = None,
+    gemm: str = "auto",
 ) -> "FastLargeDiT":
     """The accelerated network of a tier. model: the module, for its sizes. Raises ValueError for the tier exact."""
     if tier == "exact":
         raise ValueError("precision 'exact' is for DiT only; take 'fp32'")
-    return FastLargeDiT(state, model, TIERS[tier].dtype, device, optimisations, tuner)
+    return FastLargeDiT(state, model, TIERS[tier].dtype, device, tuner, gemm)
 
 
 class SwiGLU(Linear):
     """The layers w1 and w3 as one GEMM, then silu(w1·x) ∗ w3·x. weight: w1's rows, then w3's."""
+
+    def prepare(self, m: int) -> None:
+        super().prepare(m)
+        swiglu(self.zeros(1, 1))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (…, D), contiguous → (…, F)."""
@@ -59,13 +61,12 @@ class FastLargeDiT(FastDiT):
         model: torch.nn.Module,
         dtype: torch.dtype,
         device: torch.device,
-        optimisations: Optimisations = Optimisations(),  # noqa: B008 (frozen)
         tuner: Tuner | None = None,
+        gemm: str = "auto",
     ):
         self.in_channels, self.patch_size = model.in_channels, model.patch_size
         self.row_tokens = (model.input_size // model.patch_size) ** 2
-        self.average = None  # over ranks that divide the heads
-        super().__init__(state, model.n_heads, dtype, device, optimisations, tuner)
+        super().__init__(state, model.n_heads, dtype, device, tuner, gemm)
 
     def _load(self, state, take):
         self.depth = sum(name.endswith(".attention.wq.weight") for name in state)
@@ -92,7 +93,7 @@ class FastLargeDiT(FastDiT):
 
         wq, wk, wv, wo = weights(*(f"attention.{layer}" for layer in ("wq", "wk", "wv", "wo")))
         w1, w2, w3 = weights(*(f"feed_forward.{layer}" for layer in ("w1", "w2", "w3")))
-        how = dict(bias=None, tuner=self.tuner, backend=self.optimisations.gemm)
+        how = dict(bias=None, tuner=self.tuner, backend=self.gemm)
         qkv = torch.cat([wq, self._for_every_head(wk), self._for_every_head(wv)])  # (3·D, D)
         return [Linear(qkv, **how), Linear(wo, **how), SwiGLU(torch.cat([w1, w3]), **how), Linear(w2, **how)]
 
@@ -112,31 +113,10 @@ class FastLargeDiT(FastDiT):
         yield from super().parameters()
         yield from (norms for norms in self.norms if norms is not None)
 
-    def _adaln(self, x, modulation, vector, branches=()):
-        update, backend = len(branches) == 2, self.optimisations.adaln
-        return adaln(x, modulation, vector, vector + 1, branches, update, self.dtype, backend, RMS_EPS)
+    def adaptive_norm(self, x, modulation, vector, branches=()) -> Tensor:
+        update = len(branches) == 2
+        return self.adaln(x, modulation, vector, vector + 1, branches, update, self.dtype, rms_eps=RMS_EPS)
 
-    def forward_blocks(self, h, condition, *, attend=None, tokens=slice(None)) -> Tensor:
-        attend, norms = attend or self.attention, iter(self.norms)
-
-        def attend_rotated(qkv, num_heads):  # once a block, in order
-            return attend(self._rotated(qkv, tokens.start or 0, next(norms)), num_heads)
-
-        return super().forward_blocks(h, condition, attend=attend_rotated, tokens=tokens)
-
-    def _rotated(self, qkv, first, norms):
-        return qk_norm_rotary(qkv, self.rotation, first, norms, self.optimisations.adaln, self.average)
-
-    def divide(self, rank: int, ranks: int, all_reduce: Callable[[Tensor], object]) -> None:
-        def average(x):
-            all_reduce(x)
-            return x / ranks
-
-        super().divide(rank, ranks, all_reduce)
-        self.average = average
-        self.norms = [norms if norms is None else norms.chunk(ranks, -1)[rank].contiguous() for norms in self.norms]
-
-    def kernel_calls(self, latents: Tensor, *how) -> list[Callable[[], object]]:
-        qkv, hidden = (self.position.new_zeros(1, 1, len(self.blocks[0][i].weight), dtype=self.dtype) for i in (0, 2))
-        between = partial(self._rotated, qkv, 0, self.norms[0]), partial(swiglu, hidden)
-        return [*super().kernel_calls(latents, *how), *between]
+    def attend_in_block(self, block, qkv, attend, first=0) -> Tensor:
+        qkv = qk_norm_rotary(qkv, self.rotation, first, self.norms[block], average=self.average)
+        return attend(qkv, self.num_heads)

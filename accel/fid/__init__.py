@@ -29,6 +29,7 @@ from accel.fid.noise import PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
 from accel.files import cache_folder, open_regular, require_writable
 from accel.options import DistributedOptions
+from accel.sampling import upstream_noise
 from accel.vae import to_uint8
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ def tuner_folders(options: DistributedOptions) -> list[Path]:
     return [folder_of(options) / ".job", cache_folder()]
 
 
-def batch_rows(options: DistributedOptions) -> int:
-    """Batch rows of one network evaluation on a rank: guidance doubles the pictures of a batch."""
-    return len(Batches(options, rank=0, world=1).pictures(0)) * (2 if options.guided else 1)
+def batch_of(options: DistributedOptions) -> tuple[int, int]:
+    """(latents, batch rows of each) of one network evaluation on a rank."""
+    return len(Batches(options, rank=0, world=1).pictures(0)), 2 if options.guided else 1
 
 
 def run(engine: "Engine", job: "Job") -> None:
@@ -128,7 +129,7 @@ def _make_pictures(engine, job, journal, todo, already):
             batch, *todo = todo
             z, labels, draw = noise.batch(batch, journal.states.get(batch - batches.world))
             with engine.watch.phase("sample"):
-                latents = engine.denoise(z, labels, guided=engine.options.guided, draw=draw)
+                latents = engine.denoise(z, labels, draw or upstream_noise(z, engine.guidance.copies))
             pixels = to_uint8(engine.decode(latents)).numpy()
             if written is not None:
                 written.result()

@@ -121,8 +121,8 @@ def settings_of(engine: "Engine", batches: Batches) -> dict:
     }
     if device.type == "cpu":
         settings |= {"device": _cpu(), "number of threads": torch.get_num_threads()}
-    if engine.plan is not None:
-        settings["--forecast"] = engine.plan.setting
+    if options.forecast == "plan":
+        settings["--forecast"] = engine.process.setting
     if not batches.independent:
         settings["number of ranks"] = batches.world
     return settings

@@ -20,7 +20,6 @@ except ImportError:  # on Windows and macOS: the reference is then the only back
     triton = None
 
 BACKENDS = ("auto", "triton", "torch")
-GUIDED = 3  # channels that are guided
 BLOCK = 256
 
 
@@ -30,52 +29,54 @@ def ancestral_update(
     noise: Tensor,
     t: Tensor,
     coefficients: Tensor,
-    cfg_scale: float | None = None,
+    scale: float = 1.0,
+    guided_channels: int = 0,
     backend: str = "auto",
 ) -> Tensor:
     """x_{t-1} from x_t (n, C, H, W).
 
-    tokens (n, T, p·p·2C): the network's output before unpatchify, ε's C channels before the variance's. With guidance
-    (`cfg_scale`) 2n batch rows, those with the null label last. noise: like x. t (n,) int64: rows of `coefficients` (S,
-    6), which holds r, m, c₁, c₂, log β̃, log β (diffusion's `ancestral_coefficients`). backend: "triton" (all float32,
-    contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU.
+    tokens (n, T, p·p·2C): the network's output before unpatchify, ε's C channels before the variance's. scale: s, on
+    the first `guided_channels`; with any there are 2n batch rows, those with the null label last. noise: like x. t (n,)
+    int64: rows of `coefficients` (S, 6), which holds r, m, c₁, c₂, log β̃, log β (diffusion's `ancestral_coefficients`).
+    backend: "triton" (all float32, contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU.
     """
     check_backend("ancestral_update", backend, BACKENDS)
     if backend == "auto":
         backend = "triton" if triton and x.is_cuda else "torch"
     n, channels, height, width = x.shape
     patch = round((tokens.shape[-1] / (2 * channels)) ** 0.5)
-    if tokens.shape != (n if cfg_scale is None else 2 * n, height * width // patch**2, patch * patch * 2 * channels):
+    if tokens.shape != (2 * n if guided_channels else n, height * width // patch**2, patch * patch * 2 * channels):
         raise ValueError(f"ancestral_update: tokens {tuple(tokens.shape)} do not fit x {tuple(x.shape)}")
-    return (_triton if backend == "triton" else _torch)(tokens, x, noise, t, coefficients, cfg_scale, patch)
+    run = _triton if backend == "triton" else _torch
+    return run(tokens, x, noise, t, coefficients, scale, guided_channels, patch)
 
 
-def _torch(tokens, x, noise, t, coefficients, cfg_scale, patch):
+def _torch(tokens, x, noise, t, coefficients, scale, guided, patch):
     n, channels, height, width = x.shape
     out = tokens.unflatten(-1, (patch, patch, 2 * channels))
     out = out.unflatten(1, (height // patch, width // patch))  # (N, h, w, p, p, 2C)
     out = out.permute(0, 5, 1, 3, 2, 4).reshape(len(tokens), 2 * channels, height, width)
     eps, value = out[:n].split(channels, dim=1)
-    if cfg_scale is not None:
-        other = out[n:, :GUIDED]
-        eps = torch.cat([other + cfg_scale * (eps[:, :GUIDED] - other), eps[:, GUIDED:]], dim=1)
+    if guided:
+        other = out[n:, :guided]
+        eps = torch.cat([other + scale * (eps[:, :guided] - other), eps[:, guided:]], dim=1)
     recip, recipm1, coef1, coef2, low, high = coefficients[t].view(n, 6, 1, 1, 1).unbind(1)
     share = (value + 1) / 2
     sigma = torch.exp(0.5 * (share * high + (1 - share) * low)) * (t != 0).view(n, 1, 1, 1)
     return coef1 * (recip * x - recipm1 * eps) + coef2 * x + sigma * noise
 
 
-def _triton(tokens, x, noise, t, coefficients, cfg_scale, patch):
+def _triton(tokens, x, noise, t, coefficients, scale, guided, patch):
     tensors = tokens, x, noise, coefficients
     if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in tensors) or t.dtype != torch.int64:
         raise TypeError("ancestral_update: backend 'triton' takes contiguous float32 tensors and int64 timesteps")
     n, channels, height, width = x.shape
     out = torch.empty_like(x)
-    arguments = tokens, x, noise, t, t.stride(0), coefficients, out, n, 0.0 if cfg_scale is None else cfg_scale
+    arguments = tokens, x, noise, t, t.stride(0), coefficients, out, n, scale
     shape = dict(CHANNELS=channels, HEIGHT=height, WIDTH=width, PATCH=patch)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         grid = triton.cdiv(channels * height * width, BLOCK), n
-        _ancestral_update[grid](*arguments, **shape, GUIDANCE=0 if cfg_scale is None else GUIDED, BLOCK=BLOCK)
+        _ancestral_update[grid](*arguments, **shape, GUIDANCE=guided, BLOCK=BLOCK)
     return out
 
 

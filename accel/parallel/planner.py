@@ -22,7 +22,7 @@ from accel.errors import UsageError
 from accel.files import atomic_write, cache_folder, read_json
 from accel.graphs import capture
 from accel.kernels import cuda
-from accel.network import BlockNetwork, Network, plain
+from accel.network import BlockNetwork, Network
 from accel.options import DistributedOptions
 from accel.parallel.exchanges import EXCHANGES
 from accel.parallel.processes import Job
@@ -48,13 +48,17 @@ class Layout(NamedTuple):
         """How many of `world` ranks compute."""
         return self.ranks if self.ranks > 1 else world
 
-    def batch_rows(self, pictures: int, world: int) -> int:
-        """Batch rows of an evaluation on a rank, with guidance; of ranks that have unlike shares, the largest."""
-        return 2 * -(-pictures // world) if self.ranks == 1 else -(-2 * pictures // self.rows)
+    def batch(self, pictures: int, world: int, copies: int) -> tuple[int, int]:
+        """(latents, batch rows of each) of an evaluation on a rank, `copies` batch rows a picture; of ranks that have
+        unlike shares, the largest."""
+        if self.rows * self.tokens > 1:
+            return -(-copies * pictures // self.rows), 1
+        return -(-pictures // (world if self.ranks == 1 else 1)), copies
 
     def row_tokens(self, pictures: int, world: int, tokens: int) -> int:
-        """Tokens that a rank's GEMMs have at once: batch rows × its part of the `tokens` of a row."""
-        return self.batch_rows(pictures, world) * (tokens // self.tokens)
+        """Tokens that a rank's GEMMs have at once with guidance: batch rows × its part of the `tokens` of a row."""
+        latents, copies = self.batch(pictures, world, 2)
+        return latents * copies * (tokens // self.tokens)
 
     def __str__(self):
         if self.ranks == 1:
@@ -109,7 +113,7 @@ class Planner:
     def __init__(self, job: Job, options: DistributedOptions, model: torch.nn.Module):
         self.job, self.options = job, options
         self.tokens = (options.latent_size // model.patch_size) ** 2
-        self.heads = plain(model).num_heads
+        self.heads = model.num_heads
         self.device, self.pictures = torch.device(options.device), len(options.labels)
         self.tier = options.precision or precision.default_tier(self.device)
         self.groups, self.exchanges = {}, {}  # by their ranks, each made once
@@ -181,7 +185,7 @@ class Planner:
     def tune(self, network: Network, layouts: Iterable[Layout]) -> None:
         """Let all ranks take the GEMMs that are the fastest on rank 0, or two runs of one job could differ."""
         sizes = {layout.row_tokens(self.pictures, self.job.world, self.tokens) for layout in layouts}
-        network.tune(sorted(sizes), self.job.from_rank_0)
+        network.tune(sorted(sizes))
 
     def apply(self, network: BlockNetwork, layout: Layout) -> Network:
         """The network as `layout` has it on this rank; network itself on a rank that shares no evaluation."""
@@ -255,15 +259,15 @@ class Planner:
         if self.job.rank >= layout.busy(self.job.world):
             return 0.0
         pictures = -(-self.pictures // self.job.world) if layout.ranks == 1 else self.pictures
-        shape = 2 * pictures, network.in_channels, self.options.latent_size, self.options.latent_size
+        shape = pictures, network.in_channels, self.options.latent_size, self.options.latent_size
         generator = torch.Generator(self.device).manual_seed(0)  # its own: the run's random stream begins untouched
         x = torch.randn(shape, generator=generator, device=self.device)
-        t = torch.full((len(x),), 500, device=self.device)
-        y, times = torch.zeros_like(t), []
+        index = torch.zeros(2 * pictures, dtype=torch.int64, device=self.device)
+        y, times = torch.zeros_like(index), []
         for one in shared:
-            with one.sampling_run([500], [0]) as advance:
-                advance(0)
-                times.append(_milliseconds(lambda: one.forward_with_cfg(x, t, y, 4.0), self.device))
+            scheduled, advance = one.schedule([500], [0])
+            advance(0)
+            times.append(_milliseconds(lambda: scheduled.tokens(x, index, y), self.device))
         a_block = (times[1] - times[0]) / max(depths[1] - depths[0], 1)
         return times[0] + a_block * (network.depth - depths[0])
 

@@ -7,10 +7,9 @@ The output is gathered once. Guidance, sampler and noise then run on every rank 
 stream and the sampling loop know nothing of this.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ class Sharded(Network):
         self.network, self.everyone = network, everyone
         self.patch_size, self.in_channels = network.patch_size, network.in_channels
         self.fuses_update = network.fuses_update
-        self.attend = exchange and partial(exchange, attention=network.attention)
+        self.attend = partial(exchange, attention=network.attention) if exchange else network.attention
         self.columns = exchange.size if exchange else 1  # ranks that a row's tokens lie on
         self.rows = dist.get_world_size(everyone) // self.columns
         self.row, self.column = divmod(dist.get_rank(everyone), self.columns)
@@ -49,16 +48,18 @@ class Sharded(Network):
         part = slice(self.column * length, (self.column + 1) * length)
         h = self.network.embed(x[mine % len(x)], part)  # (share, t, D)
         condition = self.network.condition(t[mine], y[mine])
-        out = self.network.forward_blocks(h, condition, attend=self.attend, tokens=part).contiguous()
+        out = self.network.forward_blocks(h, condition, self.attend, part).contiguous()
         whole = out.new_empty(rows * columns, *out.shape)  # (ranks, share, t, p·p·C')
         dist.all_gather_into_tensor(whole.flatten(0, 1), out, group=self.everyone)
         whole = whole.unflatten(0, (rows, columns)).transpose(1, 2)  # (rows, share, columns, t, p·p·C')
         return whole.reshape(rows * share, total, -1)[:n]
 
-    def sampling_run(self, timesteps: list[int], labels: list[int], at_once: int = 1) -> AbstractContextManager:
-        return self.network.sampling_run(timesteps, labels, at_once)
+    def schedule(self, times: list[int], labels: list[int], at_once: int = 1) -> tuple[Network, Callable[..., None]]:
+        scheduled = copy.copy(self)
+        scheduled.network, advance = self.network.schedule(times, labels, at_once)
+        return scheduled, advance
 
-    def replayed(self, key: Any, step: Callable) -> Callable:
+    def replayed(self, key: Hashable, step: Callable) -> Callable:
         return self.network.replayed((self, key), step)  # the network knows when its graphs become void
 
     def overflowed(self) -> str | None:

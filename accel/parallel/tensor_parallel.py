@@ -9,8 +9,9 @@ Another family adds its entry to DIVISIONS. Accelerated networks divide their ow
 conditioning whole.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate
 
-from accel.network import Network, PlainDiT, PlainLargeDiT
+from accel.network import BlockNetwork, Plain
+from large_dit import DiT_Llama
+from models import DiT
 
 
 class Division(NamedTuple):
-    """How the blocks of `network.model` are divided; names are of submodules of a block."""
+    """How the blocks of a model are divided; names are of submodules of a block."""
 
     layers: dict[str, ParallelStyle]
     packed: dict[str, int]  # layers whose output is so many matrices of heads side by side
@@ -31,7 +34,7 @@ class Division(NamedTuple):
 
 
 DIVISIONS = {
-    PlainDiT: Division(
+    DiT: Division(
         layers={
             "attn.qkv": ColwiseParallel(),
             "attn.proj": RowwiseParallel(),
@@ -42,7 +45,7 @@ DIVISIONS = {
         packed={"attn.qkv": 3},
         heads=("attn.num_heads",),
     ),
-    PlainLargeDiT: Division(
+    DiT_Llama: Division(
         layers={
             "attention.wq": ColwiseParallel(output_layouts=Replicate()),
             "attention.wk": ColwiseParallel(output_layouts=Replicate()),
@@ -71,18 +74,22 @@ class OwnHeads(torch.nn.Module):
         return self.norm(x).chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()]
 
 
-def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
+def divide_weights(network: BlockNetwork, mesh: DeviceMesh) -> BlockNetwork:
     """Divide the blocks of a network over the ranks of a one-dimensional mesh, in place; returns it.
 
     Every rank has the same weights before. Those of a plain network may lie in their file; its part becomes float32 on
     its device. Heads and hidden width must divide.
     """
+    if isinstance(network, Plain):
+        _divide_modules(network.model, DIVISIONS[type(network.model)], mesh)
+    else:
+        _divide_gemms(network, mesh.get_local_rank(), mesh.size(), partial(dist.all_reduce, group=mesh.get_group()))
+    return network
+
+
+def _divide_modules(model, division, mesh):
     ranks = mesh.size()
-    if type(network) not in DIVISIONS:
-        network.divide(mesh.get_local_rank(), ranks, partial(dist.all_reduce, group=mesh.get_group()))
-        return network
-    division = DIVISIONS[type(network)]
-    for block in network.blocks:
+    for block in model.blocks:
         for path in division.heads:
             module, _, count = path.rpartition(".")
             setattr(block.get_submodule(module), count, getattr(block.get_submodule(module), count) // ranks)
@@ -95,5 +102,42 @@ def divide_weights(network: Network, mesh: DeviceMesh) -> Network:
                 parts = tensor.detach().unflatten(0, (matrices, ranks, -1)).transpose(0, 1).flatten(0, 2)
                 setattr(layer, kind, torch.nn.Parameter(parts, requires_grad=False))
         parallelize_module(block, mesh, division.layers, src_data_rank=None)  # None: cut what is here, send nothing
-    network.model.to(mesh.device_type, torch.float32)
-    return network
+    model.to(mesh.device_type, torch.float32)
+
+
+def _divide_gemms(network, rank, ranks, all_reduce):
+    """Keep a rank's part of an accelerated network's GEMMs: its heads, and its part of the hidden width."""
+
+    def own(tensor, matrices):  # its part of the rows of each of `matrices` matrices
+        return tensor.unflatten(0, (matrices, ranks, -1))[:, rank].flatten(0, 1).clone()
+
+    def average(x):
+        all_reduce(x)
+        return x / ranks
+
+    network.num_heads //= ranks
+    network.average = average
+    network.norms = [norms if norms is None else norms.chunk(ranks, -1)[rank].contiguous() for norms in network.norms]
+    for layers in network.blocks:
+        for first, second in ((0, 1), (2, 3)):
+            inner, outer = layers[first], layers[second]
+            matrices = len(inner.weight) // outer.weight.shape[1]  # side by side, such as q, k and v
+            inner.weight, inner.bias = own(inner.weight, matrices), own(inner.bias, matrices)
+            outer.weight = outer.weight.unflatten(1, (ranks, -1))[:, rank].clone()
+            outer.bias = outer.bias if rank == 0 else torch.zeros_like(outer.bias)
+            layers[second] = Summed(outer, all_reduce)
+
+
+class Summed:
+    """A layer of whose inner dimension every rank has a part. all_reduce(x): sums x over the ranks, in place."""
+
+    def __init__(self, layer: Callable[[torch.Tensor], torch.Tensor], all_reduce: Callable[[torch.Tensor], object]):
+        self.layer, self.all_reduce = layer, all_reduce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x)
+        self.all_reduce(out)
+        return out

@@ -94,7 +94,7 @@ def test_loading_costs_the_file(tmp_path):
         f"options = SamplingOptions('DiT-B/2', ckpt={str(path)!r}, device='cpu').resolve()\n"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "weights = engine.open_checkpoint(options)\n"
-        "network = engine.load_network(options.complete(weights), weights, 'fp32', torch.device('cpu'), 2)\n"
+        "network = engine.load_network(options.complete(weights), weights, 'fp32', torch.device('cpu'), 1, 2)\n"
         "total = sum(p.sum().item() for p in network.model.parameters())\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)"
     )
@@ -120,8 +120,8 @@ def test_runs_repeat_and_ranks_have_their_rows(weights):
 
 def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
     run = engine.Engine(options_of(weights, labels=(1,), output_type="latent"))
-    evaluate = run.network.forward_with_cfg
-    run.network.forward_with_cfg = lambda x, t, y, scale: evaluate(x, t, y, scale) * (float("nan") if t[0] < 600 else 1)
+    condition = run.network.condition
+    run.network.condition = lambda t, y: condition(t, y) * (float("nan") if t[0] < 600 else 1)
     with pytest.raises(UsageError, match="--precision fp32: .* not finite from step 3 of 5 on; check the weights"):
         run.run()
     run.precision = "fp16"  # on a GPU, with bfloat16 and, like a V100, without
@@ -139,7 +139,7 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     before, found = torch.get_rng_state(), []
     for state in states:
         networks = (FastDiT(state, 2, dtype, CPU) for dtype in (torch.float16, torch.bfloat16, torch.float32))
-        found.append([engine.overflows(network, options, CPU, 2) for network in networks])
+        found.append([engine.overflows(network, options, CPU, 1, 2) for network in networks])
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 
 
@@ -168,8 +168,8 @@ def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monke
         if where == "loading":
             monkeypatch.setattr(engine, "load_network", full)
         run = engine.Engine(options)
-        run.network.forward_with_cfg = full
-        run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3))
+        run.network.tokens = full
+        run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), None)
 
 
 @pytest.mark.parametrize("kind", ["image", "latent"])
@@ -212,4 +212,4 @@ def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
         out[-1, -1, -1] = value if int(t[0]) == bad else 1
         return out
 
-    assert engine.overflows(SimpleNamespace(tokens=tokens, in_channels=4), options, CPU, 2)
+    assert engine.overflows(SimpleNamespace(tokens=tokens, in_channels=4), options, CPU, 1, 2)

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 from jobs import run
-from networks import build, small
+from networks import build, sample, small
 from safetensors.torch import save_file
 
-from accel import sampler
 from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
-from accel.fast.dit import FastDiT, Optimisations
-from accel.forecast import KIND, StridePlan, plan_path, read_plan, settings_of, write_plan
-from accel.network import PlainDiT
+from accel.fast.dit import FastDiT
+from accel.forecast import KIND, plan_path, read_plan, settings_of, write_plan
+from accel.network import Plain
 from accel.options import SamplingOptions
+from accel.sampling.ancestral import Ancestral
+from accel.sampling.strides import Strides
 from accel.weights.checkpoint import Checkpoint
 from diffusion import create_diffusion
 
@@ -49,58 +50,66 @@ def plan(weights):
     path.unlink()
 
 
-def sample(network, diffusion, plan, device=CPU, guided=True, **how):
+def latents_of(network, process, device=CPU, scale=3.0, **how):
     torch.manual_seed(4)
     z, labels = torch.randn(3, 4, 8, 8, device=device), torch.tensor([1, 5, 2], device=device)
-    return sampler.denoise(network, diffusion, z, labels, 3.0, 8, guided=guided, plan=plan, **how)
+    return sample(network, process, z, labels, scale, **how)
 
 
-@pytest.mark.parametrize("guided", (True, False))
-def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(guided):
+@pytest.mark.parametrize("scale", (3.0, None))
+def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(scale):
     """With models.DiT and with the accelerated network and its hoisted conditioning; the random stream is the same for
     every plan."""
     diffusion = create_diffusion("10")
-    every, fewer = StridePlan(diffusion, [(1, 1)] * 10), StridePlan(diffusion, STRIDES)
-    for network in (PlainDiT(small()), FastDiT(small().state_dict(), 2, torch.float16, CPU)):
-        want, state = sample(network, diffusion, None, guided=guided), torch.get_rng_state()
-        got = sample(network, diffusion, every, guided=guided)
+    every, fewer = Strides(diffusion, [(1, 1)] * 10), Strides(diffusion, STRIDES)
+    for network in (Plain(small()), FastDiT(small().state_dict(), 2, torch.float16, CPU)):
+        want, state = latents_of(network, Ancestral(diffusion), scale=scale), torch.get_rng_state()
+        got = latents_of(network, every, scale=scale)
         assert torch.equal(want, got) and torch.equal(torch.get_rng_state(), state)
-        got = sample(network, diffusion, fewer, guided=guided)
+        got = latents_of(network, fewer, scale=scale)
         assert torch.equal(torch.get_rng_state(), state) and not torch.equal(got, want) and got.isfinite().all()
 
 
 def test_evaluations_are_counted_and_tiers_agree():
     """The network is evaluated as often as the plan says. The accelerated one, whose table knows the plan's timesteps
     alone, makes the same latents; so does a rank for its rows."""
-    network, diffusion, seen, steps = PlainDiT(small()), create_diffusion("10"), [], []
+    network, diffusion, seen, steps = Plain(small()), create_diffusion("10"), [], []
     fast = FastDiT(small().state_dict(), 2, torch.float32, CPU)
-    tokens, network.tokens = network.tokens, lambda x, t, y: (seen.append(int(t[0])), tokens(x, t, y))[1]
-    plan = StridePlan(diffusion, STRIDES)
-    want = sample(network, diffusion, plan, on_step=lambda index, _: steps.append(index))
-    assert seen == plan.timesteps and len(seen) == plan.evaluations == 6 and steps == [0, 2, 6, 8, 9]
+    condition = network.condition
+    network.condition = lambda t, y: (seen.append(int(t[0])), condition(t, y))[1]
+    plan = Strides(diffusion, STRIDES)
+    want = latents_of(network, plan, on_step=lambda index, _: steps.append(index))
+    assert seen == plan.times() and len(seen) == plan.evaluations == 6 and steps == [0, 2, 6, 8, 9]
     assert seen[0] == diffusion.timestep_map[-1] and all(a > b for a, b in zip(seen, seen[1:]))
     near = 1e-4 * float(want.abs().max())
-    assert torch.allclose(want, sample(fast, diffusion, plan), atol=near)
-    assert torch.allclose(want[1:], sample(network, diffusion, plan, rows=slice(1, 3)), atol=near)
+    assert torch.allclose(want, latents_of(fast, plan), atol=near)
+    assert torch.allclose(want[1:], latents_of(network, plan, rows=slice(1, 3)), atol=near)
 
 
 def test_a_warm_up_has_every_kind_of_stride_once():
-    plan = StridePlan(create_diffusion("10"), STRIDES)
-    short = plan.each_kind_once()
-    assert short.kinds == [(1, 1), (2, 1), (4, 2)] and short.strides is plan.strides and len(plan.kinds) == 5
-    assert sample(PlainDiT(small()), plan.strides.diffusion, short).isfinite().all()
+    plan = Strides(create_diffusion("10"), STRIDES)
+    assert plan.every_kind == [(1, 1), (2, 1), (4, 2)] and len(plan.moves) == 5
+    assert latents_of(Plain(small()), plan, moves=plan.every_kind).isfinite().all()
+
+
+def test_equal_plans_are_one_key():
+    """Of captured moves: of the same strides in the same order of the same process."""
+    one, same = (Strides(create_diffusion("10"), STRIDES) for _ in range(2))
+    others = Strides(create_diffusion("10"), [*STRIDES[1:], STRIDES[0]]), Strides(create_diffusion("11"), STRIDES)
+    assert one == same and hash(one) == hash(same) and one not in others
+    assert Ancestral(create_diffusion("10")) != one != Ancestral(create_diffusion("10"))
 
 
 def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
     """The conditioning of two evaluations is there at once, in a table of hardly more; latents are those of a table
     that holds all. Where it is too small there is another."""
     diffusion, labels = create_diffusion("60"), 4  # three labels and the null label
-    plan = StridePlan(diffusion, [(1, 1), (8, 2), (1, 1)] * 6)
+    plan = Strides(diffusion, [(1, 1), (8, 2), (1, 1)] * 6)
     results = []
     for entries in (1000, 2 * labels, labels):
         network = FastDiT(small().state_dict(), 2, torch.float32, CPU)
         network.table = ConditioningTable(network.conditioning, entries * network.conditioning.bias.numel() * 4)
-        results.append(sample(network, diffusion, plan))
+        results.append(latents_of(network, plan))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -220,16 +229,15 @@ def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("guided", (True, False))
-def test_captured_strides_are_the_direct_ones_bit_for_bit(guided):
+@pytest.mark.parametrize("scale", (3.0, None))
+def test_captured_strides_are_the_direct_ones_bit_for_bit(scale):
     device, state, diffusion = torch.device("cuda"), small().state_dict(), create_diffusion("10")
-    direct, captured = (FastDiT(state, 2, torch.float16, device, Optimisations(graph=graph)) for graph in (False, True))
-    # Strides end in tensor operations, as p_sample does.
-    plain = FastDiT(state, 2, torch.float16, device, Optimisations(embed_update="torch"))
-    off = sample(plain, diffusion, None, device, guided)
-    assert torch.equal(off, sample(plain, diffusion, StridePlan(diffusion, [(1, 1)] * 10), device, guided))
-    plan = StridePlan(diffusion, STRIDES)
-    want, got, again = (sample(network, diffusion, plan, device, guided) for network in (direct, captured, captured))
+    direct, captured, plain = (FastDiT(state, 2, torch.float16, device) for _ in range(3))
+    direct.captures = plain.fuses_update = False  # strides end in tensor operations, as p_sample does
+    off = latents_of(plain, Ancestral(diffusion), device, scale)
+    assert torch.equal(off, latents_of(plain, Strides(diffusion, [(1, 1)] * 10), device, scale))
+    plan = Strides(diffusion, STRIDES)
+    want, got, again = (latents_of(network, plan, device, scale) for network in (direct, captured, captured))
     assert torch.equal(want, got) and torch.equal(want, again) and not torch.equal(got, off)
 
 
@@ -237,8 +245,8 @@ def test_captured_strides_are_the_direct_ones_bit_for_bit(guided):
 def test_no_wait_in_a_planned_run():
     """In a second run nothing waits for the device after the first stride."""
     device, diffusion = torch.device("cuda"), create_diffusion("10")
-    network, plan = FastDiT(small().state_dict(), 2, torch.float16, device), StridePlan(diffusion, STRIDES)
-    sample(network, diffusion, plan, device)
+    network, plan = FastDiT(small().state_dict(), 2, torch.float16, device), Strides(diffusion, STRIDES)
+    latents_of(network, plan, device)
 
     def on_step(index, x):
         if index == 0:  # by now the labels were read and the timesteps uploaded
@@ -246,7 +254,7 @@ def test_no_wait_in_a_planned_run():
             torch.cuda.set_sync_debug_mode("error")
 
     try:
-        latents = sample(network, diffusion, plan, device, on_step=on_step)
+        latents = latents_of(network, plan, device, on_step=on_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert latents.isfinite().all()

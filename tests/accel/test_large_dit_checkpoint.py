@@ -6,14 +6,16 @@ import os
 import pytest
 import torch
 from conftest import fill
+from networks import evaluate
 from safetensors.torch import save_file
 
 from accel import engine
 from accel.errors import UsageError
-from accel.network import MODELS, plain
+from accel.network import MODELS, Plain
 from accel.options import SamplingOptions
 from accel.weights.checkpoint import Checkpoint
 from large_dit import DiT_Llama
+from models import attention
 
 CPU = torch.device("cpu")
 DEMO = "Large-DiT-Demo/2"
@@ -136,17 +138,17 @@ def test_published_weights_are_not_fetched_by_name():
 def test_behind_the_protocol():
     """Part of the tokens, latents repeated: as the module gives all of them at once."""
     model = demo()
-    network = plain(model)
+    network = Plain(model)
     assert (network.depth, network.width, network.num_heads, network.patch_size) == (10, 192, 2, 2)
     x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([7, 7, 30, 30]), torch.tensor([1, 2, 8, 8])
     with torch.no_grad():
         assert torch.equal(network.forward(torch.cat([x, x]), t, y), model(torch.cat([x, x]), t, y))
-        guided = network.forward_with_cfg(torch.cat([x, x]), t, y, 3.0)
-        assert torch.equal(guided, model.forward_with_cfg(torch.cat([x, x]), t, y, 3.0))
+        want = model.forward_with_cfg(torch.cat([x, x]), t, y, 3.0)[:2]
+        assert torch.equal(evaluate(network, torch.cat([x, x]), t, y, 3.0), want)
         whole, condition = network.embed(x, copies=2), network.condition(t, y)
         part = slice(16, 48)
         assert torch.equal(network.embed(x, part, copies=2), whole[:, part])
-        torch.testing.assert_close(network.forward_blocks(whole, condition), network.tokens(x, t, y))
+        torch.testing.assert_close(network.forward_blocks(whole, condition, attention), network.tokens(x, t, y))
 
         def attend(qkv, num_heads):  # the other tokens' queries, keys and values come with these
             return network.attention(qkv, num_heads)

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from networks import guided, inputs, small
+from networks import evaluate, guided, inputs, small
 
-from accel.network import MODELS, PlainDiT, guide, rows_of_a_latent
+from accel.network import MODELS, Plain
+from accel.sampling.guidance import Guidance, Unguided
 from models import DiT_models, attention
 
 
 @pytest.fixture
 def network():
-    return PlainDiT(small())
+    return Plain(small())
 
 
 def test_it_is_the_model_to_the_bit(network):
@@ -18,16 +19,19 @@ def test_it_is_the_model_to_the_bit(network):
     with torch.no_grad():
         assert torch.equal(network.forward(x, t, y), network.model(x, t, y))
         want = network.model.forward_with_cfg(x, t, y, 3.0)
-    assert torch.equal(network.forward_with_cfg(x, t, y, 3.0), want)
-    other = x.clone()
-    other[2:] = float("nan")  # only the first half is read
-    assert torch.equal(network.forward_with_cfg(other, t, y, 3.0), want)
+    assert torch.equal(evaluate(network, x, t, y, 3.0), want[:2])
 
 
-def test_guidance_and_unpatchify_are_written_once():
+def test_guidance():
+    """Values, as keys of captured moves have to be; three channels as published, or all."""
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(6, 8, 4, 4, generator=generator)
-    assert torch.equal(guide(out, 2.5), guided(out, 2.5))
+    assert torch.equal(Guidance(2.5, 9).combine(out), guided(out, 2.5)[:3])
+    every = Guidance(2.5, 9, channels=8).combine(out)
+    assert torch.equal(every, out[3:] + 2.5 * (out[:3] - out[3:]))
+    assert Guidance(2.5, 9).labels(torch.tensor([3, 1])).tolist() == [3, 1, 9, 9]
+    assert Unguided().combine(out) is out and Unguided().labels(out) is out
+    assert {Guidance(2.5, 9): 1, Unguided(): 2} == {Unguided(): 2, Guidance(2.5, 9): 1} != {Guidance(2.0, 9): 1}
     assert set(MODELS) >= set(DiT_models)
 
 
@@ -44,24 +48,24 @@ def test_parts_of_the_network(network):
         whole, condition = network.tokens(x, t, y), network.condition(t, y)
         h = network.embed(x)
         assert torch.equal(network.embed(x, slice(4, 12), copies=2), torch.cat([h, h])[:, 4:12])
-        assert torch.equal(network.forward_blocks(h, condition, attend=attend), whole)
+        assert torch.equal(network.forward_blocks(h, condition, attend), whole)
         assert given == [((4, 16, 3 * 144), 2)] * 2
         shallow = network.shallow(1)
-        first = network.blocks[0](network.embed(x), condition, attention)
+        first = network.model.blocks[0](network.embed(x), condition, attention)
         assert torch.equal(shallow.tokens(x, t, y), network.model.final_layer(first, condition))
-    assert (shallow.depth, network.depth, len(given)) == (1, 2, 2) and shallow.blocks is network.blocks
+    assert (shallow.depth, network.depth, len(given)) == (1, 2, 2) and shallow.model is network.model
     assert "1 blocks" in shallow.describe() and "2 blocks" in network.describe()
 
 
-def test_rows_that_share_a_latent():
-    """With guidance two, unless ranks divide the rows of a picture."""
-    assert [rows_of_a_latent(rows, True) for rows in (1, 2, 3, 16)] == [1, 2, 1, 2]
-    assert [rows_of_a_latent(rows, False) for rows in (1, 2, 3, 16)] == [1, 1, 1, 1]
-
-
-def test_the_protocols_defaults(network):
-    """What a network has nothing to do for."""
+def test_what_a_network_has_nothing_to_do_for(network):
     assert not network.captures and not network.fuses_update and network.overflowed() is None
-    network.tune([64], lambda make: pytest.fail("there is nothing to share"))
-    with network.sampling_run([5], [1]) as advance:
-        advance(0)
+    network.tune([64])
+
+
+def test_a_run_by_the_index_of_its_evaluations(network):
+    x, t, y = inputs(network.model, 2)
+    scheduled, advance = network.schedule([900, 7, 900], y.tolist())
+    advance(0)
+    for index, time in enumerate((900, 7, 900)):
+        want = network.forward(x, torch.full((2,), time), y)
+        assert torch.equal(scheduled.forward(x, torch.full((2,), index), y), want)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from networks import build, error, small
+from networks import build, error, sample, small
 
-from accel import sampler
 from accel.fast.conditioning import ConditioningTable
-from accel.fast.dit import FastDiT, Optimisations
-from accel.network import PlainDiT
+from accel.fast.dit import FastDiT
+from accel.network import Plain
+from accel.sampling import initial_noise
+from accel.sampling.ancestral import Ancestral
 from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 def test_random_stream_draw_by_draw(monkeypatch):
     """z, then at every step, the last included, one normal of 2n rows; a share of the batch draws it all too."""
-    network, diffusion = PlainDiT(small()), create_diffusion("7")
+    network, diffusion = Plain(small()), create_diffusion("7")
     torch.manual_seed(11)
     want = [torch.randn(3, 4, 8, 8)] + [torch.randn(6, 4, 8, 8) for _ in range(7)]
     after = torch.get_rng_state()
@@ -27,9 +28,9 @@ def test_random_stream_draw_by_draw(monkeypatch):
 
     def run(scale=4.0, **how):
         generator = torch.Generator().manual_seed(11)
-        z = sampler.initial_noise(3, 4, 8, generator)
+        z = initial_noise(3, 4, 8, generator)
         assert torch.equal(z, want[0])
-        found = sampler.denoise(network, diffusion, z, labels, scale, 8, generator=generator, **how)
+        found = sample(network, Ancestral(diffusion), z, labels, scale, generator=generator, **how)
         return found, generator.get_state()
 
     whole, state = run()
@@ -39,44 +40,41 @@ def test_random_stream_draw_by_draw(monkeypatch):
     assert torch.equal(state, after) and torch.equal(torch.get_rng_state(), after)  # torch's own was left alone
     assert (part - whole[1:]).abs().max() <= 1e-5 * whole.abs().max()  # other GEMMs, which add in another order
     seen.clear()
-    run(1.0, guided=False)  # n rows a step without guidance
+    run(None)  # n rows a step without guidance
     torch.manual_seed(11)
     want = [torch.randn(3, 4, 8, 8) for _ in range(8)]
     assert all(torch.equal(a, b) for a, b in zip(seen, want[1:], strict=True))
 
 
-@pytest.mark.parametrize("guided", (True, False))
-def test_every_network_gives_the_same_latents(guided):
+@pytest.mark.parametrize("scale", (3.0, None))
+def test_every_network_gives_the_same_latents(scale):
     """The plain one, the accelerated one with its conditioning hoisted and not, and one that ends its steps in
     ancestral_update. The random state is the same after all of them; on_step sees every step's result."""
-    state, diffusion = small().state_dict(), create_diffusion("6")
+    state, process = small().state_dict(), Ancestral(create_diffusion("6"))
     z, labels = torch.randn(3, 4, 8, 8), torch.tensor([0, 3, 3])
     plain, hoisted, direct, fused = (
-        PlainDiT(small()),
-        FastDiT(state, 2, torch.float32, CPU),
-        FastDiT(state, 2, torch.float32, CPU, Optimisations(hoist=False)),
-        FastDiT(state, 2, torch.float32, CPU),
+        Plain(small()),
+        *(FastDiT(state, 2, torch.float32, CPU) for _ in range(3)),
     )
+    direct.hoists = False
     assert not hoisted.fuses_update  # the kernel needs a GPU
     fused.fuses_update = True
     results = []
     for network in (plain, hoisted, direct, fused):
         torch.manual_seed(1)
         seen = []
-        latents = sampler.denoise(
-            network, diffusion, z, labels, 3.0, 8, guided=guided, on_step=lambda i, x, seen=seen: seen.append((i, x))
-        )
+        latents = sample(network, process, z, labels, scale, on_step=lambda i, x, seen=seen: seen.append((i, x)))
         assert [i for i, _ in seen] == list(range(6)) and torch.equal(seen[-1][1], latents)
         results.append((latents, torch.get_rng_state()))
     for latents, random_state in results[1:]:
         assert latents.isfinite().all() and error(latents, results[0][0].double()) < 1e-5
         assert torch.equal(random_state, results[0][1])
-    assert hoisted.table is not None and direct.table is None and hoisted.hoisted is None
+    assert hoisted.table is not None and direct.table is None
 
 
 def test_a_draw_of_its_own_and_fewer_steps():
     """An FID job's noise by picture takes the place of the stream; a warm-up stops early."""
-    network, diffusion, drawn = PlainDiT(small()), create_diffusion("5"), []
+    network, process, drawn = Plain(small()), Ancestral(create_diffusion("5")), []
     z, labels = torch.randn(2, 4, 8, 8), torch.tensor([0, 3])
     generator = torch.Generator().manual_seed(3)
 
@@ -85,7 +83,7 @@ def test_a_draw_of_its_own_and_fewer_steps():
         return drawn[-1]
 
     before, steps = torch.get_rng_state(), []
-    sampler.denoise(network, diffusion, z, labels, 3.0, 8, draw=draw, steps=3, on_step=lambda i, _: steps.append(i))
+    sample(network, process, z, labels, draw=draw, moves=process.moves[:3], on_step=lambda i, _: steps.append(i))
     assert torch.equal(torch.get_rng_state(), before) and len(drawn) == 3 and steps == [0, 1, 2]
 
 
@@ -96,27 +94,26 @@ def test_a_draw_of_its_own_and_fewer_steps():
 gpu = pytest.mark.gpu
 
 
-def latents_and_sums(network, diffusion, z, labels, **how):
+def latents_and_sums(network, process, z, labels, scale, **how):
     """Latents from a fixed seed, and a sum for every step."""
-    sums = torch.zeros(diffusion.num_timesteps, device=z.device)
+    sums = torch.zeros(process.steps, device=z.device)
     torch.manual_seed(5)
 
     def on_step(index, x):
         torch.sum(x.flatten(), 0, out=sums[index])
 
-    return sampler.denoise(network, diffusion, z, labels, 4.0, 8, on_step=on_step, **how), sums
+    return sample(network, process, z, labels, scale, on_step=on_step, **how), sums
 
 
 @gpu
-@pytest.mark.parametrize("guided", (True, False))
-def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
+@pytest.mark.parametrize("scale", (4.0, None))
+def test_a_captured_run_is_the_direct_run_bit_for_bit(scale):
     """All steps, over chunks of the table, twice through the same graph with other labels and noise, and one share of
     the batch."""
     model, device = build("DiT-Demo/2").cuda(), torch.device("cuda")
-    diffusion = create_diffusion("25")
-    direct, captured = (
-        FastDiT(model.state_dict(), 3, torch.float16, device, Optimisations(graph=graph)) for graph in (False, True)
-    )
+    process = Ancestral(create_diffusion("25"))
+    direct, captured = (FastDiT(model.state_dict(), 3, torch.float16, device) for _ in range(2))
+    direct.captures = False
     for network in (direct, captured):
         network.table = ConditioningTable(network.conditioning, 60 * network.conditioning.bias.numel() * 4)
     for seed, labels in ((0, [0, 1, 2, 3]), (1, [7, 7, 2, 5])):
@@ -124,9 +121,9 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
         y = torch.tensor(labels, device=device)
         for rows in (slice(None), slice(1, 3)):
             (want, sums), (got, graph_sums) = (
-                latents_and_sums(network, diffusion, z, y, guided=guided, rows=rows) for network in (direct, captured)
+                latents_and_sums(network, process, z, y, scale, rows=rows) for network in (direct, captured)
             )
-            again, _ = latents_and_sums(direct, diffusion, z, y, guided=guided, rows=rows)
+            again, _ = latents_and_sums(direct, process, z, y, scale, rows=rows)
             assert want.isfinite().all() and torch.equal(again, want), "the direct run itself varies"
             differ = (graph_sums != sums).nonzero()
             assert not len(differ), f"the first step that differs: {int(differ[0])}"
@@ -136,33 +133,31 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(guided):
 
 
 @gpu
-@pytest.mark.parametrize("guided", (True, False))
-def test_a_step_ends_in_the_kernel_as_in_p_sample(guided, monkeypatch):
+@pytest.mark.parametrize("scale", (4.0, None))
+def test_a_step_ends_in_the_kernel_as_in_p_sample(scale, monkeypatch):
     from accel.kernels import ancestral_update as kernels
 
     launched, kernel = [], kernels._triton
     monkeypatch.setattr(kernels, "_triton", lambda *arguments: launched.append(1) or kernel(*arguments))
-    model, device, diffusion = build("DiT-Demo/2").cuda(), torch.device("cuda"), create_diffusion("25")
+    model, device, process = build("DiT-Demo/2").cuda(), torch.device("cuda"), Ancestral(create_diffusion("25"))
     z, y = torch.randn(4, 4, 16, 16, device=device), torch.arange(4, device=device)
-    fused, plain = (
-        FastDiT(model.state_dict(), 3, torch.float32, device, Optimisations(embed_update=backend, graph=False))
-        for backend in ("auto", "torch")
-    )
-    got, _ = latents_and_sums(fused, diffusion, z, y, guided=guided, rows=slice(1, 4))
+    fused, plain = (FastDiT(model.state_dict(), 3, torch.float32, device) for _ in range(2))
+    fused.captures = plain.captures = plain.fuses_update = False
+    got, _ = latents_and_sums(fused, process, z, y, scale, rows=slice(1, 4))
     assert len(launched) == 25
-    want, _ = latents_and_sums(plain, diffusion, z, y, guided=guided, rows=slice(1, 4))
+    want, _ = latents_and_sums(plain, process, z, y, scale, rows=slice(1, 4))
     assert len(launched) == 25 and error(got, want.double().cpu()) < 1e-4
 
 
 @gpu
-@pytest.mark.parametrize("guided", (True, False))
+@pytest.mark.parametrize("scale", (4.0, None))
 @pytest.mark.parametrize("kind", ("plain", "fast"))
-def test_no_copy_and_no_wait_in_the_loop(kind, guided):
+def test_no_copy_and_no_wait_in_the_loop(kind, scale):
     """In a second run, nothing after the first step waits for the device or moves data to or from it."""
-    device, model, diffusion = torch.device("cuda"), build("DiT-Demo/2").cuda(), create_diffusion("10")
-    network = PlainDiT(model) if kind == "plain" else FastDiT(model.state_dict(), 3, torch.float16, device)
+    device, model, process = torch.device("cuda"), build("DiT-Demo/2").cuda(), Ancestral(create_diffusion("10"))
+    network = Plain(model) if kind == "plain" else FastDiT(model.state_dict(), 3, torch.float16, device)
     z, labels = torch.randn(4, 4, 16, 16, device=device), torch.arange(4, device=device)
-    latents_and_sums(network, diffusion, z, labels, guided=guided)
+    latents_and_sums(network, process, z, labels, scale)
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     )
@@ -174,7 +169,7 @@ def test_no_copy_and_no_wait_in_the_loop(kind, guided):
             profile.start()
 
     try:
-        x = sampler.denoise(network, diffusion, z, labels, 4.0, 8, guided=guided, on_step=on_step)
+        x = sample(network, process, z, labels, scale, on_step=on_step)
         profile.stop()
     finally:
         torch.cuda.set_sync_debug_mode("default")

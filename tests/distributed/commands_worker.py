@@ -11,22 +11,22 @@ from io import StringIO
 import sample_ddp
 from accel import vae
 from accel.engine import Engine
-from accel.network import PlainDiT
+from accel.network import Plain
 from accel.parallel import processes
 
 found = {}
-prepare, evaluate, load_vae = Engine.__init__, PlainDiT.forward_blocks, vae.load_vae
+prepare, evaluate, load_vae = Engine.__init__, Plain.forward_blocks, vae.load_vae
 
 
-def prepare_and_note(self, options, batch_rows=None, *more, **how):
-    found["prepared"] = batch_rows
-    prepare(self, options, batch_rows, *more, **how)
+def prepare_and_note(self, options, batch=None, *more, **how):
+    found["prepared"] = batch and batch[0] * batch[1]
+    prepare(self, options, batch, *more, **how)
 
 
-def evaluate_and_note(self, h, condition, **how):
+def evaluate_and_note(self, h, *how):
     if len(h) not in found["evaluated"]:
         found["evaluated"].append(len(h))
-    return evaluate(self, h, condition, **how)
+    return evaluate(self, h, *how)
 
 
 def load_vae_and_note(*arguments):
@@ -35,7 +35,7 @@ def load_vae_and_note(*arguments):
 
 
 if __name__ == "__main__":
-    Engine.__init__, PlainDiT.forward_blocks, vae.load_vae = prepare_and_note, evaluate_and_note, load_vae_and_note
+    Engine.__init__, Plain.forward_blocks, vae.load_vae = prepare_and_note, evaluate_and_note, load_vae_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
         processes.launched_job = lambda program: nullcontext(job)

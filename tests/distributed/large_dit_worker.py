@@ -5,10 +5,11 @@ import json
 
 import torch
 from conftest import fill
+from networks import evaluate
 from torch.distributed.tensor import DTensor
 
 from accel import accelerate
-from accel.network import plain
+from accel.network import Plain
 from accel.options import DistributedOptions
 from accel.parallel.planner import Layout, Planner
 from accel.parallel.processes import launched_job
@@ -26,7 +27,7 @@ LAYOUTS = (
 
 
 def networks(model):
-    yield "plain", lambda: plain(copy.deepcopy(model))
+    yield "plain", lambda: Plain(copy.deepcopy(model))
     yield "fast", lambda: accelerate(model, "fp32").network
 
 
@@ -53,11 +54,11 @@ def main():
                 planner.check(layout)
                 for kind, make in networks(model):
                     alone, network = make(), make()
-                    want, whole = alone.forward_with_cfg(x, t, y, 4.0), held(network)
+                    want, whole = evaluate(alone, x, t, y, 4.0), held(network)
                     shared = planner.apply(network, layout)
                     if job.rank >= layout.ranks:
                         continue
-                    got = shared.forward_with_cfg(x, t, y, 4.0)
+                    got = evaluate(shared, x, t, y, 4.0)
                     error, size = float((got - want).norm() / want.norm()), float(want.abs().mean())
                     part = held(network) / whole
                     row = dict(layout=str(layout), kind=kind, qk_norm=qk_norm, error=error, size=size, part=part)

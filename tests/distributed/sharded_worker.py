@@ -8,13 +8,14 @@ import json
 
 import torch
 from conftest import fill
+from networks import evaluate
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
-from accel.network import PlainDiT
+from accel.network import Plain
 from accel.options import DistributedOptions
 from accel.parallel.planner import Layout, Planner
 from accel.parallel.processes import launched_job
@@ -23,14 +24,14 @@ from models import DiT
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
 
 
-class Recorded(PlainDiT):
+class Recorded(Plain):
     """A DiT that notes what its blocks are given."""
 
     evaluated = None
 
-    def forward_blocks(self, h, condition, **how):
+    def forward_blocks(self, h, *how):
         self.evaluated = h.shape[:2]
-        return super().forward_blocks(h, condition, **how)
+        return super().forward_blocks(h, *how)
 
 
 class SplitDiT(Recorded):
@@ -39,11 +40,11 @@ class SplitDiT(Recorded):
     exchanges = ("ulysses",)
     attention = staticmethod(split_attention)
 
-    def forward_blocks(self, h, condition, *, attend=None, tokens=slice(None)):
+    def forward_blocks(self, h, condition, attend, tokens=slice(None)):
         def attend_split(qkv, num_heads):
-            return (attend or self.attention)(split(qkv, per_row=False), num_heads).value()
+            return attend(split(qkv, per_row=False), num_heads).value()
 
-        return super().forward_blocks(h, condition, attend=attend_split, tokens=tokens)
+        return super().forward_blocks(h, condition, attend_split, tokens)
 
 
 NETWORKS = {"plain": Recorded, "split": SplitDiT}
@@ -101,10 +102,10 @@ def sharded(job, model, generator):
                     if job.rank >= layout.ranks:
                         continue
                     with Traffic(tokens) as traffic:
-                        got = shared.forward_with_cfg(x, t, y, 4.0)
+                        got = evaluate(shared, x, t, y, 4.0)
                     row = {"kind": kind, "pictures": pictures, "layout": layout, "evaluated": alone.evaluated}
                     exchanged = {"guided": True, "collectives": traffic.collectives, "bytes": traffic.received}
-                    yield row | exchanged | difference(got, alone.forward_with_cfg(x, t, y, 4.0))
+                    yield row | exchanged | difference(got, evaluate(alone, x, t, y, 4.0))
                     yield row | {"guided": False} | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
@@ -114,18 +115,18 @@ def divided(job, model, generator):
     model = copy.deepcopy(half).float()
     x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
     for ranks in (2, job.world):
-        network = planner_of(job, 1, model).apply(PlainDiT(copy.deepcopy(half)), Layout(weights=ranks))
+        network = planner_of(job, 1, model).apply(Plain(copy.deepcopy(half)), Layout(weights=ranks))
         if job.rank >= ranks:
             continue
         with CommDebugMode() as calls:
-            got = network.forward_with_cfg(x, t, y, 4.0)
+            got = evaluate(network, x, t, y, 4.0)
         parts = [p.to_local() if isinstance(p, DTensor) else p for p in network.model.blocks.parameters()]
         yield {
             "kind": "weights",
             "ranks": ranks,
             "calls": {str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
             "part": sum(map(torch.numel, parts)) / sum(map(torch.numel, model.blocks.parameters())),
-        } | difference(got, PlainDiT(model).forward_with_cfg(x, t, y, 4.0))
+        } | difference(got, evaluate(Plain(model), x, t, y, 4.0))
 
 
 def main():

@@ -11,7 +11,7 @@ from conftest import ROOT, fill
 from accel import options
 from accel.errors import UsageError
 from accel.kernels import FOLDER, version
-from accel.network import PlainDiT
+from accel.network import Plain
 from accel.options import DistributedOptions
 from accel.parallel.exchanges import EXCHANGES
 from accel.parallel.planner import OFF, Layout, Planner, candidates
@@ -94,7 +94,7 @@ def test_the_flag_knows_what_there_is():
 @pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
-    alone, network = planner(text, Job()), PlainDiT(MODEL)
+    alone, network = planner(text, Job()), Plain(MODEL)
     assert alone.wanted() == OFF and alone.parallel(network, OFF) == (network, OFF)
 
 
@@ -102,7 +102,7 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     """Layouts are kept between runs; faster kernels, or another exchange, are another choice."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = fill(DiT(input_size=16, hidden_size=24, depth=3, num_heads=6, num_classes=8))
-    alone, network = planner("auto", Job(), model), PlainDiT(model)
+    alone, network = planner("auto", Job(), model), Plain(model)
     situation = alone.situation(network)
     assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in situation and network.describe() in situation
     chosen, reason = alone.choose_once(network)

@@ -2,6 +2,7 @@
 arithmetic says."""
 
 import json
+from math import prod
 
 import pytest
 from jobs import run
@@ -38,17 +39,18 @@ def test_the_engine_warms_up_for_what_a_rank_evaluates(results):
     """sample_ddp.py gives Engine a layout's batch rows; the planner gives Network.tune its row tokens."""
     for row in of_kind(results, "plain", "split"):
         layout = Layout(*row["layout"])
-        rows = layout.batch_rows(row["pictures"], 4)
+        rows = prod(layout.batch(row["pictures"], 4, 2))
         assert row["evaluated"] == [rows, T // layout.tokens], row
         assert layout.row_tokens(row["pictures"], 4, T) == rows * (T // layout.tokens)
-    assert [Layout().batch_rows(pictures, 4) for pictures in (1, 4, 5, 8)] == [2, 2, 4, 4]
+    assert [Layout().batch(pictures, 4, 2) for pictures in (1, 4, 5, 8)] == [(1, 2), (1, 2), (2, 2), (2, 2)]
+    assert Layout(weights=4).batch(3, 4, 2) == (3, 2) and Layout(rows=2).batch(3, 4, 2) == (3, 1)
 
 
 def test_collectives_and_bytes(results):
     """A layer costs what accel/parallel/exchanges.py says; the output is gathered once."""
     for row in (row for row in of_kind(results, "plain") if row["guided"]):
         layout = Layout(*row["layout"])
-        s, share = layout.tokens, layout.batch_rows(row["pictures"], 4)
+        s, share = layout.tokens, prod(layout.batch(row["pictures"], 4, 2))
         t = T // s
         collectives, received = traffic(layout.exchange, share, t, s, D, 4) if s > 1 else (0, 0)
         kv = 2 * share * (T - t) * D * 4

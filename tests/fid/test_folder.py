@@ -72,10 +72,10 @@ def test_a_ranks_seed_fits_into_64_bits(tmp_path):
 
 
 def test_guidance_doubles_the_rows_that_a_rank_evaluates(tmp_path):
-    assert fid.batch_rows(options(per_proc_batch_size=6)) == 12
-    assert fid.batch_rows(options(per_proc_batch_size=6, cfg_scale=1.0)) == 6
-    assert fid.batch_rows(options(per_proc_batch_size=32)) == 64  # upstream makes whole batches
-    assert fid.batch_rows(options(per_proc_batch_size=32, world_independent_noise=True)) == 18
+    assert fid.batch_of(options(per_proc_batch_size=6)) == (6, 2)
+    assert fid.batch_of(options(per_proc_batch_size=6, cfg_scale=1.0)) == (6, 1)
+    assert fid.batch_of(options(per_proc_batch_size=32)) == (32, 2)  # upstream makes whole batches
+    assert fid.batch_of(options(per_proc_batch_size=32, world_independent_noise=True)) == (9, 2)
 
 
 def test_the_autotuner_goes_by_the_jobs_own_choices_first(tmp_path, monkeypatch):

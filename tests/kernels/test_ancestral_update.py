@@ -6,6 +6,7 @@ import torch
 from kernel_testing import draw, interpreted
 
 from accel.kernels.ancestral_update import ancestral_update
+from accel.sampling.guidance import Guidance, Unguided
 from diffusion import create_diffusion
 from models import DiT
 
@@ -23,27 +24,24 @@ def case(n, side, patch, guided, device="cpu"):
 
 def check(device):
     for shape in CASES:
-        for scale in (None, 4.0, 1.5):
-            arguments = case(*shape, scale is not None, device)
+        for scale, channels in ((1.0, 0), (4.0, 3), (1.5, 4)):
+            arguments = case(*shape, channels, device)
             exact = [one if one.dtype == torch.int64 else one.double() for one in arguments]
-            want = ancestral_update(*exact, scale, "torch")
-            got = ancestral_update(*arguments, scale, "triton")
+            want = ancestral_update(*exact, scale, channels, "torch")
+            got = ancestral_update(*arguments, scale, channels, "triton")
             assert (got - want).norm() <= 1e-6 * want.norm()
 
 
-@pytest.mark.parametrize("scale", (None, 4.0))
-def test_the_update_is_p_sample(scale):
+@pytest.mark.parametrize("guidance", (Unguided(), Guidance(4.0, 9), Guidance(2.0, 9, channels=4)))
+def test_the_update_is_p_sample(guidance):
     """Of a model that gives those tokens, unpatchified and guided as models.DiT does it."""
     diffusion = create_diffusion("25")
     for n, side, patch in CASES:
-        tokens, x, noise, t, coefficients = case(n, side, patch, scale is not None)
+        tokens, x, noise, t, coefficients = case(n, side, patch, guidance.channels)
         model = DiT(input_size=side, patch_size=patch, hidden_size=24, depth=1, num_heads=1)
-        out = model.unpatchify(tokens)
-        if scale is not None:
-            cond, uncond = out[:, :3].chunk(2)
-            out = torch.cat([uncond + scale * (cond - uncond), out[:n, 3:]], dim=1)
+        out = guidance.combine(model.unpatchify(tokens))
         want = diffusion.p_sample(lambda *_: out, x, t, clip_denoised=False, noise=noise)["sample"]
-        got = ancestral_update(tokens, x, noise, t, coefficients, scale)
+        got = ancestral_update(tokens, x, noise, t, coefficients, guidance.scale, guidance.channels)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -59,8 +57,8 @@ def test_compiled_kernel():
 def test_wrong_inputs_are_refused():
     tokens, x, noise, t, coefficients = case(1, 16, 2, True)
     with pytest.raises(TypeError, match="contiguous float32"):
-        ancestral_update(tokens, x.transpose(2, 3), noise, t, coefficients, 4.0, "triton")
+        ancestral_update(tokens, x.transpose(2, 3), noise, t, coefficients, 4.0, 3, "triton")
     with pytest.raises(ValueError, match="do not fit"):
-        ancestral_update(tokens, x, noise, t, coefficients, None)
+        ancestral_update(tokens, x, noise, t, coefficients)
     with pytest.raises(ValueError, match="one of auto, triton, torch"):
-        ancestral_update(tokens, x, noise, t, coefficients, 4.0, "cudnn")
+        ancestral_update(tokens, x, noise, t, coefficients, 4.0, 3, "cudnn")

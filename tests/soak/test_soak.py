@@ -19,11 +19,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import fill
+from networks import evaluate, network_of, sample
 
 from accel import accelerate
-from accel.fast.dit import Optimisations
 from accel.files import atomic_write
-from accel.sampler import denoise
+from accel.sampling.ancestral import Ancestral
 from diffusion import create_diffusion
 from models import DiT
 
@@ -69,20 +69,25 @@ class Running:
 
     def __init__(self, case: Case):
         self.case, n = case, case.batch_rows
-        self.fast = accelerate(plain(case), case.tier, optimisations=Optimisations(graph=case.captured))
+        self.network = network_of(plain(case), case.tier)
+        if case.captured:
+            self.fast = accelerate(plain(case), case.tier)
+            self.network = self.fast.network
         generator = torch.Generator("cuda").manual_seed(1)
         self.x = torch.randn(n, 4, case.side, case.side, generator=generator, device="cuda")
         self.t = torch.randint(0, 1000, (n // 2,), generator=generator, device="cuda").repeat(2)
         self.y = torch.tensor([207, 360, 387, 974, 88, 979, 417, 279][: n // 2] + [1000] * (n // 2), device="cuda")
-        self.diffusion = create_diffusion("3")
+        self.process = Ancestral(create_diffusion("3"))
 
     def evaluate(self) -> torch.Tensor:
+        if not self.case.captured:
+            return evaluate(self.network, self.x, self.t, self.y, 4.0)
         return self.fast.forward_with_cfg(self.x, self.t, self.y, 4.0)
 
     def sample(self) -> torch.Tensor:
         torch.manual_seed(2)
         half = len(self.x) // 2
-        return denoise(self.fast.network, self.diffusion, self.x[:half], self.y[:half], 4.0, 1000)
+        return sample(self.network, self.process, self.x[:half], self.y[:half], 4.0, 1000)
 
 
 def foreign() -> dict[str, Callable[[], torch.Tensor]]:

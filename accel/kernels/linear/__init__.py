@@ -56,6 +56,10 @@ class Linear:
         """The layer's tensors."""
         return iter((self.weight, self.bias))
 
+    def zeros(self, *shape: int) -> Tensor:
+        """What the GEMM gives, (…, N), of zeros."""
+        return self.weight.new_zeros(*shape, len(self.weight))
+
     def __call__(self, x: Tensor) -> Tensor:
         """x (…, K), contiguous → (…, N)."""
         if self.backend == "torch":

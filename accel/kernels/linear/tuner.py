@@ -5,6 +5,7 @@ of a second, once for a GPU and library, and gains 4 to 18 % on them.
 """
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,10 +42,17 @@ class Tuner:
     folders: where measurements are kept, the first to go by first; by default the user's cache folder. A job that must
     give the same bits when it is started again, perhaps elsewhere, puts its own first. With none that can be read or
     written every process measures for itself. A GEMM is (M, N, K, gelu, dtype, device).
+
+    share(make): what `make()` returns on rank 0, on every rank, where ranks must choose alike.
     """
 
-    def __init__(self, folders: list[str | Path] | None = None):
+    def __init__(
+        self,
+        folders: list[str | Path] | None = None,
+        share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+    ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
+        self.share = share
         self.chosen = {}  # (m, n, k, gelu, dtype, device, backend) → Choice
 
     def choose(
@@ -77,6 +85,13 @@ class Tuner:
         if "hopper" in winner:
             gemm = hopper.Gemm(m, n, k, gelu, dtype, _indexed(device))
             gemm.load(gemm.find(winner["hopper"]))
+
+    def choose_alike(self, gemms: list[tuple]) -> None:
+        """Let all ranks take what is the fastest on rank 0, or two runs of one job could differ."""
+        if gemms:
+            choices = self.share(lambda: [self.plain(*gemm) for gemm in gemms])
+            for gemm, choice in zip(gemms, choices, strict=True):
+                self.adopt(*gemm, choice)
 
     def plain(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> list:
         """The algorithm that `choose` gives, as JSON values that another process can `adopt`."""

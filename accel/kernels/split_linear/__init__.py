@@ -84,6 +84,12 @@ class SplitLinear:
         """The layer's tensors."""
         return iter(one for one in (self.pair, self.scale, self.bias, self.after) if one is not None)
 
+    def zeros(self, *shape: int) -> Tensor | HighLow:
+        """What it gives, (…, N), of zeros."""
+        if self.high_low:
+            return HighLow(self.pair.new_zeros(2, *shape, self.columns), None)
+        return self.bias.new_zeros(*shape, self.columns)
+
     def __call__(self, x: HighLow) -> Tensor | HighLow:
         """x (…, K) → (…, N) as the layer's `result` says."""
         if self.backend == "torch":

@@ -1,13 +1,15 @@
 """The exact tier: float32's result from float16 tensor cores. On a CPU by its reference implementations, on a GPU by
 every backend."""
 
+from functools import partial
+
 import pytest
 import torch
-from networks import build, error, guided, inputs, network_of
+from networks import build, error, evaluate, guided, inputs, network_of
 
-from accel import accelerate, engine, precision
+from accel import engine, precision
 from accel.errors import UsageError
-from accel.fast.dit import ExactDiT, Optimisations
+from accel.graphs import Replayed
 from accel.kernels.cuda import HAS_TRITON
 from accel.options import SamplingOptions
 
@@ -25,7 +27,7 @@ def test_accuracy_on_the_cpu(name, arguments):
     with torch.no_grad():
         own = model.forward_with_cfg(x, t, y, 4.0)
         want = guided(model.double()(torch.cat([x[:2], x[:2]]).double(), t, y), 4.0)
-    assert error(exact.forward_with_cfg(x, t, y, 4.0), want) <= bound(error(own, want))
+    assert error(evaluate(exact, x, t, y, 4.0), want[:2]) <= bound(error(own, want))
     assert exact.overflowed() is None
 
 
@@ -132,8 +134,10 @@ def test_accuracy(name, arguments, n, switches):
         want = model.double()(x.double(), t, y).cpu()
     model.float()
     for gemm, attention in backends():
-        exact = accelerate(model, "exact", optimisations=Optimisations(gemm=gemm, attention=attention))
-        got = [exact.forward(x, t, y) for _ in range(2)]
+        exact = network_of(model, "exact", gemm=gemm)
+        exact.attention = partial(exact.attention, backend=attention)
+        captured = Replayed(exact.forward)
+        got = [exact.forward(x, t, y), captured(x, t, y)]
         assert torch.equal(got[0], got[1]), gemm
         assert error(got[0], want) <= bound(error(own, want)), (gemm, error(got[0], want), error(own, want))
         assert tf32 is None or 20 * error(got[0], want) <= error(tf32, want)
@@ -144,7 +148,7 @@ def test_the_strict_criterion():
     """64 pictures of the demo after 250 steps: not one in a hundred pixels off by a level, in any picture."""
     from bench.steps import Judge
 
-    found = Judge(1, torch.device("cuda")).judge("exact", Optimisations())
+    found = Judge(1, torch.device("cuda")).judge("exact")
     assert found["pictures"] == 64 and found["strict"] and found["worst"]["psnr"] > 60, found
 
 
@@ -184,7 +188,7 @@ def test_no_tf32_kernel_runs(switches):
     precision.apply_precision("exact", torch.device("cuda"))
     model = build("DiT-XL/2", input_size=32).cuda()
     x, t, y = inputs(model, 4, "cuda")
-    exact = ExactDiT(model.state_dict(), model.num_heads, torch.device("cuda"), Optimisations(graph=False))
+    exact = network_of(model, "exact")
     names = kernels(lambda: exact.forward(x, t, y))
     assert names and not [name for name in names if "tf32" in name.lower() or "s1688" in name], names
     if torch.cuda.get_device_capability() == (9, 0):

@@ -5,17 +5,19 @@ import copy
 
 import pytest
 import torch
-from networks import network_of
+from networks import evaluate, network_of, sample
 from reference_dit import relative_error
 from reference_large_dit import large_dit
 from test_large_dit import FORMS, batch, build
 
-from accel import accelerate, engine, sampler
+from accel import accelerate, engine
 from accel.errors import UsageError
 from accel.fast import load
 from accel.fast.large_dit import FastLargeDiT
-from accel.network import guide, plain
+from accel.network import Plain
 from accel.options import SamplingOptions
+from accel.sampling.ancestral import Ancestral, Ddim
+from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.identity import shapes_only
 from diffusion import create_diffusion
@@ -47,8 +49,8 @@ def test_tiers_on_the_cpu(precision, tolerance, qk_norm):
     got = fast.forward(x, t, y)
     assert got.dtype == torch.float32 and relative_error(got, definition(model, x, t, y)) < tolerance
     t[3:] = t[:3]
-    want = guide(definition(model, torch.cat([x[:3], x[:3]]), t, y), 3.5)
-    assert relative_error(fast.forward_with_cfg(x, t, y, 3.5), want) < 4 * tolerance
+    want = Guidance(3.5, 0).combine(definition(model, torch.cat([x[:3], x[:3]]), t, y))
+    assert relative_error(evaluate(fast, x, t, y, 3.5), want) < 4 * tolerance
 
 
 def test_the_model_is_read_not_changed():
@@ -75,20 +77,20 @@ def test_a_sampling_run_looks_its_vectors_up():
     fast, x = network_of(model, "fp32"), batch(model, 2)[0]
     t, y = torch.tensor([500, 500]), torch.tensor([3, 10])
     want = fast.forward(x, t, y)
-    with fast.sampling_run([999, 500, 0], [3, 10]) as advance:
-        advance(1)
-        assert relative_error(fast.forward(x, t, y), want.double()) < 1e-6
-        assert fast.forward(x, torch.tensor([123, 123]), y).isnan().all()  # not announced
+    scheduled, advance = fast.schedule([999, 500, 0], [3, 10])
+    advance(1)
+    assert relative_error(scheduled.forward(x, torch.tensor([1, 1]), y), want.double()) < 1e-6
+    assert scheduled.forward(x, torch.tensor([3, 3]), y).isnan().all()  # not announced
 
 
-@pytest.mark.parametrize("eta", (None, 0.0))
-def test_the_loop_gives_the_plain_networks_latents(eta):
+@pytest.mark.parametrize("process", (Ancestral(create_diffusion("5")), Ddim(create_diffusion("5"))))
+def test_the_loop_gives_the_plain_networks_latents(process):
     model = build(qk_norm=True)
     z, labels = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 7])
     latents = []
-    for network in (plain(model), network_of(model, "fp32")):
+    for network in (Plain(model), network_of(model, "fp32")):
         torch.manual_seed(0)
-        latents.append(sampler.denoise(network, create_diffusion("5"), z, labels, 2.0, 10, eta=eta))
+        latents.append(sample(network, process, z, labels, 2.0, 10))
     assert relative_error(latents[1], latents[0].double()) < 1e-4
 
 
@@ -103,9 +105,9 @@ def test_part_of_the_tokens():
         seen.append(qkv.clone())
         return fast.attention(qkv, num_heads)
 
-    fast.forward_blocks(fast.embed(x), condition, attend=attend)
+    fast.forward_blocks(fast.embed(x), condition, attend)
     whole, seen = seen[0], []
-    fast.forward_blocks(fast.embed(x, part), condition, attend=attend, tokens=part)
+    fast.forward_blocks(fast.embed(x, part), condition, attend, part)
     torch.testing.assert_close(seen[0], whole[:, part])  # rotated by where the tokens stand in the row
 
 
@@ -160,13 +162,14 @@ def test_tiers_on_a_gpu(form, precision, tolerance):
 def test_captured_steps_are_the_eager_ones():
     model = build(**WIDE[0], qk_norm=True)
     z, labels = torch.randn(2, 4, 32, 32, device="cuda"), torch.tensor([1, 7], device="cuda")
-    for eta in (None, 0.0, 0.5):
+    diffusion = create_diffusion("4")
+    for process in (Ancestral(diffusion), Ddim(diffusion), Ddim(diffusion, 0.5)):
         latents = []
         for captures in (True, False):
             network = FastLargeDiT(model.state_dict(), model, torch.float16, torch.device("cuda"))
             network.captures = captures
             torch.manual_seed(0)
-            latents.append(sampler.denoise(network, create_diffusion("4"), z, labels, 4.0, 10, eta=eta))
+            latents.append(sample(network, process, z, labels, 4.0, 10))
         assert latents[0].isfinite().all() and torch.equal(*latents)
 
 

@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from networks import small
+from networks import sample, small
 
-from accel import engine, fast, fid, sampler
-from accel.fast import dit
+from accel import engine, fast, fid
+from accel.fast.dit import ExactDiT, FastDiT
 from accel.kernels import ancestral_update, linear, patch_embed, split_linear
 from accel.network import Network
 from accel.options import DistributedOptions, SamplingOptions
 from accel.parallel.planner import Layout
 from accel.parallel.rows import share
+from accel.sampling import upstream_noise
+from accel.sampling.ancestral import Ancestral
 from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
@@ -26,13 +28,17 @@ FID, UNGUIDED_FID = (
     DistributedOptions(**COMMON, num_fid_samples=12, per_proc_batch_size=3, cfg_scale=scale).resolve()
     for scale in (1.5, 1.0)
 )
-# Options, batch rows that the engine loads for, pictures of a batch, which of them are this rank's.
+# Options, (latents, batch rows of each) that the engine loads for, pictures of a batch, which of them are this rank's.
 CASES = {
-    "a grid": (GRID, 2 * 3, 3, slice(None)),
-    "a rank of four": (EIGHT, Layout().batch_rows(8, 4), 8, share(8, 4, 1)),
-    "an FID batch": (FID, fid.batch_rows(FID), 3, slice(None)),
-    "an FID batch without guidance": (UNGUIDED_FID, fid.batch_rows(UNGUIDED_FID), 3, slice(None)),
+    "a grid": (GRID, (3, 2), 3, slice(None)),
+    "a rank of four": (EIGHT, Layout().batch(8, 4, 2), 8, share(8, 4, 1)),
+    "an FID batch": (FID, fid.batch_of(FID), 3, slice(None)),
+    "an FID batch without guidance": (UNGUIDED_FID, fid.batch_of(UNGUIDED_FID), 3, slice(None)),
 }
+
+
+def scale_of(options):
+    return options.cfg_scale if options.guided else None
 
 
 @pytest.fixture
@@ -40,39 +46,49 @@ def launched(monkeypatch):
     """What kernels are called with, as far as their machine code or the choice of it depends on that."""
     seen = set()
 
-    def note(owner, name, describe):
+    def note(owner, name, describe, method=False):
         op = getattr(owner, name)
 
         def noted(*arguments, **how):
             seen.add(describe(*arguments, **how))
             return op(*arguments, **how)
 
-        monkeypatch.setattr(owner, name, noted)
+        method = method or not isinstance(owner, type)
+        monkeypatch.setattr(owner, name, noted if method else staticmethod(noted))
 
-    def adaln(x, modulation, shift, scale, branches, update, *more):
-        return "adaln", tuple(x.shape), tuple(branch.dtype for branch, _ in branches), update, more
+    def adaln(x, modulation, shift, scale, branches, update, *more, **how):
+        return "adaln", tuple(x.shape), tuple(branch.dtype for branch, _ in branches), update, more, str(how)
 
-    def update(tokens, x, noise, t, coefficients, cfg_scale=None, backend="auto"):
-        return "update", tuple(x.shape[1:]), tuple(tokens.shape[1:]), cfg_scale is None
+    def update(tokens, x, noise, t, coefficients, scale, guided_channels):
+        return "update", tuple(x.shape[1:]), tuple(tokens.shape[1:]), guided_channels
 
     def split_layer(layer, x):
         return "split", x.pair[0, ..., 0].numel(), layer.name.split(".", 2)[2], x.scale is None
 
-    note(dit, "patch_embed", lambda x, w, position, first, copies, _: ("embed", tuple(x.shape), len(position), copies))
-    note(dit, "adaln", adaln)
-    note(dit, "adaln_split", adaln)
-    note(dit, "attention", lambda qkv, heads, _: ("attention", tuple(qkv.shape), qkv.dtype, heads))
-    note(dit, "split_attention", lambda qkv, heads, _: ("attention", tuple(qkv.pair.shape), heads))
-    note(dit, "ancestral_update", update)
+    def embed(x, weight, position, first, copies):
+        return "embed", tuple(x.shape), len(position), copies
+
+    note(FastDiT, "patch_embed", embed)
+    note(FastDiT, "adaln", adaln)
+    note(ExactDiT, "adaln_split", adaln)
+    note(FastDiT, "attention", lambda qkv, heads: ("attention", tuple(qkv.shape), qkv.dtype, heads))
+    note(ExactDiT, "attention", lambda qkv, heads: ("attention", tuple(qkv.pair.shape), heads))
+    note(fast, "ancestral_update", update)
     note(ancestral_update, "ancestral_update", update)
-    note(linear.Linear, "prepare", lambda layer, m: ("linear", *layer.shape(m), layer.weight.dtype))
-    note(linear.Linear, "__call__", lambda layer, x: ("linear", *layer.shape(x[..., 0].numel()), x.dtype))
-    note(split_linear.SplitLinear, "__call__", split_layer)
+    note(linear.Linear, "prepare", lambda layer, m: ("linear", *layer.shape(m), layer.weight.dtype), method=True)
+    note(
+        linear.Linear,
+        "__call__",
+        lambda layer, x: ("linear", *layer.shape(x[..., 0].numel()), x.dtype),
+        method=True,
+    )
+    note(split_linear.SplitLinear, "__call__", split_layer, method=True)
     return seen
 
 
-def load(tier, options, batch_rows):
-    network = fast.load(small().state_dict(), small().to("meta"), tier, CPU, batch_rows, options.guided)
+def load(tier, options, batch):
+    channels = engine.guidance_of(options).channels
+    network = fast.load(small().state_dict(), small().to("meta"), tier, CPU, *batch, channels)
     network.fuses_update = True  # as on a GPU; here by the reference implementation
     return network
 
@@ -81,23 +97,22 @@ def noted_run(launched, network, options, pictures, rows):
     """What two steps launch."""
     launched.clear()
     z, labels = torch.randn(pictures, 4, 8, 8), torch.arange(pictures)
-    how = dict(guided=options.guided, rows=rows, steps=2)
-    sampler.denoise(network, create_diffusion("4"), z, labels, options.cfg_scale, 8, **how)
+    sample(network, Ancestral(create_diffusion("4")), z, labels, scale_of(options), rows=rows, moves=[(1, 1)] * 2)
     return set(launched)
 
 
 @pytest.mark.parametrize("tier", ("fp16", "exact"))
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_warmed_up_is_what_runs(case, tier, launched):
-    options, batch_rows, pictures, rows = CASES[case]
-    network = load(tier, options, batch_rows)
+    options, batch, pictures, rows = CASES[case]
+    network = load(tier, options, batch)
     warmed_up = set(launched)
     gemm = "linear" if tier == "fp16" else "split"
     assert sorted(note[0] for note in warmed_up) == sorted(["embed", "attention", "update", *4 * ["adaln", gemm]])
     run = noted_run(launched, network, options, pictures, rows)
     assert run == warmed_up
     launched.clear()
-    assert not engine.overflows(network, options, CPU, batch_rows)
+    assert not engine.overflows(network, options, CPU, *batch)
     assert launched == {note for note in run if note[0] != "update"}
 
 
@@ -115,17 +130,21 @@ class OneOfTwo(Network):
         mine = self.network.tokens(x, t[:1], y[:1])
         return torch.cat([mine, mine])
 
+    def schedule(self, *how):
+        network, advance = self.network.schedule(*how)
+        return OneOfTwo(network), advance
+
 
 def test_a_row_of_a_divided_picture(launched):
     options = DistributedOptions(**COMMON, labels=(3,), parallel="rows=2").resolve()
-    network = load("fp16", options, Layout(rows=2).batch_rows(1, 2))
+    network = load("fp16", options, Layout(rows=2).batch(1, 2, 2))
     warmed_up = set(launched)
     assert noted_run(launched, OneOfTwo(network), options, 1, slice(None)) == warmed_up
 
 
 def test_other_rows_would_be_noticed(launched):
     """The fault this is about: warming up for as many pictures as there are labels."""
-    network = load("fp16", EIGHT, 2 * len(EIGHT.labels))
+    network = load("fp16", EIGHT, (len(EIGHT.labels), 2))
     warmed_up = set(launched)
     differ = noted_run(launched, network, EIGHT, 8, share(8, 4, 1)) ^ warmed_up
     assert {kind for kind, *_ in differ} == {"embed", "adaln", "attention", "linear"}
@@ -167,16 +186,16 @@ def variants():
 def test_a_run_compiles_nothing(case, tier):
     """After loading, a run compiles and loads no further kernel. Sizes that no other test has, another in each case:
     what was compiled before would hide what was not warmed up."""
-    options, batch_rows, pictures, rows = CASES[case]
+    options, batch, pictures, rows = CASES[case]
     index = 2 * list(CASES).index(case) + (tier == "exact")
     sizes = dict(input_size=20 + 8 * index, hidden_size=72 * (7 + 2 * index), depth=2, num_heads=7 + 2 * index)
     state, model, before = small(**sizes).state_dict(), small(**sizes).to("meta"), variants()
-    network = fast.load(state, model, tier, torch.device("cuda"), batch_rows, options.guided)
+    channels = engine.guidance_of(options).channels
+    network = fast.load(state, model, tier, torch.device("cuda"), *batch, channels)
     loaded = variants()
     assert loaded >= before + 6  # four of adaLN, patch embedding and update, whose sizes are compiled in
     z, labels = torch.randn(pictures, 4, sizes["input_size"], sizes["input_size"]).cuda(), torch.arange(pictures).cuda()
-    how = dict(guided=options.guided, rows=rows)
-    latents = sampler.denoise(network, create_diffusion("4"), z, labels, options.cfg_scale, 8, **how)
+    latents = sample(network, Ancestral(create_diffusion("4")), z, labels, scale_of(options), rows=rows)
     assert latents.isfinite().all() and variants() == loaded
 
 
@@ -184,11 +203,11 @@ def test_a_run_compiles_nothing(case, tier):
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_tunes_nothing(case, tmp_path):
     """The engine tunes the GEMMs of the rows that are evaluated, and no others."""
-    options, batch_rows, pictures, rows = CASES[case]
+    options, batch, pictures, rows = CASES[case]
     options = replace(options, image_size=128, precision="fp16", num_sampling_steps=4)
-    run = engine.Engine(options, batch_rows, tuner_folders=[tmp_path])
+    run = engine.Engine(options, batch, tuner_folders=[tmp_path])
     tuned = set(run.network.tuner.chosen)
-    assert {m for m, *_ in tuned} == {batch_rows * 64} and len(tuned) == 4
+    assert {m for m, *_ in tuned} == {batch[0] * batch[1] * 64} and len(tuned) == 4
     z, labels = torch.randn(pictures, 4, 16, 16).cuda(), torch.arange(pictures).cuda()
-    run.denoise(z, labels, rows=rows, guided=options.guided)
+    run.denoise(z[rows], labels[rows], upstream_noise(z, run.guidance.copies, rows))
     assert set(run.network.tuner.chosen) == tuned

@@ -1,0 +1,75 @@
+"""The denoising loop: noise → latents.
+
+It knows a network, a process (accel/sampling/process.py) and a guidance as values, and none of their kinds.
+
+The random stream is upstream's: z of n latents, then for every step, the last included, one normal of the whole guided
+batch. The null half is never updated, since both halves are evaluated on the same latents; its noise is drawn all the
+same, and so is DDIM's where η = 0.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from accel.network import Network
+from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.process import Evaluations, Kind, Process
+
+OnStep = Callable[[int, torch.Tensor], None]
+
+
+def initial_noise(n: int, channels: int, latent_size: int, generator: torch.Generator) -> torch.Tensor:
+    """The first normal of a run, z (n, C, L, L), on the generator's device."""
+    shape = n, channels, latent_size, latent_size
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def upstream_noise(
+    z: torch.Tensor, copies: int, rows: slice = slice(None), generator: torch.Generator | None = None
+) -> Callable[[], torch.Tensor]:
+    """What draws the noise of a step for `rows` of a batch that begins at z (n, C, L, L), (n', C, L, L).
+
+    copies: batch rows of a latent. generator: default torch's own, of z's device.
+    """
+    shape = copies * len(z), *z.shape[1:]
+    # Draw 2n rows, use these n': upstream's random stream.
+    return lambda: torch.randn(shape, generator=generator, device=z.device)[: len(z)][rows]
+
+
+@torch.inference_mode()
+def denoise(
+    network: Network,
+    process: Process,
+    guidance: Guidance | Unguided,
+    z: torch.Tensor,
+    labels: torch.Tensor,
+    draw: Callable[[], torch.Tensor],
+    *,
+    moves: Iterable[Kind] | None = None,
+    on_step: OnStep | None = None,
+) -> torch.Tensor:
+    """Noise z (n, C, L, L) and labels (n,) on its device → latents (n, C, L, L).
+
+    draw: gives the noise of a step, like z. moves: other moves of the process than all of its own, for warm-up.
+    on_step(i, x): called when step i has been queued, with its result x (n, C, L, L).
+    """
+    y, kinds = guidance.labels(labels), process.every_kind
+    indices = torch.arange(process.evaluations, device=z.device)
+    scheduled, advance = network.schedule(process.times(), y.tolist(), max(count for _, count in kinds))
+
+    def move(kind, at, y, noise, *state):
+        return process.move(kind, state, at, noise, Evaluations(scheduled, guidance, at, y))
+
+    if network.captures and z.is_cuda:
+        process.prepare(z.device)
+        move = network.replayed((process, guidance), move)
+    state, step, first = process.begin(z), 0, 0
+    for steps, evaluations in moves or process.moves:
+        advance(*range(first, first + evaluations))
+        drawn = [draw() for _ in range(steps)]  # ahead, in the stream's order
+        noise = torch.stack(drawn) if steps > 1 else drawn[0][None]
+        state = move((steps, evaluations), indices[first].expand(len(z)), y, noise, *state)
+        step, first = step + steps, first + evaluations
+        if on_step is not None:
+            on_step(step - 1, state[0])
+    return state[0]

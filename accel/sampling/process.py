@@ -1,0 +1,74 @@
+"""What the denoising loop knows of a process: its moves, the times of their evaluations, and how a move is made."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from accel.network import Network, unpatchify
+from accel.sampling.guidance import Guidance, Unguided
+
+Kind = tuple[int, int]  # (steps, network evaluations) of a move
+State = tuple[Tensor, ...]  # the latents x (n, C, H, W), and what else a process carries from move to move
+
+
+class Evaluations:
+    """The network at the evaluations of one move, with its guidance.
+
+    at (n,): the index of the first of them in the run; labels (N,).
+    """
+
+    def __init__(self, network: Network, guidance: Guidance | Unguided, at: Tensor, labels: Tensor):
+        self.network, self.guidance, self.at, self.labels = network, guidance, at, labels
+
+    def __call__(self, x: Tensor, number: int = 0) -> Tensor:
+        """The move's evaluation `number` at x (n, C, H, W), guided → (n, C', H, W) in x's dtype."""
+        out = unpatchify(self.tokens(x, number), self.network.patch_size)
+        return self.guidance.combine(out).to(x.dtype)
+
+    def tokens(self, x: Tensor, number: int = 0) -> Tensor:
+        """The same before guidance and unpatchify, (N, T, p·p·C')."""
+        at = self.at + number if number else self.at
+        return self.network.tokens(x, at.repeat(self.guidance.copies), self.labels)
+
+
+class Process(ABC):
+    """A way from noise to latents. Equal by value: what was captured of one serves its equals.
+
+    moves: their kinds, in order.
+    """
+
+    moves: list[Kind]
+
+    @property
+    def steps(self) -> int:
+        """The steps that all moves make; each draws its noise."""
+        return sum(steps for steps, _ in self.moves)
+
+    @property
+    def evaluations(self) -> int:
+        """Network evaluations of all moves."""
+        return sum(count for _, count in self.moves)
+
+    @property
+    def every_kind(self) -> list[Kind]:
+        """Moves that are enough to warm up, beginning as a run does."""
+        return sorted(set(self.moves))
+
+    @abstractmethod
+    def times(self) -> list[int]:
+        """When the network is evaluated, in order, as it takes its t."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Upload the tables, so that a move can be captured."""
+        return None
+
+    def begin(self, x: Tensor) -> State:
+        """The state before the first move, from noise x."""
+        return (x,)
+
+    @abstractmethod
+    def move(self, kind: Kind, state: State, at: Tensor, noise: Tensor, evaluate: Callable[..., Tensor]) -> State:
+        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step;
+        evaluate: `Evaluations`."""
