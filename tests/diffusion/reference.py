@@ -82,12 +82,9 @@ class Reference:
             return v
         return small if kind == "small" or t == 0 else math.log(self.beta(t))
 
-    def ancestral(self, xt, t, x0, log_variance, noise, gradient=None):
-        mean, _ = self.posterior(x0, xt, t)
-        variance = log_variance.exp() if isinstance(log_variance, torch.Tensor) else math.exp(log_variance)
-        if gradient is not None:
-            mean = mean + variance * gradient
-        return mean if t == 0 else mean + variance**0.5 * noise
+    def guided_eps(self, xt, t, x0, gradient):
+        """The prediction whose score has a classifier's gradient added."""
+        return self.eps(xt, t, x0) - math.sqrt(1 - self.abar(t)) * gradient
 
     def ddim(self, xt, t, x0, eta, noise):
         now, before = self.abar(t), self.abar(t - 1)
@@ -119,3 +116,28 @@ def level_log_probability(x, mean, sigma):
     upper = torch.where(x > 0.999, torch.ones_like(x), phi((x + 1 / 255 - mean) / sigma))
     lower = torch.where(x < -0.999, torch.zeros_like(x), phi((x - 1 / 255 - mean) / sigma))
     return (upper - lower).log()
+
+
+# ---- models in closed form: nonlinear in x and dependent on t and y, so that a wrong timestep or label shows ----
+
+
+def columns(t, x):
+    return t.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+
+
+def wavy(x, t, y=0.3):
+    """(N, 2C, ...): a prediction and variance values in [-1, 1]."""
+    t = columns(t, x) / 1000
+    prediction = torch.sin(1.3 * x + 2 * t) + 0.2 * x * t + y
+    values = torch.cos(2.1 * x - 3 * t + y)
+    return torch.cat([prediction, values], dim=1)
+
+
+def wavy_mean(x, t, y=0.3):
+    """(N, C, ...): the prediction alone."""
+    return wavy(x, t, y)[:, : x.shape[1]]
+
+
+def slope(x, t, y=0.3):
+    """A cond_fn: a gradient like x."""
+    return torch.cos(x + columns(t, x) / 500) * y

@@ -3,9 +3,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from closed_forms import wavy
 from forks import free_port
-from reference import Reference, linear_betas
+from reference import Reference, linear_betas, wavy
 
 from diffusion import create_diffusion
 from diffusion import gaussian_diffusion as gd
@@ -105,45 +104,6 @@ def test_training_losses(respacing, loss, variance, mean):
     assert torch.equal(terms["loss"], terms["mse"] + terms["vb"])
 
 
-def test_hybrid_gradient():
-    # Two parameters, one of the prediction and one of the variance; derivatives of the reference by differences, where
-    # the bound keeps the prediction of the point.
-    d, ref = process("", gd.LossType.MSE)
-    t, x0, noise = batch(d)
-    t = torch.tensor([1, 2, 500, 999])  # t = 0 is the discrete likelihood, below
-    point = torch.tensor([0.7, 0.4], dtype=torch.float64)
-
-    def model(theta, x, t):
-        out = wavy(x, t)
-        return torch.cat([noise + theta[0] * 0.1 * out[:, :3], torch.sin(3 * theta[1] + out[:, 3:])], dim=1)
-
-    def reference_loss(theta):
-        total = 0.0
-        for i in range(4):
-            step = int(t[i])
-            xt = ref.noised(x0[i], step, noise[i])
-            rows = torch.stack([xt] * 4)
-            moved, frozen = model(theta, rows, t)[i], model(point, rows, t)[i]
-            mean = ref.posterior(ref.x0(xt, step, frozen[:3]), xt, step)[0]
-            total += ((noise[i] - moved[:3]) ** 2).mean()
-            total += ref.bound_term(x0[i], xt, step, mean, ref.log_variance("range", step, moved[3:]))
-        return total
-
-    theta = point.clone().requires_grad_(True)
-    terms = d.training_losses(lambda x, t: model(theta, x, t), x0, t, noise=noise)
-    (got,) = torch.autograd.grad(terms["loss"].sum(), theta, retain_graph=True)
-    h = 1e-5
-    expected = torch.stack(
-        [
-            (reference_loss(point + h * e) - reference_loss(point - h * e)) / (2 * h)
-            for e in torch.eye(2, dtype=torch.float64)
-        ]
-    )
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
-    assert (got.abs() > 1e-4).all()
-    # Each term trains its own half of the output, and nothing else.
-    assert torch.autograd.grad(terms["mse"].sum(), theta, retain_graph=True)[0][1] == 0
-    assert torch.autograd.grad(terms["vb"].sum(), theta, retain_graph=True)[0][0] == 0
 
 
 @pytest.mark.parametrize("loss", [gd.LossType.MSE, gd.LossType.RESCALED_MSE, gd.LossType.RESCALED_KL])
@@ -153,28 +113,19 @@ def test_autograd_is_the_derivative_of_the_loss(loss):
     variance_values = (0.8 * torch.cos(5 * x0)).requires_grad_(True)
     prediction = (noise + 0.05 * torch.sin(7 * x0)).requires_grad_(loss is gd.LossType.RESCALED_KL)
     inputs = [variance_values] + [prediction] * prediction.requires_grad
+    halves = prediction.detach().requires_grad_(True), variance_values
 
     def total(values, predicted=prediction):
         return d.training_losses(lambda x, t: torch.cat([predicted, values], 1), x0, t, noise=noise)["loss"].sum()
 
     assert torch.autograd.gradcheck(total, inputs, eps=1e-6, atol=1e-5, rtol=1e-3, fast_mode=True)
+    if loss is gd.LossType.MSE:  # each term trains its own half of the output, and nothing else (Nichol, section 3.1)
+        terms = d.training_losses(lambda x, t: torch.cat([halves[0], halves[1]], 1), x0, t, noise=noise)
+        for name, own in (("mse", 0), ("vb", 1)):
+            gradients = torch.autograd.grad(terms[name].sum(), halves, retain_graph=True)
+            assert gradients[own].abs().max() > 1e-6 and not gradients[1 - own].any()
 
 
-def test_train_step_as_scripts_write_it():
-    d = create_diffusion("")
-    network = torch.nn.Conv2d(4, 8, 3, padding=1)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    torch.manual_seed(0)
-    x = torch.randn(32, 4, 8, 8)
-    losses = []
-    for _ in range(60):
-        t = torch.randint(0, d.num_timesteps, (32,))
-        loss = d.training_losses(lambda x, t, y: network(x), x, t, dict(y=None))["loss"].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:5])
 
 
 @pytest.mark.parametrize("clip", [True, False])
