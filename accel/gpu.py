@@ -28,7 +28,7 @@ def name(device: torch.device) -> str:
 @contextmanager
 def seen_as(other: tuple[int, int]) -> Iterator[None]:
     """Inside, every GPU counts as one of compute capability `other`. For tests and benchmarks only."""
-    global _seen_as
+    global _seen_as  # noqa: PLW0603
     before, _seen_as = _seen_as, other
     try:
         yield

@@ -43,8 +43,6 @@ def test_random_stream_draw_by_draw(name, noise_given):
     assert torch.equal(x, sample)
 
 
-
-
 def test_progressive_loops_yield_every_step_and_leave_the_grad_mode_alone():
     d = create_diffusion("6")
     z = torch.randn(SHAPE)
@@ -252,5 +250,3 @@ def test_gpu_step_is_captured_in_a_graph(name):
         t.fill_(i)
         graph.replay()
         assert torch.equal(captured, step(wavy, x, t, cond_fn=slope, noise=noise)["sample"])
-
-

@@ -104,8 +104,6 @@ def test_training_losses(respacing, loss, variance, mean):
     assert torch.equal(terms["loss"], terms["mse"] + terms["vb"])
 
 
-
-
 @pytest.mark.parametrize("loss", [gd.LossType.MSE, gd.LossType.RESCALED_MSE, gd.LossType.RESCALED_KL])
 def test_autograd_is_the_derivative_of_the_loss(loss):
     d, _ = process("", loss)
@@ -124,8 +122,6 @@ def test_autograd_is_the_derivative_of_the_loss(loss):
         for name, own in (("mse", 0), ("vb", 1)):
             gradients = torch.autograd.grad(terms[name].sum(), halves, retain_graph=True)
             assert gradients[own].abs().max() > 1e-6 and not gradients[1 - own].any()
-
-
 
 
 @pytest.mark.parametrize("clip", [True, False])

@@ -147,12 +147,6 @@ def test_ddim_step(respacing, eta, clip, guided):
     )
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("sampler", ["p_sample", "ddim_sample"])
 def test_float32_arithmetic_in_the_published_order(sampler):
     # Bit for bit: pictures of old seeds depend on it.
@@ -230,12 +224,6 @@ def test_extra_of_a_pair_and_shapes_that_do_not_fit():
         d.ddim_reverse_sample(wavy, x, t, eta=0.5)
     with pytest.raises(ValueError, match="one timestep per row"):
         d.p_mean_variance(wavy, x, t[:1])
-
-
-
-
-
-
 
 
 def test_gaussian_densities():

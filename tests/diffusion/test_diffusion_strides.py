@@ -124,14 +124,6 @@ def test_one_step_strides_are_the_ancestral_sampler_bit_for_bit():
         assert torch.equal(x, y)
 
 
-
-
-
-
-
-
-
-
 def test_what_is_not_a_stride_is_refused():
     with pytest.raises(ValueError, match="learned range"):
         Strides(create_diffusion("10", learn_sigma=False), [(2, 1)])

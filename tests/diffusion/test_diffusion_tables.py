@@ -44,8 +44,6 @@ def test_tables_are_the_papers(schedule, steps):
         np.testing.assert_allclose(table, values, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-
-
 def test_shapes_of_beta_schedules():
     def betas(name, steps=20):
         return gd.get_beta_schedule(name, beta_start=0.01, beta_end=0.09, num_diffusion_timesteps=steps)
@@ -216,5 +214,3 @@ def test_processes_are_equal_by_value():
         create_diffusion("25", predict_xstart=True),
     ]
     assert all(create_diffusion("25") != other for other in others) and create_diffusion("25") != "25"
-
-
