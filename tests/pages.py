@@ -74,34 +74,18 @@ def program(words: list[str]) -> tuple[str, list[str]]:
 def segments(page: Path) -> Iterator[tuple[str, list[Path], str]]:
     """(text, files, its block): every stretch of text whose figures come from files in log/.
 
-    Figures belong to the next log file that the same paragraph, list item or table row names. A table whose rows name
-    none belongs to the files of the paragraph before it.
+    Figures stand before the log files that their paragraph, list item or table row names. A table whose rows name
+    none belongs to the files of the paragraph before it, which ends with a colon.
     """
     before = []
     for block in re.split(r"\n\s*\n", prose(page)):
-        if block.startswith("|"):
-            rows = block.splitlines()
-            files = [] if LOG.search(block) else before
-            for row in rows[2:]:
-                yield from ((row, files, block),) if files else _stretches(row, block)
-            before = []
-        else:
-            items = re.split(r"\n(?=- |\d+\. )", block)
-            for item in items:
-                yield from _stretches(item, item)
-            before = [ROOT / file for file in LOG.findall(items[-1])] if items[-1].rstrip().endswith(":") else []
-
-
-def _stretches(text, block):
-    start, files = 0, []
-    links = list(LOG.finditer(text))
-    for link, following in zip(links, [*links[1:], None]):
-        files.append(ROOT / link[1])
-        between = text[link.end() : following.start()] if following else ""
-        if following and not re.search(r"\d", LOG.sub("", between)):
-            continue  # a list of files
-        yield text[start : link.start()], files, block
-        start, files = link.end(), []
+        table = block.startswith("|")
+        for part in block.splitlines()[2:] if table else re.split(r"\n(?=- |\d+\. )", block):
+            links = list(LOG.finditer(part))
+            files = [ROOT / link[1] for link in links] or before * table
+            if files:
+                yield part[: links[-1].start()] if links else part, files, block if table else part
+        before = files if not table and part.rstrip().endswith(":") else []
 
 
 def figures(text: str) -> Iterator[tuple[str, str]]:
