@@ -19,19 +19,27 @@ def test_a_digest_covers_every_value(place):
     assert digest(state) != before and len(before) == 16
 
 
-def test_a_kept_digest_in_whose_place_a_pipe_or_a_link_is(tmp_path, monkeypatch):
+def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    stamps, state = [("a", 1, 0, 0, 0)], {"a": torch.ones(3)}
+    stamps, state = [("a", 1, 0, 0, time.time_ns())], {"a": torch.ones(3)}
     want = cached_digest(stamps, lambda: state)
+    assert not (tmp_path / "dit").exists()  # files just written: a change within the clock's resolution would go unseen
+    stamps = [("a", 1, 0, 0, 0)]
+    assert cached_digest(stamps, lambda: state) == want
     [kept] = (tmp_path / "dit" / "digests").iterdir()
     precious = tmp_path / "precious"
     precious.write_bytes(b"precious")
+    for text in (b"", b"x" * 16, b"\xff" * 16, b"0" * 17):
+        kept.write_bytes(text)
+        assert cached_digest(stamps, lambda: state) == want == kept.read_text()
     for put in (os.mkfifo, lambda place: place.symlink_to(tmp_path / "pipe"), lambda place: place.symlink_to(precious)):
         kept.unlink()
         put(kept)
         start = time.monotonic()
         assert cached_digest(stamps, lambda: state) == want and time.monotonic() - start < 5
     assert precious.read_bytes() == b"precious"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where nothing can be kept
+    assert cached_digest(stamps, lambda: state) == want
 
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"[1]", b'{"a": ' + b"1" * 5000])
