@@ -10,7 +10,6 @@ from reference_dit import relative_error
 from reference_large_dit import large_dit
 
 import large_dit as module
-from diffusion import create_diffusion
 from large_dit import DiT_Llama, Large_DiT_models
 
 SMALL = dict(input_size=8, dim=144, n_layers=3, n_heads=3, num_classes=10)
@@ -122,28 +121,6 @@ def test_the_demo():
     assert "layers.0.attention.q_norm.weight" in model.state_dict()
 
 
-def test_starts_blind():
-    """Gates and the last layer are zero, as DiT's: so every test here fills the network with noise first."""
-    model = DiT_Llama(**SMALL)
-    assert not model(*batch(model)).any()
-
-
-def test_guidance_reads_one_half_and_guides_three_channels():
-    model = build(qk_norm=True)
-    x, t, _ = batch(model, 6)
-    y = torch.tensor([1, 2, 3, 10, 10, 10])
-    t[3:] = t[:3]
-    out = model.forward_with_cfg(x, t, y, 4.0)
-    plain = model(torch.cat([x[:3], x[:3]]), t, y)
-    cond, uncond = plain[:3], plain[3:]
-    want = uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3])
-    assert torch.equal(out[:3, :3], want) and torch.equal(out[3:, :3], want)
-    assert torch.equal(out[:, 3:], plain[:, 3:])
-    other = x.clone()
-    other[3:] = float("nan")
-    assert torch.equal(model.forward_with_cfg(other, t, y, 4.0), out)
-
-
 def test_label_dropout_and_gradients():
     model = build(qk_norm=True).train()
     table = model.y_embedder.embedding_table.weight
@@ -158,25 +135,7 @@ def test_label_dropout_and_gradients():
     assert without == []
 
 
-def test_learns():
-    """A few steps of the usual training loop lower the loss: gradients pass the initial zeros."""
-    torch.manual_seed(0)
-    model, diffusion = DiT_Llama(**{**SMALL, "n_layers": 1, "qk_norm": True}).train(), create_diffusion("")
-    x, y = torch.randn(8, 4, 8, 8), torch.arange(8)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for _ in range(30):
-        loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))["loss"].mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-
-
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match=r"\(6, 8\).*\(8, 8\)"):
-        DiT_Llama(**SMALL)(torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match="width 100 does not divide into 3 heads"):
         DiT_Llama(**{**SMALL, "dim": 100})
 

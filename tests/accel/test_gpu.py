@@ -43,11 +43,17 @@ def test_backends(seen, monkeypatch):
         assert attention.choose(GPU, dtype, 72) == half[generation]
     others = {OLD: "efficient", HOPPER: "cudnn"}
     assert attention.choose(GPU, torch.float16, 64) == others.get(generation, "flash")
+    assert attention.choose(GPU, torch.float16, 136) == ("efficient" if seen in OLD else "flash")
     assert attention.choose(GPU, torch.float32, 72) == "efficient"
+    assert attention.choose(GPU, torch.float64, 72) == "torch"
     assert split_attention.choose(GPU, 72) == split[generation]
     assert split_linear.choose(GPU) == ("cublas" if seen == (10, 0) else split[generation])
     assert split_attention.choose(GPU, 64) == ("triton" if seen == (9, 0) else split[generation])
     assert bool(hopper.tiles(2048, 1152, 1152, GPU)) == (seen == (9, 0))
+    cpu, linear = torch.device("cpu"), split_linear.choose(GPU)
+    assert split_linear.choose(cpu) == split_attention.choose(cpu, 72) == "torch"
+    monkeypatch.setattr(cuda, "HAS_TRITON", False)
+    assert split_linear.choose(GPU) == linear.replace("triton", "cublas")
 
 
 def test_backends_of_tensors(seen):

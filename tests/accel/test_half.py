@@ -4,7 +4,6 @@ On a CPU the kernels' reference implementations run.
 """
 
 import math
-import statistics
 
 import pytest
 import torch
@@ -141,13 +140,7 @@ def test_which_arithmetic(monkeypatch):
 
     assert [choose(tier) for tier in precision.TIERS] == ["fp32", "fp32", "tf32", "fp16", "fp16"]
     assert [choose("fp16", name) for name in ("fp32", "tf32", "fp16")] == ["fp32", "tf32", "fp16"]
-    assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == [
-        "fp32",
-        "fp32",
-        "tf32",
-        "tf32",
-        "tf32",
-    ]
+    assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == ["fp32"] * 2 + ["tf32"] * 3
     have.remove("tf32")  # a V100
     assert choose("fp16") == "fp16" and precision.float32_decoder("fp16", CPU) == "fp32"
     with pytest.raises(ValueError, match="--vae-precision tf32"):
@@ -202,27 +195,6 @@ def test_sd_vae_ft_at_512px(switches):
     assert checked.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > vae.REQUIRED_PSNR
     assert torch.equal(got, vae.decode(checked, z)) and torch.equal(got[1:], vae.decode(checked, z[1:]))
 
-    def milliseconds(decoder):
-        times = []
-        for _ in range(8):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            vae.decode(decoder, z)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return statistics.median(times)
-
-    def mib(decoder):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        vae.decode(decoder, z)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-    float32 = vae.CheckedDecoder(plain, "tf32", "tf32")
-    assert milliseconds(checked) < 0.7 * milliseconds(float32)
-    assert mib(checked) < 0.7 * mib(float32)
-
 
 @pytest.mark.gpu
 def test_the_demos_pictures_pass_the_gate(switches):
@@ -237,19 +209,8 @@ def test_the_demos_pictures_pass_the_gate(switches):
     precision.apply_precision("fp32", run.device)
     want = vae.to_uint8(vae.decode(run.load_decoder().plain, latents)).numpy()
     worst = [min(evaluate.psnr(a, b) for a, b in zip(want, got)), min(evaluate.ssim(a, b) for a, b in zip(want, got))]
-    assert worst[0] > 55 and worst[1] > 0.999, (
-        worst
-    )  # rounding to bytes alone, where a value lies between two, costs to 59 dB
-
-
-@pytest.mark.gpu
-def test_overflow_on_a_gpu(switches):
-    device = torch.device("cuda")
-    precision.apply_precision("fp16", device)
-    plain = overflowing().to(device)
-    z = noise(2, 8, device)
-    checked = vae.CheckedDecoder(plain, "fp16", "tf32")
-    assert "overflows float16" in checked.refusal and torch.equal(vae.decode(checked, z), vae.decode(plain, z))
+    # Rounding to bytes alone, where a value lies between two, costs to 59 dB.
+    assert worst[0] > 55 and worst[1] > 0.999, worst
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ import pytest
 import torch
 from kernel_testing import disassemble, draw, interpreted, needs_hopper
 
-from accel.graphs import capture
 from accel.kernels import adaln as module
 from accel.kernels import cuda
 from accel.kernels.adaln import Modulation, adaln, adaln_split, hopper
@@ -81,24 +80,15 @@ def check_split(backend, device="cpu", tokens=20):
         assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
 
 
-@pytest.mark.parametrize("branches", (0, 1, 2))
-def test_the_reference_is_the_formula(branches):
+@pytest.mark.parametrize("branches, rms_eps", ((0, None), (1, None), (2, None), (2, 1e-5)))
+def test_the_reference_is_the_formula(branches, rms_eps):
     """With vector 3 as shift and 4 as scale."""
     x, modulation, pairs = case(216, 3, 10, branches, torch.float64, "cpu")
     row = modulation.table[modulation.entry].double()[:, :, None]  # (N, V, 1, D)
     total = x.double() + sum(row[:, gate] * branch.double() for branch, gate in pairs)
-    centred = total - total.mean(-1, keepdim=True)
-    want = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + row[:, 4]) + row[:, 3]
-    got = adaln(x.double(), wide(modulation), 3, 4, pairs, backend="torch")
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def test_the_rms_reference_is_the_formula():
-    x, modulation, pairs = case(216, 3, 10, 2, torch.float64, "cpu")
-    row = modulation.table[modulation.entry].double()[:, :, None]  # (N, V, 1, D)
-    total = x.double() + sum(row[:, gate] * branch.double() for branch, gate in pairs)
-    want = total / (total.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (1 + row[:, 4]) + row[:, 3]
-    got = adaln(x.double(), wide(modulation), 3, 4, pairs, backend="torch", rms_eps=1e-5)
+    centred = total if rms_eps else total - total.mean(-1, keepdim=True)
+    want = centred / (centred.pow(2).mean(-1, keepdim=True) + (rms_eps or 1e-6)).sqrt() * (1 + row[:, 4]) + row[:, 3]
+    got = adaln(x.double(), wide(modulation), 3, 4, pairs, backend="torch", rms_eps=rms_eps)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -141,18 +131,6 @@ def test_tiles_cover_every_width_without_idle_halves():
         main, tail = config["MAIN"], config["TAIL"]
         assert width <= main + tail < 2 * width or width == main and tail == 0
     assert kernels.tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=2, num_warps=1)
-
-
-def test_wrong_inputs_are_refused():
-    x, modulation, pairs = case(256, 2, 9, 1, torch.float16, "cpu")
-    with pytest.raises(TypeError, match="float32 residual"):
-        adaln(x.half(), modulation, 0, 1, backend="triton")
-    with pytest.raises(ValueError, match="contiguous"):
-        adaln(x.transpose(0, 1), modulation, 0, 1, backend="triton")
-    with pytest.raises(ValueError, match="take 'triton'"):
-        adaln(x, modulation, 3, 4, pairs, dtype=torch.float16, backend="hopper")
-    with pytest.raises(ValueError, match="one of auto, triton, torch"):
-        adaln_split(x, modulation, 3, 4, backend="hopper")
 
 
 def test_the_kernel_for_few_tokens_is_taken_where_it_runs(monkeypatch):
@@ -212,41 +190,6 @@ def test_kernel_for_few_tokens(width, branches, update):
         check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3, "hopper")
         if branches:
             check(width, n, tokens, branches, update, torch.float16, "cuda", 1e-6, "hopper", torch.float32)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("branches, update, element_bytes", ((1, False, 4 + 2 + 2), (2, True, 4 + 4 + 2 + 2 + 2)))
-def test_bandwidth(branches, update, element_bytes):
-    """XL's 16 × 1024 tokens at 85 % or more of the bandwidth that a copy of the residual stream reaches."""
-    cases = [
-        case(1152, 16, 1024, branches, torch.float16, "cuda", seed) for seed in range(4)
-    ]  # more than any cache holds
-    copies = [torch.empty_like(x) for x, _, _ in cases]
-
-    def milliseconds(step):
-        outputs = []
-        # Launched one by one they would wait for the host.
-        replay = capture(lambda: outputs.extend(step(index) for index in range(4)))
-        times = []
-        for _ in range(2000):
-            replay()  # an idle GPU runs at a fraction of its clock
-        for _ in range(20):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 4)
-        return sorted(times)[10]
-
-    def kernel(index):
-        x, modulation, pairs = cases[index]
-        return adaln(x, modulation, 3, 4, pairs, update, torch.float16, "triton")
-
-    elements = cases[0][0].numel()
-    copied = 8 * elements / milliseconds(lambda index: copies[index].copy_(cases[index][0]))
-    moved = element_bytes * elements / milliseconds(kernel)
-    assert moved >= 0.85 * copied, f"{moved / 1e9:.2f} TB/s, a copy {copied / 1e9:.2f}"
 
 
 @pytest.mark.gpu

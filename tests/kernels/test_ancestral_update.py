@@ -52,13 +52,3 @@ def test_interpreted_kernel():
 @pytest.mark.gpu
 def test_compiled_kernel():
     check("cuda")
-
-
-def test_wrong_inputs_are_refused():
-    tokens, x, noise, t, coefficients = case(1, 16, 2, True)
-    with pytest.raises(TypeError, match="contiguous float32"):
-        ancestral_update(tokens, x.transpose(2, 3), noise, t, coefficients, 4.0, 3, "triton")
-    with pytest.raises(ValueError, match="do not fit"):
-        ancestral_update(tokens, x, noise, t, coefficients)
-    with pytest.raises(ValueError, match="one of auto, triton, torch"):
-        ancestral_update(tokens, x, noise, t, coefficients, 4.0, 3, "cudnn")

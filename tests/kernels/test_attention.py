@@ -91,15 +91,6 @@ def test_other_keys_and_values(queries, keys):
             assert error(attention_to(qkv, kv, 3, backend), want) <= tolerance
 
 
-@pytest.mark.parametrize("scale", (1e2, 0.0))
-def test_large_and_equal_logits(scale):
-    """At 1e2 logits reach 1e4 and softmax is a maximum; at 0 the values' mean."""
-    qkv = packed(1, 40, 2, 72, torch.float32)
-    qkv[..., :288] *= scale
-    for backend in CPU_BACKENDS:
-        assert error(attention(qkv, 2, backend), formula(qkv, 2)) < (1e-3 if scale else 1e-6)
-
-
 def test_refusals():
     """One line, with the remedy, and nothing runs instead."""
     qkv = packed(1, 4, 1, 72, torch.float16)
@@ -119,32 +110,6 @@ def test_refusals():
     for backend in ("cudnn", "efficient"):
         with pytest.raises(RuntimeError):
             attention(qkv, 1, backend)
-
-
-@pytest.mark.parametrize(
-    "capability, dtype, expected",
-    (
-        ((7, 0), torch.float16, "efficient"),
-        ((7, 0), torch.float32, "efficient"),
-        ((7, 5), torch.float16, "efficient"),
-        ((8, 0), torch.float16, "triton"),
-        ((8, 9), torch.bfloat16, "triton"),
-        ((8, 0), torch.float32, "efficient"),
-        ((9, 0), torch.float16, "hopper"),
-        ((9, 0), torch.bfloat16, "hopper"),
-        ((10, 0), torch.float16, "flash"),
-        ((12, 0), torch.float16, "flash"),
-        ((9, 0), torch.float32, "efficient"),
-        ((9, 0), torch.float64, "torch"),
-    ),
-)
-def test_auto_by_capability(capability, dtype, expected, monkeypatch):
-    """The choice is a table of the GPU's capability: asked without the GPU."""
-    monkeypatch.setattr(cuda, "capability", lambda device: capability)
-    assert module.choose(torch.device("cuda"), dtype, 72) == expected
-    if expected in ("hopper", "triton"):  # at other head dims torch's
-        assert module.choose(torch.device("cuda"), dtype, 64) == ("cudnn" if expected == "hopper" else "flash")
-        assert module.choose(torch.device("cuda"), dtype, 136) == "flash"
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -171,16 +136,6 @@ def test_machine_code(config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ("torch", "efficient", "flash", "cudnn"))
-@pytest.mark.parametrize("dtype, tolerance", ((torch.float16, 1e-3), (torch.bfloat16, 8e-3)))
-def test_backends_on_a_gpu(backend, dtype, tolerance):
-    for shape in ((2, 64, 3, 72), (3, 17, 2, 72), (2, 130, 2, 72), (2, 256, 16, 72)):
-        qkv = packed(*shape, dtype, "cuda")
-        got = attention(qkv, shape[2], backend)
-        assert got.is_contiguous() and error(got, formula(qkv, shape[2])) <= tolerance
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("queries, keys", ((5, 17), (512, 1024), (256, 4096), (300, 77)))
 def test_other_keys_and_values_on_a_gpu(queries, keys):
     capability = torch.cuda.get_device_capability()
@@ -198,7 +153,7 @@ def test_nothing_is_copied(backend):
         needs_hopper()
     qkv = packed(2, 256, 16, 72, torch.float16, "cuda")
     with torch.inference_mode():
-        attention(qkv, 16, backend)
+        assert error(attention(qkv, 16, backend), formula(qkv, 16)) <= 1e-3
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             attention(qkv, 16, backend)
             torch.cuda.synchronize()
@@ -243,19 +198,6 @@ def test_our_kernel_is_as_accurate_as_flash_and_is_taken(monkeypatch):
     monkeypatch.setattr(hopper, "attention", lambda *arguments: launched.append(arguments) or (qkv,))
     attention(qkv, 16)
     assert len(launched) == 1
-
-
-@pytest.mark.gpu
-def test_our_kernel_in_a_graph():
-    needs_hopper()
-    qkv = packed(2, 300, 16, 72, torch.float16, "cuda")
-    attention(qkv, 16, "hopper")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(qkv, 16, "hopper")
-    qkv.copy_(packed(2, 300, 16, 72, torch.float16, "cuda", seed=1))
-    graph.replay()
-    assert torch.equal(out, attention(qkv, 16, "hopper"))
 
 
 @pytest.mark.gpu

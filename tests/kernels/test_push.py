@@ -3,7 +3,6 @@ NVLink."""
 
 import os
 
-import pytest
 import torch
 from kernel_testing import compiled_for, interpreted
 
@@ -54,10 +53,3 @@ def test_machine_code(tmp_path, world=4):
     assert text.count("st.global.v2.b64") == world * module.BLOCK // (2 * 32 * module.WARPS)
     assert "st.global.b64" not in text
     assert text.count("release.sys") == text.count("acquire.sys") == world - 1
-
-
-def test_wrong_inputs_are_refused():
-    buffers = torch.zeros(2, dtype=torch.int64)
-    for part in (torch.zeros(1, 4, 12).half(), torch.zeros(1, 16, 4).half().mT, torch.zeros(1, 4, 20).half()[..., 4:]):
-        with pytest.raises(ValueError, match="16 bytes"):
-            module.push(part, buffers, buffers, 0, 0)

@@ -9,7 +9,6 @@ from kernel_testing import disassemble, draw, error, interpreted
 from tensor_cores import CORES, run_cublas_here
 
 from accel.kernels import cuda
-from accel.kernels import split_attention as module
 from accel.kernels.split_attention import cublas, hopper, reference, split_attention
 from accel.kernels.split_linear import split
 
@@ -97,22 +96,6 @@ def interpret():
 
 def test_interpreted_kernel():
     interpreted("test_split_attention.interpret()")
-
-
-@pytest.mark.parametrize(
-    "capability, dim, expected",
-    (
-        ((7, 0), 72, "cublas"),
-        ((7, 5), 72, "cublas"),
-        ((8, 0), 72, "triton"),
-        ((9, 0), 72, "hopper"),
-        ((9, 0), 64, "triton"),
-        ((10, 0), 72, "triton"),
-    ),
-)
-def test_auto_by_capability(capability, dim, expected, monkeypatch):
-    monkeypatch.setattr(cuda, "capability", lambda device: capability)
-    assert module.choose(torch.device("cuda"), dim) == expected and module.choose(torch.device("cpu"), dim) == "torch"
 
 
 def test_machine_code():

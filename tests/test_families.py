@@ -1,0 +1,52 @@
+"""What callers do with either family's reference network: guide it, train it, give it what does not fit."""
+
+import pytest
+import torch
+from conftest import fill
+
+from diffusion import create_diffusion
+from large_dit import DiT_Llama
+from models import DiT
+
+SMALL = {
+    DiT: dict(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=10),
+    DiT_Llama: dict(input_size=8, dim=144, n_layers=1, n_heads=3, num_classes=10, qk_norm=True),
+}
+FAMILIES = pytest.mark.parametrize("family", SMALL)
+
+
+@FAMILIES
+def test_guidance_reads_one_half_and_guides_three_channels(family):
+    model, x = fill(family(**SMALL[family])), torch.randn(6, 4, 8, 8)
+    t, y = torch.tensor([7, 300, 900] * 2), torch.tensor([1, 2, 3, 10, 10, 10])
+    out, plain = model.forward_with_cfg(x, t, y, 4.0), model(torch.cat([x[:3], x[:3]]), t, y)
+    cond, uncond = plain[:3], plain[3:]
+    want = uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3])
+    assert torch.equal(out[:3, :3], want) and torch.equal(out[3:, :3], want)
+    assert torch.equal(out[:, 3:], plain[:, 3:])
+    x[3:] = float("nan")
+    assert torch.equal(model.forward_with_cfg(x, t, y, 4.0), out)
+
+
+@FAMILIES
+def test_learns(family):
+    """A few steps of the usual training loop lower the loss: gradients pass the initial zeros, which make it blind."""
+    torch.manual_seed(0)
+    model, diffusion = family(**SMALL[family]).train(), create_diffusion("")
+    x, y = torch.randn(8, 4, 8, 8), torch.arange(8)
+    assert not model(x, y, y).any()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(30):
+        loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))["loss"].mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@FAMILIES
+def test_wrong_input_size_is_named(family):
+    with pytest.raises(ValueError, match=r"\(6, 8\).*\(8, 8\)"):
+        family(**SMALL[family])(torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long))
