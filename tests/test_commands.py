@@ -112,21 +112,6 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
         assert whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max(), batch_size
 
 
-def test_batches_give_the_pictures_of_one_batch(here, tmp_path):
-    """Through the commands."""
-    for name, script, *flags in (
-        ("whole", "sample.py"),
-        ("ones", "sample.py", "--batch-size", 1),
-        ("threes", "sample_ddp.py", "--batch-size", 3),
-    ):
-        output = "--labels", 5, 1, 7, 0, "--output", tmp_path / f"{name}.png"
-        succeeds(here(script, *DEMO, *flags, *output))
-    whole = picture(tmp_path / "whole.png").astype(int)
-    for name in ("ones", "threes"):
-        difference = np.abs(picture(tmp_path / f"{name}.png") - whole)
-        assert difference.max() <= 1 and (difference > 0).mean() < 1e-3 and whole.std() > 1
-
-
 def test_what_did_not_fit_says_what_to_give():
     options = SamplingOptions(model="DiT-Demo/2").resolve()
     assert options.smaller_batch.endswith("use --batch-size 4")

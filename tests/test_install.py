@@ -93,11 +93,3 @@ def test_the_version_is_stated_once_and_the_changelog_begins_with_it():
     ]
     assert stated == ["CHANGELOG.md", "pyproject.toml"]
     assert re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == accel.__version__
-
-
-def test_the_citation_names_the_paper():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["title"] and citation["message"]
-    (paper,) = citation["references"]
-    assert [author["family-names"] for author in paper["authors"]] == ["Peebles", "Xie"]
-    assert "2212.09748" in paper["url"]

@@ -2,14 +2,12 @@
 Both on a CPU and, marked `gpu`, on a GPU."""
 
 import re
-import subprocess
-import sys
 
 import forks
 import pytest
 from conftest import ROOT
 from networks import transformer
-from pages import README, code_blocks
+from pages import code_blocks
 from PIL import Image
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
@@ -53,19 +51,3 @@ def test_every_block_runs_and_shows_what_it_gives(checkout, pipeline, visible):
     assert "20/20" in done.stderr  # the bar of progress=True
     sizes = {name: Image.open(checkout / name).size for name in ("planet.png", "sea.png", "grid.png")}
     assert sizes == {"planet.png": (128, 128), "sea.png": (128, 128), "grid.png": (262, 132)}
-
-
-@pytest.mark.gpu
-def test_the_example_of_the_readme_runs_on_a_gpu(checkout):
-    """On a CPU tests/test_readme.py runs it. In the precision and at the length that a user gets."""
-    (example,) = code_blocks(README.read_text(), "python")
-    done = forks.run(["-c", example], checkout, PYTHONPATH="")
-    assert done.returncode == 0, done.stderr
-    assert [Image.open(checkout / f"picture-{i}.png").size for i in range(2)] == [(128, 128)] * 2
-
-
-def test_blocks_are_formatted():
-    """As the code is, but for imports, which stand where they are first needed."""
-    for block in BLOCKS:
-        ruff = [sys.executable, "-m", "ruff", "format", "--check", "--stdin-filename", "block.py", "-"]
-        assert subprocess.run(ruff, input=block, text=True, cwd=ROOT, capture_output=True).returncode == 0, block
