@@ -1,7 +1,5 @@
 """The weights of a network: a published name, a path or a hub id → tensors, opened once a run, checked, identified."""
 
-import argparse
-import os
 import re
 import stat
 import sys
@@ -16,9 +14,9 @@ import torch
 
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
-from accel.weights import consolidated_layout, diffusers_layout
+from accel.weights import consolidated_layout, diffusers_layout, training_layout
 from accel.weights.identity import Identity, identify
-from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_tensors, require_floats
+from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "pretrained_models"
 BASE_URL = "https://dl.fbaipublicfiles.com/DiT/models/"
@@ -26,8 +24,9 @@ pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}  # published 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile and Lightning
+# Modules with holds(path) and read(path, mapped) → (float tensors by name, what lies beside them). The first that holds
+# what is at a path reads it.
+LAYOUTS = training_layout, diffusers_layout, consolidated_layout
 
 
 class Checkpoint:
@@ -66,7 +65,13 @@ class Checkpoint:
         stamps = self._stamp()  # before opening: what is read is of this version, or of a newer one
         self._stamps = self._stamps or stamps
         with path_errors("--ckpt", self.path):
-            return (_open_folder if self.path.is_dir() else _open_file)(self.path, self.mapped)
+            layout = next((one for one in LAYOUTS if one.holds(self.path)), None)
+            if layout is None:
+                raise UsageError(
+                    f"--ckpt {self.path}: a folder must hold transformer/config.json and its weights (diffusers' "
+                    "layout), or consolidated.00-of-01.pth (Large-DiT's)"
+                )
+            return layout.read(self.path, self.mapped)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -219,41 +224,3 @@ def fetch_from_hub(repository: str, subfolder: str, flag: str, remedy: str) -> P
         raise UsageError(
             f"{flag} {repository}: not here, and fetching it from the hub failed ({reason}); {remedy}"
         ) from None
-
-
-#################################################################################
-#                                    Opening                                    #
-#################################################################################
-
-
-def _open_file(path: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(state dict, the arguments of the training run that lie beside it)."""
-    content = read_tensors(path, "--ckpt", mapped)
-    state = next((content[entry] for entry in ENTRIES if isinstance(content.get(entry), dict)), content)
-    if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        entries = ", ".join(map(str, list(state)[:5]))
-        raise UsageError(f"--ckpt {path}: holds no state dict of tensors (entries: {entries})")
-    require_floats(state, "--ckpt", path)
-    prefix = ""
-    while found := [one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)]:
-        prefix += found[0]
-    if prefix:
-        print(f'--ckpt {path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
-    said = content.get("args", {})
-    said = vars(said) if isinstance(said, argparse.Namespace) else said
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, said if isinstance(said, dict) else {}
-
-
-def _open_folder(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Another layout is another case here, and a module like diffusers_layout."""
-    names = os.listdir(folder)
-    if "transformer" in names or "config.json" in names:
-        return diffusers_layout.read_folder(folder, mapped)
-    if any(name.startswith("consolidated") for name in names) or consolidated_layout.ARGUMENTS in names:
-        state, _ = _open_file(consolidated_layout.weights_of(folder), mapped)
-        consolidated_layout.require_match(folder, state)
-        return state, consolidated_layout.arguments_of(folder)
-    raise UsageError(
-        f"--ckpt {folder}: a folder must hold transformer/config.json and its weights (diffusers' layout), or "
-        "consolidated.00-of-01.pth (Large-DiT's)"
-    )

@@ -66,9 +66,13 @@ SIZES = (
 WITHOUT_EFFECT = "dropout", "norm_num_groups"  # in evaluation, of this kind of transformer
 
 
-def read_folder(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(state dict of models.DiT, what the folder says of it) from a folder that holds config.json and weights, or a
-    pipeline with such a folder, transformer/, in it. Raises UsageError about --ckpt."""
+def holds(folder: Path) -> bool:
+    """Whether `folder` has config.json, or a pipeline's transformer/."""
+    return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
+
+
+def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(state dict of models.DiT, what the folder says of it). Raises UsageError about --ckpt."""
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}
     for file in weight_files(folder, "--ckpt"):

@@ -15,7 +15,7 @@ from unprivileged import unprivileged
 
 from accel.errors import UsageError
 from accel.options import DEMO
-from accel.weights import checkpoint, tensor_files
+from accel.weights import tensor_files, training_layout
 from accel.weights.checkpoint import Checkpoint, find_model
 from accel.weights.diffusers_layout import to_diffusers
 from models import DiT
@@ -276,6 +276,9 @@ def test_what_is_never_opened(tmp_path, folder, state):
             os.chmod(f"{name}/{file}", 0)
             with unprivileged():
                 assert f"{file}: Permission denied" in error(f"{name}/{file}")
+        os.mkdir(f"{name}/b", 0)
+        with unprivileged():
+            assert "Permission denied" in error(f"{name}/b")
     tmp_path.chmod(0o700 if os.geteuid() == 0 else 0)
     with unprivileged():
         assert "Permission denied" in error(folder)
@@ -358,8 +361,8 @@ def test_digest_of_weights_that_are_replaced_meanwhile(tmp_path, state, settled)
 def test_weights_are_opened_once(tmp_path, state, monkeypatch):
     save_file(state, tmp_path / "a.safetensors")
     weights, opened = Checkpoint(tmp_path / "a.safetensors"), []
-    read = checkpoint.read_tensors
-    monkeypatch.setattr(checkpoint, "read_tensors", lambda *a: opened.append(a) or read(*a))
+    read = training_layout.read_tensors
+    monkeypatch.setattr(training_layout, "read_tensors", lambda *a: opened.append(a) or read(*a))
     assert weights.digest() == weights.digest() and weights.state is weights.state
     assert len(opened) == 1
 

@@ -2,17 +2,13 @@
 
 Its nodes, all on this host, offer partition `ssc-gpu`, four fake GPUs each (character devices that behave like
 /dev/null) and as many CPUs as the batch files ask for. Nothing else of the machine is touched.
-
-    python tests/slurm/cluster.py sbatch slurm/sample_4gpu.sbatch   # runs the command inside, then ends the cluster
 """
 
 import os
 import shutil
-import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -45,15 +41,10 @@ class Cluster:
     Slurm's commands go to it."""
 
     def __init__(self, nodes=2, cpus=16, memory_mb=64000, gpus=4):
-        self.root = Path(
-            tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
-        )  # short: a Unix socket's path has 107 characters at most
-        self.nodes, self.cpus, self.memory_mb, self.gpus = (
-            [f"127.0.0.{i + 1}" for i in range(nodes)],
-            cpus,
-            memory_mb,
-            gpus,
-        )
+        # Short: a Unix socket's path has 107 characters at most.
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        self.nodes = [f"127.0.0.{i + 1}" for i in range(nodes)]
+        self.cpus, self.memory_mb, self.gpus = cpus, memory_mb, gpus
         self.env = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
         self.processes = []
 
@@ -132,17 +123,9 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
 
     def _start(self):
         root = self.root
-        self._spawn(
-            "munged",
-            "--foreground",
-            "--force",
-            f"--socket={root}/munge.socket",
-            f"--key-file={root}/munge.key",
-            f"--pid-file={root}/munged.pid",
-            f"--log-file={root}/log/munged",
-            f"--seed-file={root}/munge.seed",
-            "--num-threads=2",
-        )
+        files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munge.seed"}
+        flags = [f"--{flag}={root / file}" for flag, file in (files | {"log-file": "log/munged"}).items()]
+        self._spawn("munged", "--foreground", "--force", "--num-threads=2", *flags)
         self._wait(lambda: (root / "munge.socket").exists(), "munged did not open its socket")
         self._spawn("slurmctld", "-D", "-c", "-i")
         for node in self.nodes:
@@ -196,11 +179,3 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
                 raise TimeoutError(f"job {job} is {state} after {seconds} s, not {' or '.join(states)}")
             time.sleep(0.2)
         return state
-
-
-if __name__ == "__main__":
-    if missing():
-        sys.exit(f"no Slurm here: {missing()}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with Cluster() as up:
-        sys.exit(subprocess.run(sys.argv[1:] or ["sinfo"], env=up.env).returncode)

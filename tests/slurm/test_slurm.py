@@ -14,7 +14,7 @@ from cluster import Cluster, missing
 from conftest import ROOT
 from PIL import Image
 
-from accel.errors import STOPPED, USAGE
+from accel.errors import USAGE
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"no Slurm can be started: {missing()}"),
@@ -49,8 +49,6 @@ def checkout(tmp_path):
     [
         ("exchange", 0, "exchanged"),
         ("on_one", USAGE, "--ckpt x: no such file"),
-        ("crash_on_0", 1, "Traceback"),
-        ("stopped", STOPPED, "stopped; start again"),
         ("killed", 128 + signal.SIGKILL, "task 1: Killed"),
     ],
 )
@@ -87,11 +85,8 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
         cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout)
         for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")
     ]
-    jobs.append(
-        cluster.submit(
-            "--gres=gpu:2", "--cpus-per-task=2", "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout
-        )
-    )
+    small = "--gres=gpu:2", "--cpus-per-task=2"
+    jobs.append(cluster.submit(*small, "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
     assert cluster.fact(jobs[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(jobs[3], "NumNodes").startswith("2")
     for job in jobs:
         finish(cluster, checkout, job)
@@ -130,15 +125,6 @@ def test_without_gpus(cluster, checkout):
         assert "this job has no GPU: submit it with --gres=gpu:4" in line, name
 
 
-def test_more_gpus_than_cpus(cluster, checkout):
-    """Each rank has a thread all the same."""
-    (checkout / "sample_ddp.py").unlink()
-    (checkout / "sample_ddp.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])\n")
-    job = cluster.submit("--cpus-per-task=2", "slurm/sample_4gpu.sbatch", cwd=checkout)
-    finish(cluster, checkout, job)
-    assert log_of(checkout, job).count("threads 1") == 4
-
-
 def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
     """Nothing runs in whatever folder Slurm takes instead."""
     jobs = {}
@@ -154,25 +140,14 @@ def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
 
 def test_evaluate_waits_for_the_pictures(cluster, checkout, demo):
     """`evaluate` starts after both jobs, gets the two files, and leaves its words in its folder."""
-    (
-        checkout / "evaluate.py"
-    ).unlink()  # the verdict is tested elsewhere; here: the dependency, the arguments, the output
+    (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere
     (checkout / "evaluate.py").write_text("import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n")
     a, b = (cluster.submit("slurm/sample_1gpu.sbatch", *demo, *STEPS, cwd=checkout) for _ in "ab")
-    job = cluster.submit(
-        f"--dependency=afterok:{a}:{b}",
-        "slurm/evaluate.sbatch",
-        f"output/job_{a}/sample.png",
-        f"output/job_{b}/sample.png",
-        cwd=checkout,
-    )
+    pictures = (f"output/job_{one}/sample.png" for one in (a, b))
+    job = cluster.submit(f"--dependency=afterok:{a}:{b}", "slurm/evaluate.sbatch", *pictures, cwd=checkout)
     assert cluster.state(job) == "PENDING" and cluster.fact(job, "Reason") == "Dependency"
     finish(cluster, checkout, job)
     assert (checkout / "output" / f"job_{job}" / "verdict.txt").read_text().count("PNG") == 2
-    bad = cluster.submit("slurm/sample_1gpu.sbatch", "--labels", "9999", cwd=checkout)
-    never = cluster.submit(f"--dependency=afterok:{bad}", "slurm/evaluate.sbatch", "x", "y", cwd=checkout)
-    assert cluster.wait_for(bad, {"FAILED"}, 60) and cluster.fact(bad, "ExitCode") == "2:0"
-    cluster.run("scancel", never)
 
 
 FID = "--num-fid-samples", "28", "--per-proc-batch-size", "2", "--num-sampling-steps", "25"
@@ -224,9 +199,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     for each in (calm, job):
         finish(cluster, checkout, each)
     expected = fid_files(checkout, calm)
-    assert (
-        sum(name.endswith(".png") for name in expected) == 28 and sum(name.endswith(".npz") for name in expected) == 1
-    )
+    assert [sum(name.endswith(end) for name in expected) for end in (".png", ".npz")] == [28, 1]
     assert fid_files(checkout, job) == expected
     assert int(cluster.fact(job, "Restarts")) == 3 and int(cluster.fact(calm, "Restarts")) == 0
 
@@ -240,12 +213,7 @@ def ranks_of(job):
         except OSError:
             continue
         rank = re.search(rb"SLURM_PROCID=(\d+)", environ)
-        if (
-            b"sample_ddp.py" in command
-            and f"SLURM_JOB_ID={job}\0".encode() in environ
-            and b"SLURM_STEP_NUM_TASKS" in environ
-            and rank
-            and not command.startswith((b"srun", b"/bin/bash"))
-        ):
+        ours = f"SLURM_JOB_ID={job}\0".encode() in environ and b"SLURM_STEP_NUM_TASKS" in environ
+        if rank and ours and b"sample_ddp.py" in command and not command.startswith((b"srun", b"/bin/bash")):
             found[int(rank[1])] = int(process.name)
     return [found[rank] for rank in sorted(found)]

@@ -1,0 +1,36 @@
+"""One file, as training scripts and torch.save leave it: a state dict, or a training checkpoint with one in it."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.errors import UsageError
+from accel.weights.tensor_files import read_tensors, require_floats
+
+ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
+PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile and Lightning
+
+
+def holds(path: Path) -> bool:
+    """Whether there is such a file."""
+    return not path.is_dir()
+
+
+def read(path: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(state dict, the arguments of the training run that lie beside it). Raises UsageError about --ckpt."""
+    content = read_tensors(path, "--ckpt", mapped)
+    state = next((content[entry] for entry in ENTRIES if isinstance(content.get(entry), dict)), content)
+    if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        entries = ", ".join(map(str, list(state)[:5]))
+        raise UsageError(f"--ckpt {path}: holds no state dict of tensors (entries: {entries})")
+    require_floats(state, "--ckpt", path)
+    prefix = ""
+    while found := [one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)]:
+        prefix += found[0]
+    if prefix:
+        print(f'--ckpt {path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
+    said = content.get("args", {})
+    said = vars(said) if isinstance(said, argparse.Namespace) else said
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, said if isinstance(said, dict) else {}
