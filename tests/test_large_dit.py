@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, fill
-from reference_dit import relative_error
-from reference_large_dit import large_dit
+from reference_networks import large_dit, relative_error
 
 import large_dit as module
 from large_dit import DiT_Llama, Large_DiT_models

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
-from reference_dit import dit, position_table, relative_error
+from reference_networks import dit, position_table, relative_error
 
 import models
 from models import DiT, DiT_models

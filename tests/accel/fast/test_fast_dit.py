@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from networks import build, error, evaluate, guided, inputs, network_of, small
-from reference_dit import dit
+from reference_networks import dit
 
 from accel import accelerate
 from accel.fast.dit import FastDiT

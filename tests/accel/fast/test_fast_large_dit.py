@@ -6,8 +6,7 @@ import copy
 import pytest
 import torch
 from networks import evaluate, network_of, sample
-from reference_dit import relative_error
-from reference_large_dit import large_dit
+from reference_networks import large_dit, relative_error
 from test_large_dit import FORMS, batch, build
 
 from accel import accelerate, engine

@@ -1,0 +1,150 @@
+"""DiT (arXiv:2212.09748) and Large-DiT written straight from their definitions, in float64 and plain matrix
+multiplications, from a state dict. They share no line with models.py and large_dit.py; slow and exact, they are what
+every faster network is held to."""
+
+import math
+
+import torch
+
+
+def normed(x, eps, weight=1.0, bias=0.0, centre=True):
+    """LayerNorm; without `centre` RMSNorm."""
+    x = x - x.mean(-1, keepdim=True) if centre else x
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight + bias
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+def position_table(side, width):
+    """(side², width): for a token at (row, column), sines and cosines of the column, then of the row."""
+    quarter = width // 4
+    table = torch.zeros(side * side, width, dtype=torch.float64)
+    for row in range(side):
+        for column in range(side):
+            for block, position in enumerate((column, row)):
+                for i in range(quarter):
+                    angle = position / 10000 ** (i / quarter)
+                    table[row * side + column, block * 2 * quarter + i] = math.sin(angle)
+                    table[row * side + column, block * 2 * quarter + quarter + i] = math.cos(angle)
+    return table
+
+
+def rotary(x, head_dim):
+    """x (N, T, h·d): in every head the pairs (2i, 2i+1) are complex numbers, turned by position·10000^(-2i/d)."""
+    n, tokens, width = x.shape
+    numbers = torch.view_as_complex(x.reshape(n, tokens, width // head_dim, head_dim // 2, 2))
+    angles = torch.zeros(tokens, head_dim // 2, dtype=torch.float64)
+    for position in range(tokens):
+        for i in range(head_dim // 2):
+            angles[position, i] = position * 10000 ** (-2 * i / head_dim)
+    turned = numbers * torch.complex(angles.cos(), angles.sin())[None, :, None]
+    return torch.view_as_real(turned).reshape(n, tokens, width)
+
+
+def attention(q, k, v, d):
+    """One head of d at a time; a head of k and v serves several of q's where they have fewer."""
+    mixed, shared = torch.zeros_like(q), q.shape[-1] // k.shape[-1]
+    for head in range(q.shape[-1] // d):
+        mine, theirs = (slice(i * d, (i + 1) * d) for i in (head, head // shared))
+        scores = torch.einsum("nid,njd->nij", q[..., mine], k[..., theirs]) / math.sqrt(d)
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        mixed[..., mine] = torch.einsum("nij,njd->nid", weights / weights.sum(-1, keepdim=True), v[..., theirs])
+    return mixed
+
+
+def patches(x, size):
+    """(index, its rows, its columns) of each patch of x (N, C, H, W), row by row."""
+    rows, columns = x.shape[2] // size, x.shape[3] // size
+    for row in range(rows):
+        for column in range(columns):
+            place = slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size)
+            yield row * columns + column, *place
+
+
+def cut(x, patch):
+    """(N, C, H, W) → (N, T, C·p·p): channel, row, column."""
+    return torch.stack([x.double()[:, :, rows, columns].flatten(1) for _, rows, columns in patches(x, patch)], 1)
+
+
+def picture(out, x, patch):
+    """(N, T, p·p·C') → (N, C', H, W): row, column, channel."""
+    found = torch.zeros(len(x), out.shape[-1] // patch**2, *x.shape[2:], dtype=torch.float64)
+    for index, rows, columns in patches(x, patch):
+        token = out[:, index].reshape(len(x), patch, patch, -1)
+        found[:, :, rows, columns] = token.permute(0, 3, 1, 2)
+    return found
+
+
+class Weights:
+    def __init__(self, state):
+        self.state = {name: value.double() for name, value in state.items()}
+
+    def __getitem__(self, name):
+        return self.state[name]
+
+    def linear(self, v, name):
+        return torch.einsum("...i,oi->...o", v, self[f"{name}.weight"]) + self.state.get(f"{name}.bias", 0)
+
+    def condition(self, t, y):
+        """The vector of timestep and label that every block modulates with."""
+        angles = torch.stack([t.double() * math.exp(-math.log(10000) * i / 128) for i in range(128)], dim=1)
+        time = silu(self.linear(torch.cat([torch.cos(angles), torch.sin(angles)], dim=1), "t_embedder.mlp.0"))
+        return silu(self.linear(time, "t_embedder.mlp.2") + self["y_embedder.embedding_table.weight"][y])
+
+    def last(self, tokens, condition):
+        shift, scale = self.linear(condition, "final_layer.adaLN_modulation.1")[:, None].chunk(2, -1)
+        return self.linear(normed(tokens, 1e-6) * (1 + scale) + shift, "final_layer.linear")
+
+    def depth(self, ending):
+        return sum(name.endswith(ending) for name in self.state)
+
+
+def dit(state, x, t, y, heads, patch):
+    """state: a DiT's state dict; x (N, C, H, W); t, y (N,) → (N, C', H, W) float64."""
+    p = Weights(state)
+    kernel, condition = p["x_embedder.proj.weight"], p.condition(t, y)
+    tokens = cut(x, patch) @ kernel.flatten(1).T + p["x_embedder.proj.bias"] + p["pos_embed"]
+    for b in range(p.depth("attn.qkv.weight")):
+        m = p.linear(condition, f"blocks.{b}.adaLN_modulation.1")[:, None]
+        shift1, scale1, gate1, shift2, scale2, gate2 = m.chunk(6, -1)
+        qkv = p.linear(normed(tokens, 1e-6) * (1 + scale1) + shift1, f"blocks.{b}.attn.qkv")
+        mixed = attention(*qkv.chunk(3, -1), len(kernel) // heads)
+        tokens = tokens + gate1 * p.linear(mixed, f"blocks.{b}.attn.proj")
+        hidden = gelu(p.linear(normed(tokens, 1e-6) * (1 + scale2) + shift2, f"blocks.{b}.mlp.fc1"))
+        tokens = tokens + gate2 * p.linear(hidden, f"blocks.{b}.mlp.fc2")
+    return picture(p.last(tokens, condition), x, patch)
+
+
+def large_dit(state, x, t, y, heads, patch=2):
+    """state: a Large-DiT's state dict; x (N, C, H, W); t, y (N,) → (N, C', H, W) float64."""
+    p = Weights(state)
+    tokens, condition, d = (
+        p.linear(cut(x, patch), "x_embedder"),
+        p.condition(t, y),
+        len(p["x_embedder.weight"]) // heads,
+    )
+    for b in range(p.depth("attention.wq.weight")):
+        block = f"layers.{b}"
+        m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None]
+        shift1, scale1, gate1, shift2, scale2, gate2 = m.chunk(6, -1)
+        h = normed(tokens, 1e-5, p[f"{block}.attention_norm.weight"], centre=False) * (1 + scale1) + shift1
+        q, k, v = (p.linear(h, f"{block}.attention.w{name}") for name in "qkv")
+        if f"{block}.attention.q_norm.weight" in p.state:
+            norms = ([p[f"{block}.attention.{name}_norm.{kind}"] for kind in ("weight", "bias")] for name in "qk")
+            q, k = (normed(one, 1e-5, *norm) for one, norm in zip((q, k), norms))
+        mixed = attention(rotary(q, d), rotary(k, d), v, d)
+        tokens = tokens + gate1 * p.linear(mixed, f"{block}.attention.wo")
+        h = normed(tokens, 1e-5, p[f"{block}.ffn_norm.weight"], centre=False) * (1 + scale2) + shift2
+        hidden = silu(p.linear(h, f"{block}.feed_forward.w1")) * p.linear(h, f"{block}.feed_forward.w3")
+        tokens = tokens + gate2 * p.linear(hidden, f"{block}.feed_forward.w2")
+    return picture(p.last(tokens, condition), x, patch)
+
+
+def relative_error(value, reference):
+    return ((value.double() - reference).norm() / reference.norm()).item()
