@@ -149,13 +149,16 @@ def sample_grid(options: DistributedOptions, job) -> None:
 
 def sample_for_fid(options: DistributedOptions, job) -> None:
     """The folder of pictures and its .npz."""
-    from accel import fid
+    from accel import fid, fid_door
 
-    job.run_collectively(lambda: fid.check(options, job.world), only=0)
+    job.run_collectively(lambda: fid_door.check(options, job.world), only=0)
     checkpoint, options = open_weights(options, job)
-    with fid.locked(options, job):
-        how = dict(checkpoint=checkpoint, tuner_folders=fid.tuner_folders(options))
-        fid.run(load(options, job, fid.batch_of(options), **how), job)
+    order = fid_door.order_of(options)
+    with fid.locked(order.folder, job):
+        batch, folders = (order.largest_batch, order.copies), fid.tuner_folders(order.folder)
+        engine = load(options, job, batch, checkpoint=checkpoint, tuner_folders=folders)
+        settings = job.run_collectively(lambda: fid_door.settings_of(engine, job.world), only=0)
+        fid.run(order, job, settings, fid_door.maker_of(engine))
 
 
 if __name__ == "__main__":

@@ -8,52 +8,50 @@
     <folder>/.job/…                 the GEMM algorithms that the autotuner chose, on a GPU
     <folder>.npz                    arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 
-A command calls `check`. Inside `locked` it loads the engine and calls `run`.
+A command makes an `Order`. Inside `locked` it loads its network and decoder, and calls `run`.
 """
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
-from accel.fid.folder import Batches, folder_of, npz_of, settings_of
+from accel.fid.folder import Batches, Order, npz_of
 from accel.fid.journal import Journal
 from accel.fid.lock import sole_job
-from accel.fid.noise import PictureNoise, UpstreamNoise
+from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
 from accel.files import cache_folder, open_regular, require_writable
-from accel.options import DistributedOptions
-from accel.sampling import upstream_noise
+from accel.parallel.processes import Job
+from accel.progress import Stopwatch
 from accel.vae import to_uint8
 
-if TYPE_CHECKING:
-    from accel.engine import Engine
-    from accel.parallel.processes import Job
 
+class Maker(NamedTuple):
+    """What makes the pictures of a batch on this rank."""
 
-def check(options: DistributedOptions, world: int) -> None:
-    """Refuse what can be refused before weights are fetched and read: a UsageError."""
-    if not options.world_independent_noise and not -(2**63) <= options.seed * world <= 2**64 - world:
-        raise UsageError(
-            f"--global-seed {options.seed}: times {world} ranks it must fit into 64 bits; use a smaller one"
-        )
+    denoise: Callable[[torch.Tensor, torch.Tensor, Draw], torch.Tensor]  # z, labels, draw → latents, as noise.py has z
+    decode: Callable[[torch.Tensor], torch.Tensor]  # latents → pixels (n, 3, H, W), about (-1, 1)
+    device: torch.device
+    watch: Stopwatch
 
 
 @contextmanager
-def locked(options: DistributedOptions, job: "Job") -> Iterator[None]:
-    """Make the folder and keep other jobs out of it. Load the engine inside too: its autotuner writes to the folder.
+def locked(folder: Path, job: Job) -> Iterator[None]:
+    """Make the folder and keep other jobs out of it. Load the network inside too: its autotuner writes to the folder.
 
     Raises UsageError on every rank if another job is at work there.
     """
     with ExitStack() as stack:
-        job.run_collectively(lambda: stack.enter_context(sole_job(folder_of(options))), only=0)
-        job.run_collectively(lambda: _require_access(folder_of(options)), only=0)
+        job.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
+        job.run_collectively(lambda: _require_access(folder), only=0)
         yield
 
 
@@ -70,41 +68,36 @@ def _require_access(folder):
             open_regular(record, os.O_RDWR | os.O_NOFOLLOW).close()
 
 
-def tuner_folders(options: DistributedOptions) -> list[Path]:
+def tuner_folders(folder: Path) -> list[Path]:
     """Where the GEMM autotuner keeps what it chose, first to go by first.
 
     Another algorithm rounds differently. So a job that resumes, perhaps elsewhere, goes by its own choices, and a new
     one by those in the user's cache.
     """
-    return [folder_of(options) / ".job", cache_folder()]
+    return [folder / ".job", cache_folder()]
 
 
-def batch_of(options: DistributedOptions) -> tuple[int, int]:
-    """(latents, batch rows of each) of one network evaluation on a rank."""
-    return len(Batches(options, rank=0, world=1).pictures(0)), 2 if options.guided else 1
+def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
+    """Make the pictures of `order` and their .npz, or what is missing of them.
 
-
-def run(engine: "Engine", job: "Job") -> None:
-    """Make the pictures of the engine's options and their .npz, or what is missing of them.
-
-    Raises Stopped when asked to stop, UsageError where the folder holds something else or the disk is full.
+    settings: all that decides the pictures' bits, plain JSON by the names that a user knows; rank 0's count. Raises
+    Stopped when asked to stop, UsageError where the folder holds something else or the disk is full.
     """
-    options, folder = engine.options, folder_of(engine.options)
-    batches = Batches(options, job.rank, job.world)
+    folder, batches = order.folder, Batches(order, job.rank, job.world)
     journal = Journal(folder, batches)
     try:
-        job.run_collectively(lambda: journal.begin(settings_of(engine, batches)), only=0)
+        job.run_collectively(lambda: journal.begin(settings), only=0)
         journal.resume(job.from_rank_0(journal.read))
         todo = batches.left(journal.record.finished)
         left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
         if left:
-            todo = _make_pictures(engine, job, journal, todo, batches.total - left)
+            todo = _make_pictures(maker, order, job, journal, todo, batches.total - left)
         ends = job.all_gather_object((len(todo), journal.digests))
         if any(count for count, _ in ends):
             raise Stopped(f"stopped; {folder} is recorded up to here; start again with the same command to resume")
         if job.rank == 0:
-            with engine.watch.phase("npz"):
-                _write_npz(options, [digests for _, digests in ends], lambda: job.stopping)
+            with maker.watch.phase("npz"):
+                _write_npz(order, [digests for _, digests in ends], lambda: job.stopping)
     except OSError as error:
         if error.errno is None:
             raise
@@ -113,13 +106,13 @@ def run(engine: "Engine", job: "Job") -> None:
             f"--sample-dir: {error.strerror} at {error.filename or folder}; {remedy} and start again with the same "
             "command to resume"
         ) from None
-    print(f"{folder}: {batches.total} pictures, {npz_of(folder)}: {options.num_fid_samples} · {engine.watch}")
+    print(f"{folder}: {batches.total} pictures, {npz_of(folder)}: {order.count} · {maker.watch}")
 
 
-def _make_pictures(engine, job, journal, todo, already):
+def _make_pictures(maker, order, job, journal, todo, already):
     """Make and record the batches `todo` until done or asked to stop; returns those that are left."""
     batches = journal.batches
-    noise = (PictureNoise if batches.independent else UpstreamNoise)(engine, batches)
+    noise = (PictureNoise if batches.independent else UpstreamNoise)(order, batches, maker.device)
     with (
         tqdm(total=batches.total, initial=already, unit="picture", smoothing=0.1, disable=job.rank > 0) as bar,
         ThreadPoolExecutor(1) as background,  # compresses and records a batch while the next is sampled
@@ -128,9 +121,9 @@ def _make_pictures(engine, job, journal, todo, already):
         while todo and not job.stopping:
             batch, *todo = todo
             z, labels, draw = noise.batch(batch, journal.states.get(batch - batches.world))
-            with engine.watch.phase("sample"):
-                latents = engine.denoise(z, labels, draw or upstream_noise(z, engine.guidance.copies))
-            pixels = to_uint8(engine.decode(latents)).numpy()
+            with maker.watch.phase("sample"):
+                latents = maker.denoise(z, labels, draw)
+            pixels = to_uint8(maker.decode(latents)).numpy()
             if written is not None:
                 written.result()
             written = background.submit(journal.write, batch, pixels, noise.state())
@@ -142,12 +135,12 @@ def _make_pictures(engine, job, journal, todo, already):
     return todo
 
 
-def _write_npz(options, found, stopping):
+def _write_npz(order, found, stopping):
     """Write the archive, unless it is there whole; found: the digests of pictures that each rank read or made."""
-    folder, digests = folder_of(options), {}
+    digests = {}
     for number, some in (pair for one in found for pair in one.items()):
         digests.setdefault(number, set()).update(some)
-    archive = Archive(npz_of(folder), folder, digests, options.num_fid_samples, options.image_size)
+    archive = Archive(npz_of(order.folder), order.folder, digests, order.count, order.image_size)
     problem = archive.problem() if archive.path.exists() else ""
     if problem:
         print(f"{archive.path}: {problem}; writing it again")

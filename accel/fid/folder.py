@@ -1,47 +1,39 @@
-"""What an FID job makes: the folder's name, the pictures, their batches, and the settings that decide their bits."""
+"""What an FID job makes: the order, the pictures, and their batches."""
 
 import hashlib
 import io
-import platform
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from PIL import Image
 
-from accel import kernels, vae
 from accel.errors import UsageError
 from accel.files import atomic_write, read_small
-from accel.flags import flag_names
-from accel.options import DEFAULTS_OF, OF_A_GRID, DistributedOptions
 
-if TYPE_CHECKING:
-    from accel.engine import Engine
-
-# Recorded as what they came to.
-RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
-CODE = "this code's kernels"
+CODE = "this code's kernels"  # the setting that may change while a job is interrupted
 
 
-def folder_of(options: DistributedOptions) -> Path:
-    """The pictures' folder by upstream's rule: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0.
+class Order(NamedTuple):
+    """What an FID job is asked for."""
 
-    Weights and decoders given as files or folders appear by their last name, the model's own as "pretrained".
-    """
+    folder: Path
+    count: int  # pictures of the archive; upstream's way makes some more
+    batch_size: int  # pictures that a rank makes at a time
+    seed: int
+    num_classes: int
+    image_size: int  # pixels of a side
+    latent: tuple[int, int, int]  # (C, L, L)
+    copies: int = 2  # normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1
+    balanced: bool = False  # as many pictures of each class; else random classes
+    independent: bool = False  # noise and labels keyed by picture; else upstream's stream, a seed a rank
 
-    def name(flag):
-        value = getattr(options, flag)
-        own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
-        return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
-
-    return Path(options.sample_dir) / (
-        f"{options.model.replace('/', '-')}-{name('ckpt')}-size-{options.image_size}-vae-{name('vae')}"
-        f"-cfg-{options.cfg_scale}-seed-{options.seed}"
-    )
+    @property
+    def largest_batch(self) -> int:
+        """Pictures of a rank's largest batch: upstream's way makes whole ones."""
+        return min(self.batch_size, self.count) if self.independent else self.batch_size
 
 
 def npz_of(folder: Path) -> Path:
@@ -84,9 +76,9 @@ class Batches:
     The world-independent way: batch b is pictures b·n … b·n + n - 1, whoever makes it; the last may be smaller.
     """
 
-    def __init__(self, options: DistributedOptions, rank: int, world: int):
-        self.n, self.wanted, self.rank, self.world = options.per_proc_batch_size, options.num_fid_samples, rank, world
-        self.independent = options.world_independent_noise
+    def __init__(self, order: Order, rank: int, world: int):
+        self.n, self.wanted, self.rank, self.world = order.batch_size, order.count, rank, world
+        self.independent = order.independent
         each = self.n if self.independent else self.n * world
         self.count = -(-self.wanted // each) * each // self.n  # batches of all ranks
         self.total = self.wanted if self.independent else self.count * self.n
@@ -103,33 +95,3 @@ class Batches:
             return range(batch * self.n, min((batch + 1) * self.n, self.wanted))
         first = batch // self.world * self.world * self.n + batch % self.world
         return range(first, first + self.n * self.world, self.world)
-
-
-def settings_of(engine: "Engine", batches: Batches) -> dict:
-    """All that decides a picture's bits, by the name of its flag where it has one; plain JSON."""
-    options, device = engine.options, engine.device
-    left_out = {*OF_A_GRID, *RESOLVED, "sample_dir"}
-    relevant = [item for item in fields(options) if item.metadata and item.name not in left_out]
-    settings = {flag_names(type(options), item.name)[0]: getattr(options, item.name) for item in relevant} | {
-        "--precision": engine.precision,
-        "--ckpt (contents)": engine.checkpoint.digest(),
-        "--vae (contents)": vae.digest(engine.vae_folder),
-        "--vae-precision": engine.load_decoder().precision,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "torch": torch.__version__,
-        CODE: kernels.version(kernels.FOLDER),
-    }
-    if device.type == "cpu":
-        settings |= {"device": _cpu(), "number of threads": torch.get_num_threads()}
-    if options.forecast == "plan":
-        settings["--forecast"] = engine.process.setting
-    if not batches.independent:
-        settings["number of ranks"] = batches.world
-    return settings
-
-
-def _cpu():
-    model = platform.processor() or platform.machine()
-    with suppress(OSError, IndexError):
-        model = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"

@@ -2,27 +2,23 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from accel.fid.folder import Batches
-from accel.options import DistributedOptions
+from accel.fid.folder import Batches, Order
 
-if TYPE_CHECKING:
-    from accel.engine import Engine
-
-Drawn = tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]
+Draw = Callable[[], torch.Tensor]  # → the noise of a step, (n, C, L, L)
+Drawn = tuple[torch.Tensor, torch.Tensor, Draw]
 
 
-def labels_of(options: DistributedOptions, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
-    """Labels (n,) of `pictures`: `drawn`, or with --balanced-labels by the picture's number.
+def labels_of(order: Order, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
+    """Labels (n,) of `pictures`: `drawn`, or where they are balanced by the picture's number.
 
     `drawn` is drawn all the same, so the noise is that of a job with random labels.
     """
-    if not options.balanced_labels:
+    if not order.balanced:
         return drawn
-    return torch.tensor([number % options.num_classes for number in pictures], device=drawn.device)
+    return torch.tensor([number % order.num_classes for number in pictures], device=drawn.device)
 
 
 class UpstreamNoise:
@@ -31,24 +27,28 @@ class UpstreamNoise:
     A batch draws z, labels and the noise of its steps: 2n rows with guidance, n without.
     """
 
-    def __init__(self, engine: "Engine", batches: Batches):
-        self.engine, self.batches, self.next = engine, batches, None
-        self.module = torch if engine.device.type == "cpu" else torch.get_device_module(engine.device)
+    def __init__(self, order: Order, batches: Batches, device: torch.device):
+        self.order, self.batches, self.device, self.next = order, batches, device, None
+        self.module = torch if device.type == "cpu" else torch.get_device_module(device)
 
     def batch(self, batch: int, before: str | None) -> Drawn:
-        """z (n, C, L, L), labels (n,), and None: the steps draw from the same stream.
+        """z (n, C, L, L), labels (n,) and what draws the noise of a step.
 
         before: the generator's state after this rank's batch before it (hexadecimal), where recorded.
         """
-        options, device, n = self.engine.options, self.engine.device, self.batches.n
+        order, device, n = self.order, self.device, self.batches.n
         if batch == self.batches.rank:  # the first of this rank
-            torch.manual_seed(options.seed * self.batches.world + self.batches.rank)
+            torch.manual_seed(order.seed * self.batches.world + self.batches.rank)
         elif batch != self.next:
             self.module.set_rng_state(torch.frombuffer(bytearray.fromhex(before), dtype=torch.uint8))
         self.next = batch + self.batches.world
-        z = torch.randn(n, self.engine.network.in_channels, options.latent_size, options.latent_size, device=device)
-        drawn = torch.randint(0, options.num_classes, (n,), device=device)
-        return z, labels_of(options, self.batches.pictures(batch), drawn), None
+        z = torch.randn(n, *order.latent, device=device)
+        drawn = torch.randint(0, order.num_classes, (n,), device=device)
+
+        def draw():
+            return torch.randn(order.copies * n, *order.latent, device=device)[:n]
+
+        return z, labels_of(order, self.batches.pictures(batch), drawn), draw
 
     def state(self) -> str | None:
         """The generator's state after the last batch (hexadecimal)."""
@@ -58,22 +58,21 @@ class UpstreamNoise:
 class PictureNoise:
     """Noise and label keyed by the picture's number, a generator each: whoever makes it draws the same."""
 
-    def __init__(self, engine: "Engine", batches: Batches):
-        self.engine, self.batches = engine, batches
+    def __init__(self, order: Order, batches: Batches, device: torch.device):
+        self.order, self.batches, self.device = order, batches, device
 
     def batch(self, batch: int, before: str | None) -> Drawn:
-        """z (n, C, L, L), labels (n,) and what draws the noise of a step (n, C, L, L)."""
-        options, device = self.engine.options, self.engine.device
+        """z (n, C, L, L), labels (n,) and what draws the noise of a step."""
+        order, device, pictures = self.order, self.device, self.batches.pictures(batch)
         # The odd factor keeps the seeds of one job apart in their low 32 bits, all that the CPU's generator takes.
-        seeds = [(options.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in self.batches.pictures(batch)]
+        seeds = [(order.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in pictures]
         generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
         def draw(make, *shape):
             return torch.stack([make(*shape, device=device, generator=generator) for generator in generators])
 
-        drawn = draw(torch.randint, 0, options.num_classes, ())
-        labels = labels_of(options, self.batches.pictures(batch), drawn)
-        noise = partial(draw, torch.randn, self.engine.network.in_channels, options.latent_size, options.latent_size)
+        labels = labels_of(order, pictures, draw(torch.randint, 0, order.num_classes, ()))
+        noise = partial(draw, torch.randn, *order.latent)
         return noise(), labels, noise
 
     def state(self) -> str | None:

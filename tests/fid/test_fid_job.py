@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, unprivileged
 
 from accel.errors import STOPPED, USAGE
-from accel.fid.folder import folder_of
+from accel.fid_door import folder_of
 from accel.options import DistributedOptions
 from accel.weights.checkpoint import Checkpoint
 from diffusion import create_diffusion

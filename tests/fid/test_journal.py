@@ -6,12 +6,12 @@ import re
 
 import numpy as np
 import pytest
+from orders import order
 
 from accel.errors import UsageError
 from accel.fid import journal as journal_module
 from accel.fid.folder import CODE, Batches, npz_of, picture_name
 from accel.fid.journal import Journal
-from accel.options import DistributedOptions
 
 PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
 
@@ -24,10 +24,7 @@ def folder(tmp_path):
 
 
 def journal_of(folder, rank=0, world=1, wanted=8, independent=False):
-    options = DistributedOptions(
-        num_fid_samples=wanted, per_proc_batch_size=2, world_independent_noise=independent
-    ).resolve()
-    return Journal(folder, Batches(options, rank, world))
+    return Journal(folder, Batches(order(count=wanted, independent=independent), rank, world))
 
 
 def begun(folder, settings, **how):

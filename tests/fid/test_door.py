@@ -1,0 +1,96 @@
+"""From a command's options to an order, and the settings that are recorded with it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accel import fid_door
+from accel.errors import UsageError
+from accel.fid.folder import Order
+from accel.options import DistributedOptions
+
+
+def options(**more):
+    return DistributedOptions(**{"num_fid_samples": 9, **more}).resolve()
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ({}, "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0"),
+        (
+            {"ckpt": "a/b.pt", "vae": "c/d", "image_size": 256, "cfg_scale": 1.5, "seed": 3, "model": "DiT-B/4"},
+            "DiT-B-4-b-size-256-vae-d-cfg-1.5-seed-3",
+        ),
+        ({"model": "DiT-Demo/2"}, "DiT-Demo-2-pretrained-size-128-vae-pretrained-cfg-4.0-seed-0"),
+    ],
+)
+def test_the_folder_has_upstreams_name(flags, name):
+    assert fid_door.folder_of(options(sample_dir="x", **flags)).as_posix() == f"x/{name}"
+
+
+def test_an_order_is_what_the_flags_say():
+    chosen = options(model="DiT-Demo/2", per_proc_batch_size=6, seed=2, balanced_labels=True)
+    folder = fid_door.folder_of(chosen)
+    assert fid_door.order_of(chosen) == Order(folder, 9, 6, 2, 8, 128, (4, 16, 16), balanced=True)
+    unguided = options(model="DiT-Demo/2", cfg_scale=1.0, world_independent_noise=True)
+    folder = fid_door.folder_of(unguided)
+    assert fid_door.order_of(unguided) == Order(folder, 9, 32, 0, 8, 128, (4, 16, 16), copies=1, independent=True)
+
+
+@pytest.mark.parametrize("seed, world, fits", [
+    (2**63 - 1, 2, True), (2**63, 2, False), (2**64 - 1, 1, True), (2**64, 1, False), (-(2**63), 1, True),
+    (-(2**63) - 1, 1, False), (-(2**62), 2, True), (-(2**62) - 1, 2, False), (2**62 - 1, 4, True), (2**62, 4, False),
+])  # fmt: skip
+def test_the_last_ranks_seed_has_to_fit_into_64_bits(seed, world, fits):
+    chosen = options()
+    chosen.seed = seed
+    if fits:
+        fid_door.check(chosen, world)
+        torch.Generator().manual_seed(seed * world + world - 1)
+        return
+    with pytest.raises(UsageError, match=f"--global-seed {seed}: times {world} ranks"):
+        fid_door.check(chosen, world)
+    chosen.world_independent_noise = True
+    fid_door.check(chosen, world)
+
+
+CHANGES = {
+    "num_classes": 7, "image_size": 64, "cfg_scale": 2.0, "num_sampling_steps": 9, "seed": 8, "sampler": "ddpm",
+    "eta": 0.5, "per_proc_batch_size": 3, "num_fid_samples": 11, "balanced_labels": True,
+    "world_independent_noise": True,
+}  # fmt: skip
+RECORDED = {
+    "--model", "--image-size", "--cfg-scale", "--num-sampling-steps", "--sampler", "--eta", "--global-seed",
+    "--num-classes", "--precision", "--vae-precision", "--num-fid-samples", "--world-independent-noise",
+    "--balanced-labels", "--per-proc-batch-size", "--ckpt (contents)", "--vae (contents)", "device", "torch",
+    "this code's kernels", "number of threads", "number of ranks",
+}  # fmt: skip
+
+
+def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
+    """A job that is resumed with another one is refused. What comes to a value is recorded as that value.
+
+    The names stay, or no job that an earlier version began is resumed.
+    """
+    monkeypatch.setattr(fid_door.vae, "digest", lambda folder: "of the VAE")
+
+    def settings(world=1, precision="fp32", vae_precision="fp32", digest="a", plan=None, **changes):
+        chosen = options(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
+        for name, value in changes.items():
+            setattr(chosen, name, value)
+        engine = SimpleNamespace(
+            options=chosen, device=torch.device("cpu"), precision=precision, vae_folder="v", plan=plan,
+            checkpoint=SimpleNamespace(digest=lambda: digest),
+            load_decoder=lambda: SimpleNamespace(precision=vae_precision),
+        )  # fmt: skip
+        return fid_door.settings_of(engine, world)
+
+    before, plan = settings(), SimpleNamespace(setting="plan of 3")
+    assert set(before) == RECORDED and settings() == before and before["--vae (contents)"] == "of the VAE"
+    others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b", plan=plan)
+    for name, value in {**CHANGES, **others}.items():
+        assert settings(**{name: value}) != before, name
+    for name in ("ckpt", "vae", "device", "sample_dir"):
+        assert settings(**{name: "elsewhere"}) == before, name
