@@ -1,14 +1,12 @@
 """Whole processes, as users run them: the contest's time, a cold start, and one GPU against many.
 
     python bench/jobs.py --contest fp32 fp16 --output output/contest.json
-    python bench/jobs.py --start --output output/start.json
     python bench/jobs.py --gpus 4 --output output/ddp.json
 
 --contest: T from loading the model to the picture on disk, and its points, which the contest's own job alone has;
 sample.py in a process of its own, after a run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh
-looks for it. --start: process start to picture with empty and with warm kernel caches, and the GPU memory that the
-driver reports over what was in use before. --gpus: sample_ddp.py on N GPUs of this node against one: a grid of 8
-labels, an FID job's pictures/s.
+looks for it. `process` is the time from the start of the process. --gpus: sample_ddp.py on N GPUs of this node against
+one: a grid of 8 labels, an FID job's pictures/s.
 
 Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
 """
@@ -38,7 +36,7 @@ from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.flags import positive
 from accel.options import DEFAULTS_OF, ROOT, DistributedOptions, SamplingOptions
-from bench import measure
+from bench import harness
 
 
 def run(command: list, **environment) -> tuple[list[str], float]:
@@ -101,49 +99,6 @@ def contest(args: Namespace, device: torch.device, flags: list, folder: Path, re
 
 
 #################################################################################
-#                                 A cold start                                  #
-#################################################################################
-
-
-class Memory:
-    """MiB in use on the GPU over what was before, read by nvidia-smi 25 times a second: `peak` and `median`."""
-
-    def __enter__(self):
-        where = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-        command = ["nvidia-smi", "-i", where, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        self.before = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        self.readings = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen([*command, "--loop-ms=40"], stdout=self.readings, text=True)
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait()
-        self.readings.seek(0)
-        values = [int(line) - self.before for line in self.readings.read().split("\n")[:-1]]
-        self.readings.close()
-        self.peak, self.median = max(values, default=None), statistics.median(values) if values else None
-
-
-def start(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
-    results = dict(empty_kernel_caches=[], warm_kernel_caches=[])
-    command = ["sample.py", *flags, "--output", folder / "sample.png", "--num-sampling-steps"]
-    run([*command, 3])  # the files into the page cache
-    with tqdm(total=2 * args.repeats, desc="runs", unit="run", leave=False) as bar:
-        for index in range(2 * args.repeats):
-            kind = "empty_kernel_caches" if index < args.repeats else "warm_kernel_caches"
-            caches = folder / (str(index) if index < args.repeats else "0")
-            names = dict(XDG_CACHE_HOME="ours", TRITON_CACHE_DIR="triton", CUDA_CACHE_PATH="cuda")
-            with Memory() as memory:
-                lines, taken = run([*command, args.steps], **{name: str(caches / at) for name, at in names.items()})
-            row = dict(process=taken, **phases(lines), peak_mib=memory.peak, median_mib=memory.median)
-            results[kind].append(row)
-            record(results)
-            bar.update()
-            tqdm.write(f"{kind}: {json.dumps(row)}")
-
-
-#################################################################################
 #                            One GPU against many                               #
 #################################################################################
 
@@ -193,9 +148,8 @@ def parse() -> tuple[OneLineParser, Namespace]:
     what = parser.add_mutually_exclusive_group(required=True)
     tiers = dict(nargs="*", choices=tuple(precision.TIERS), metavar="TIER")
     what.add_argument("--contest", **tiers, help="the contest's T and points in these tiers (default: sample.py's)")
-    what.add_argument("--start", action="store_true", help="a cold and a warm start, and GPU memory")
     what.add_argument("--gpus", type=positive, help="so many GPUs of this node against one of them")
-    measure.add_arguments(parser, batch=False)
+    harness.add_arguments(parser, batch=False)
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of --gpus (default: sample_ddp.py's)")
     parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus on a CPU: 25)")
@@ -208,10 +162,8 @@ def parse() -> tuple[OneLineParser, Namespace]:
 
 def complete(args: Namespace) -> torch.device:
     """The device, with defaults filled in: on a CPU about a minute's. Raises UsageError before anything is measured."""
-    device = measure.prepare(args)
+    device = harness.prepare(args)
     on_gpu = device.type == "cuda"
-    if args.start and not on_gpu:
-        raise UsageError("--start: a GPU's start is measured, and there is none here")
     if args.gpus == 1:
         raise UsageError("--gpus 1: is compared with one GPU; give 2 or more")
     asked = [("--contest", tier) for tier in args.contest or ()]
@@ -229,22 +181,19 @@ def main() -> None:
     parser, args = parse()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
         device, folder = complete(args), Path(folder)
-        kind, work = "ddp", against_one
-        if args.start:
-            kind, work = "cold start", start
-        elif args.contest is not None:
-            kind, work = "contest", contest
-        about = dict(kind=kind, **measure.provenance(device, args.commit), model=args.model, image_size=args.image_size)
+        kind, work = ("ddp", against_one) if args.contest is None else ("contest", contest)
+        about = dict(kind=kind, **harness.provenance(device, args.commit), model=args.model, image_size=args.image_size)
         about |= dict(pictures=8, weights=Path(args.ckpt).name if args.ckpt else "random, seed 0", steps=args.steps)
         if args.gpus:
             about |= dict(gpus=args.gpus, precision=args.precision or precision.default_tier(device))
         flags = ["--model", args.model, "--image-size", args.image_size, "--num-classes", args.num_classes]
         args.vae = args.vae or DEFAULTS_OF.get(args.model, {}).get("vae")
         if not (args.ckpt and args.vae):
-            ckpt, vae = measure.write_weights(folder, args.model, args.image_size)
+            model = harness.model_of(Namespace(**vars(args) | dict(ckpt=None)), device)
+            ckpt, vae = harness.write_weights(folder, model)
             args.ckpt, args.vae = args.ckpt or ckpt, args.vae or vae
         flags += ["--ckpt", args.ckpt, "--vae", args.vae]
-        work(args, device, flags, folder, lambda results: measure.write(args.output, about | results))
+        work(args, device, flags, folder, lambda results: harness.write(args.output, about | results))
 
 
 if __name__ == "__main__":

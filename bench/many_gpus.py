@@ -24,21 +24,19 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from accel import engine, precision
+from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
 from accel.graphs import capture
 from accel.network import MODELS, BlockNetwork
-from accel.options import DEFAULTS_OF, EXCHANGES, DistributedOptions, SamplingOptions
+from accel.options import DEFAULTS_OF, EXCHANGES, DistributedOptions
 from accel.parallel.exchanges import traffic
 from accel.parallel.planner import OFF, Layout, Planner
 from accel.parallel.processes import Job, launched, launched_job
 from accel.parallel.rows import share
-from accel.sampler import denoise
-from bench import measure
+from bench import harness
 from bench.steps import Judge
-from diffusion import create_diffusion
 
 PLANS = (
     "rows=2",
@@ -47,7 +45,7 @@ PLANS = (
     *(f"rows=2,tokens=2,exchange={name}" for name in EXCHANGES),
     *(f"tokens=4,exchange={name}" for name in EXCHANGES),
 )
-NULL_LABEL = 1000
+NULL_LABEL, SCALE = 1000, DistributedOptions.cfg_scale
 CALLS = 10  # of a collective, timed as one
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
@@ -56,15 +54,15 @@ SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 #################################################################################
 
 
-def step_time(work: Callable, args: Namespace, job: Job, device: torch.device, active: bool) -> dict:
-    """Milliseconds of a step of `work(steps, on_step)`, of the slowest of the active ranks; the others only listen."""
+def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, active: bool) -> dict:
+    """Milliseconds of a step of `loop(on_step)`, of the slowest of the active ranks; the others only listen."""
 
     def times(steps):
-        marks = measure.Marks(device)
+        marks = harness.Marks(device, steps)
         if active:
-            work(steps, marks)
-            measure.synchronize(device)
-        row = measure.spread(marks.milliseconds() or [0.0])
+            harness.run_until(loop, marks)
+            harness.synchronize(device)
+        row = harness.spread(marks.milliseconds() or [0.0])
         return dict(zip(row, job.max_over_ranks(row.values())))
 
     times(3)  # what only first steps do
@@ -74,14 +72,16 @@ def step_time(work: Callable, args: Namespace, job: Job, device: torch.device, a
     return times(window)
 
 
-def runnable(planner: Planner, layouts: list[Layout]) -> list[Layout]:
+def runnable(planner: Planner, layouts: list[Layout]) -> Iterator[Layout]:
     """Those that can run here, in the planner's tier."""
-    found = []
-    for layout in layouts:
+    for layout in dict.fromkeys(layouts):
         with suppress(UsageError):
             planner.check(layout)
-            found.append(layout)
-    return found
+            yield layout
+
+
+def name_of(layout: Layout, ranks: int, pictures: int) -> str:
+    return str(layout) if layout != OFF else "one GPU" if ranks == 1 or pictures == 1 else "pictures"
 
 
 class Table:
@@ -91,12 +91,12 @@ class Table:
         self.args, self.job, self.device, self.case, self.network = args, job, device, case, network
         self.pictures, latent = case["labels"], case["size"] // 8
         sizes = dict(labels=(0,) * self.pictures, image_size=case["size"])
-        options = DistributedOptions(args.model, device=str(device), precision=case["tier"], **sizes)
-        self.planner = Planner(job, options, model)
+        self.planner = Planner(
+            job, DistributedOptions(args.model, device=str(device), precision=case["tier"], **sizes), model
+        )
         generator = torch.Generator(device).manual_seed(1)
         self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=device)
         self.labels = torch.arange(self.pictures, device=device)
-        self.diffusion = create_diffusion(str(options.num_sampling_steps))
         self.alone = None  # one GPU's output
 
     def settings(self, layouts: list[Layout]) -> Iterator[tuple[Layout, int]]:
@@ -106,7 +106,7 @@ class Table:
         for ranks in (1, 2, 4, 8):
             if ranks <= world and (self.pictures >= ranks or ranks == world and self.pictures > 1):
                 yield OFF, ranks
-        for layout in runnable(self.planner, list(dict.fromkeys(layouts))):
+        for layout in runnable(self.planner, layouts):
             # One that leaves ranks with padding alone, or that a GPU a picture makes pointless, shows nothing.
             shares = self.pictures < layout.ranks or layout.tokens == 1
             if layout.rows <= 2 * self.pictures and shares:
@@ -119,17 +119,13 @@ class Table:
         # A copy, which shares the weights: the graphs of this layout go when it goes.
         network = self.planner.apply(self.network.shallow(self.network.depth), layout)
         rows = share(pictures, ranks, self.job.rank) if layout == OFF and active else slice(None)
-
-        def work(steps, on_step):
-            if len(self.labels[rows]):
-                guidance = DistributedOptions.cfg_scale, NULL_LABEL
-                how = dict(rows=rows, steps=steps, on_step=on_step)
-                denoise(network, self.diffusion, self.z, self.labels, *guidance, **how)
-
-        row = self.case | dict(gpus=ranks, plan=self.name(layout, ranks))
-        row |= step_time(work, self.args, self.job, self.device, active)
+        loop = harness.sampling(network, self.z, self.labels, SCALE, NULL_LABEL, rows=rows)
+        row = self.case | dict(gpus=ranks, plan=name_of(layout, ranks, pictures))
+        row |= step_time(loop, self.args, self.job, self.device, active and len(self.labels[rows]) > 0)
         if ranks == 1 or active and layout != OFF:
-            row["error"] = self.error(network, first=ranks == 1)
+            out = harness.guided(network, self.z, self.labels, SCALE, NULL_LABEL)
+            self.alone = out if ranks == 1 else self.alone
+            row["error"] = float((out - self.alone).norm() / self.alone.norm())
         if layout.tokens > 1:
             element = precision.TIERS[self.case["tier"]].dtype.itemsize  # exact: two float16
             batch_rows, tokens = layout.batch_rows(pictures, ranks), self.planner.tokens // layout.tokens
@@ -137,21 +133,10 @@ class Table:
             row["collectives"], row["bytes"] = sent
         return row
 
-    def name(self, layout: Layout, ranks: int) -> str:
-        return str(layout) if layout != OFF else "one GPU" if ranks == 1 or self.pictures == 1 else "pictures"
-
-    def error(self, network, first: bool) -> float:
-        """Relative, of a guided forward pass, against one GPU, which comes first."""
-        x, t = self.z.repeat(2, 1, 1, 1), torch.full((2 * self.pictures,), 500, device=self.device)
-        y = torch.cat([self.labels, torch.full_like(self.labels, NULL_LABEL)])
-        out = network.forward_with_cfg(x, t, y, DistributedOptions.cfg_scale).double()
-        self.alone = out if first else self.alone
-        return float((out - self.alone).norm() / self.alone.norm())
-
     def auto(self, rows: list[dict]) -> dict:
         """What --parallel auto chooses, and its speed among the timed `rows`."""
         chosen, reason = self.planner.choose(self.network)
-        name = self.name(chosen, self.job.world)
+        name = name_of(chosen, self.job.world, self.pictures)
         ms = next((row["ms"] for row in rows if row["plan"] == name), None)
         best = min(row["ms"] for row in rows)
         figures = dict(ms=ms, speedup=ms and rows[0]["ms"] / ms, of_best=ms and best / ms)
@@ -160,11 +145,9 @@ class Table:
 
 def share_pictures(args: Namespace, job: Job, device: torch.device, layouts: list[Layout], record: dict) -> None:
     """Fill `record` with the layouts of every tier, size and number of labels."""
-    if args.gate:
-        judge_layouts(args, job, device, layouts, record)
     for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
-        model = measure.random_network(args.model, size, NULL_LABEL, device)
-        network = measure.build(model, tier, device)
+        model = harness.random_network(args.model, device, input_size=size // 8, num_classes=NULL_LABEL)
+        network = harness.build(model, tier, device)
         for labels in args.labels:
             table, rows = Table(args, job, device, dict(tier=tier, size=size, labels=labels), network, model), []
             for layout, ranks in tqdm([*table.settings(layouts)], desc="layouts", leave=False, disable=job.rank > 0):
@@ -178,18 +161,17 @@ def share_pictures(args: Namespace, job: Job, device: torch.device, layouts: lis
                 rows.append(table.auto(rows))
                 print(f"auto: {rows[-1]['chosen']}; {rows[-1]['reason']}", flush=True)
             record["plans"] += rows
-            measure.write(args.output, record)
+            harness.write(args.output, record)
             del table
             gc.collect()
         del model, network
-        gc.collect()
 
 
 def judge_layouts(args: Namespace, job: Job, device: torch.device, layouts: list[Layout], record: dict) -> None:
     """Every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     judge = Judge(1, device)
     for tier in args.precision:
-        options = replace(judge.options, precision=tier)
+        options = replace(judge.options, precision=tier, labels=tuple(judge.labels.tolist()), device=str(device))
         planner = Planner(job, options, judge.model)
         for layout in runnable(planner, [OFF, *layouts]):
 
@@ -198,14 +180,14 @@ def judge_layouts(args: Namespace, job: Job, device: torch.device, layouts: list
                 return planner.apply(network, layout)
 
             if job.rank >= layout.ranks:  # idle, but every rank makes the groups
-                shared(measure.build(judge.model, tier, device))
+                shared(harness.build(judge.model, tier, device))
                 continue
-            result = judge.judge(tier, None, share=shared)
-            record["judged"].append(dict(tier=tier, plan=str(layout) if layout != OFF else "one GPU", **result))
+            result = judge.judge(tier, {}, share=shared)
+            record["judged"].append(dict(tier=tier, plan=name_of(layout, 1, 0), **result))
             verdict = ", ".join(f"{name} {'PASS' if result[name] else 'FAIL'}" for name in ("contest", "strict"))
             print(f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}", flush=True)
             gc.collect()
-    measure.write(args.output, record)
+    harness.write(args.output, record)
 
 
 #################################################################################
@@ -241,7 +223,7 @@ def time_collective(call: Callable, device: torch.device) -> float:
 
     many()
     replay, repeats = (capture(many), 30) if device.type == "cuda" else (many, 3)
-    times = [measure.elapsed_ms(replay, device) for _ in range(3 + repeats)][3:]
+    times = [harness.elapsed_ms(replay, device) for _ in range(3 + repeats)][3:]
     return 1e3 * statistics.median(times) / CALLS
 
 
@@ -253,10 +235,10 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)")
     plans = dict(nargs="*", default=PLANS, metavar="rows=N,tokens=N,exchange=NAME")
     parser.add_argument("--plans", **plans, help="plans to time besides auto's choice")
-    measure.add_seconds(parser, load=1.0, window=0.5)
+    harness.add_seconds(parser, load=1.0, window=0.5)
     parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")
     parser.add_argument("--link", action="store_true", help="instead: time the link's collectives")
-    measure.add_arguments(parser, network=False)
+    harness.add_arguments(parser, network=False)
     return parser, parser.parse_args()
 
 
@@ -264,8 +246,7 @@ def main() -> None:
     parser, args = parse()
     with user_errors(parser):
         layouts = [Layout(**DistributedOptions(parallel=text).mesh) for text in args.plans]
-        for size in args.image_size or ():
-            engine.empty_model(SamplingOptions(args.model or "DiT-XL/2", image_size=size).resolve())
+        harness.check_sizes(args.model, args.image_size or [])
         if launched()[1] < 2:
             launcher = "torchrun --standalone --nproc_per_node=4 bench/many_gpus.py"
             raise UsageError(f"there is nothing to share with one process: {launcher}")
@@ -282,14 +263,16 @@ def main() -> None:
             print(f"{job.world} processes over gloo share this machine's processor; times say nothing about GPUs")
         job.open_collectives(name)
         job.wait_for_collectives()
-        record = dict(kind="link" if args.link else "parallel", **measure.provenance(device, args.commit))
+        record = dict(kind="link" if args.link else "parallel", **harness.provenance(device, args.commit))
         if args.link:
             record |= dict(gpus=job.world, backend="nccl" if on_gpu else "gloo", link=[])
             time_link(job, device, record)
         else:
             record |= dict(gpus=job.world, model=args.model, load_seconds=args.load, plans=[], judged=[])
+            if args.gate:
+                judge_layouts(args, job, device, layouts, record)
             share_pictures(args, job, device, layouts, record)
-        measure.write(args.output, record)
+        harness.write(args.output, record)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,42 @@
 """Where the time of sampling goes: warm steps under torch.profiler, by kind of work, against what this machine can do.
 
     python bench/profile_step.py --output output/fast.json            # as sample.py runs it
-    python bench/profile_step.py --baseline --output output/upstream.json
+    python bench/profile_step.py --baseline ../DiT --output output/upstream.json
 
-Beside the figures lies a trace for Perfetto (ui.perfetto.dev) or chrome://tracing. The figures are those of the
-profiler's own averages: kernels' names tell the kind of GPU work; idle is the time between the first kernel's start and
-the last one's end in which none runs. A host that waits is shown with the operator that made it wait: the time inside
-such a call is the GPU's queue draining, not the call's own work. scripts/report.py shows profiles side by side.
+--baseline profiles the loop of a checkout of upstream; without a folder this repository's own models.py in the loop of
+its diffusion/. Beside the figures lies a trace for Perfetto (ui.perfetto.dev). The figures are those of the profiler's
+own averages: kernels' names tell the kind of GPU work; idle is the time between the first kernel's start and the last
+one's end in which none runs. A host that waits is shown with the operator that made it wait: the time inside such a
+call is the GPU's queue draining, not the call's own work.
 """
 
 if not __package__:
     __import__("_as_module")
 
+import importlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
-import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
-import models
-from accel import precision, vae
+from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import atomic_write
-from accel.flags import check_writable, positive
-from accel.options import SamplingOptions
-from bench import measure, work
-from diffusion.respace import SpacedDiffusion
+from accel.flags import positive
+from accel.options import ROOT, SamplingOptions
+from bench import harness, seen_as, work
 
-MOST_STEPS = 50  # whose trace viewers still open
 WAIT, WARMUP = 1, 2  # steps before those that are recorded
 STEP = "ProfilerStep*"  # the profiler's name for a step
 ITS_OWN = (STEP, "cudaDeviceSynchronize", "Activity Buffer Request")  # what the profiler itself does on the host
@@ -58,44 +56,50 @@ OPERATORS = (  # the same for operators, where there are no kernels to go by (CP
 )
 WAITS = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cudaMemcpy(2D)?Async")
 STAGED = 50  # µs: an asynchronous copy from or to the host that takes it longer than this has waited for the GPU
+RATES = {"tflops": "TFLOP/s", "gb_s": "GB/s"}
 
 #################################################################################
 #                           What is run and recorded                            #
 #################################################################################
 
 
-class UploadingDiffusion(SpacedDiffusion):
-    """The process with upstream's traffic: every table is copied from the host whenever it is looked up, eight times a
-    step, and so is the map of timesteps. Same numbers."""
+def upstream_loop(folder: Path, model: torch.nn.Module, args: Namespace, device: torch.device) -> Callable:
+    """The sampling run of the checkout in `folder`, upstream's or a fork of it, as `loop(on_step)`: its models.py, with
+    the weights of `model`, in the loop of its diffusion/. Modules of ours with these names stay what they are."""
 
-    def _at(self, name, t, x):
-        table = np.log(self.betas) if name == "log_betas" else getattr(self, name)
-        return torch.from_numpy(table).to(t.device)[t.long()].float().view(-1, *[1] * (x.ndim - 1))
+    if not all((folder / name).exists() for name in ("models.py", "diffusion")):
+        raise UsageError(f"--baseline {folder}: no models.py and diffusion/ there; name a checkout of upstream")
 
-    def _posterior_mean(self, x_start, x_t, t):
-        for name in ("posterior_variance", "posterior_log_variance_clipped"):  # looked up there, and not used
-            self._at(name, t, x_t)
-        return super()._posterior_mean(x_start, x_t, t)
+    def named_alike():
+        return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in ("models", "diffusion")}
 
-    def original_timesteps(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(self.timestep_map, device=t.device)[t]
-
-
-@torch.inference_mode()
-def upstream_loop(model, diffusion, z, labels, cfg_scale, null_label, *, on_step) -> torch.Tensor:
-    """Upstream's loop: 2n batch rows updated; timesteps, tables and frequencies sent from the host at every step."""
-    x = torch.cat([z, z])
-    kwargs = dict(y=torch.cat([labels, torch.full_like(labels, null_label)]), cfg_scale=cfg_scale)
-    frequencies, models._frequencies = models._frequencies, models._frequencies.__wrapped__
+    ours = named_alike()
+    sys.path.insert(0, str(folder))
     try:
-        for index in reversed(range(diffusion.num_timesteps)):
-            t = torch.tensor([index] * len(x), device=z.device)
-            out = diffusion.p_sample(model.forward_with_cfg, x, t, clip_denoised=False, model_kwargs=kwargs)
-            x = out["sample"]
-            on_step(index, x)
+        theirs, make = importlib.import_module("models"), importlib.import_module("diffusion").create_diffusion
+    except ImportError as error:
+        raise UsageError(f"--baseline {folder}: {error}") from None
     finally:
-        models._frequencies = frequencies
-    return x
+        sys.path.remove(str(folder))
+        named_alike()
+        sys.modules.update(ours)
+    if args.model not in theirs.DiT_models:
+        raise UsageError(f"--baseline {folder}: has no {args.model}; take --model DiT-XL/2")
+    with torch.device(device):
+        network = theirs.DiT_models[args.model](input_size=args.image_size // 8, num_classes=args.num_classes)
+    network.load_state_dict(model.state_dict())
+    network.eval()
+    y = torch.arange(args.pictures, device=device) % args.num_classes
+    kwargs = dict(y=torch.cat([y, torch.full_like(y, args.num_classes)]), cfg_scale=args.cfg_scale)
+    z = torch.randn(args.pictures, 4, args.image_size // 8, args.image_size // 8, device=device).repeat(2, 1, 1, 1)
+    diffusion = make(str(SamplingOptions.num_sampling_steps))
+
+    def loop(on_step):
+        how = dict(clip_denoised=False, model_kwargs=kwargs, device=device)
+        for out in diffusion.p_sample_loop_progressive(network.forward_with_cfg, z.shape, z, **how):
+            on_step(out["sample"])
+
+    return torch.no_grad()(loop)
 
 
 def record(loop: Callable, steps: int, device: torch.device) -> profile:
@@ -109,33 +113,19 @@ def record(loop: Callable, steps: int, device: torch.device) -> profile:
         nonlocal done
         done += 1
         if done == WAIT + WARMUP:  # the steps before are not the recorded ones' work
-            measure.synchronize(device)
+            harness.synchronize(device)
         profiler.step()
         if done == WAIT + WARMUP + steps:
-            raise measure.Enough
+            raise harness.Enough
 
     with profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
         record_shapes=True,
-        profile_memory=True,
         acc_events=True,
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps, repeat=1),
     ) as profiler:
-        measure.run_until(loop, on_step)
+        harness.run_until(loop, on_step)
     return profiler
-
-
-def keep_trace(profiler: profile, args: Namespace) -> None:
-    """The trace beside --output, and in --tensorboard's folder under a name that TensorBoard looks for."""
-    targets = [Path(args.output).with_suffix(".trace.json.gz")] if args.output else []
-    if args.tensorboard:
-        targets.append(Path(args.tensorboard) / f"{args.precision}.{time.time_ns()}.pt.trace.json.gz")
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json.gz"
-        profiler.export_chrome_trace(str(trace))
-        for target in targets:
-            with atomic_write(target) as file:
-                file.write(trace.read_bytes())
 
 
 #################################################################################
@@ -232,10 +222,10 @@ def ceilings(tier: str, device: torch.device) -> dict:
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     out, seconds = torch.empty_like(a), (1.5, 1.0) if cuda else (0.1, 0.1)
-    gemm = measure.time_steps(measure.repeated(lambda: torch.mm(a, b, out=out)), device, *seconds)
+    gemm = harness.time_steps(harness.repeated(lambda: torch.mm(a, b, out=out)), device, *seconds)
     size = 1 << 30 if cuda else 1 << 26
     source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
-    copy = measure.time_steps(measure.repeated(lambda: target.copy_(source)), device, load=0.0, window=0.05)
+    copy = harness.time_steps(harness.repeated(lambda: target.copy_(source)), device, load=0.0, window=0.05)
     tflops, tb_s = 2 * side**3 / parts / gemm["ms"] / 1e9, 2 * size / copy["ms"] / 1e9
     return dict(gemm_tflops=tflops, gemm=f"{side}³ {tier}", copy_tb_s=tb_s)
 
@@ -254,17 +244,6 @@ def rates(result: dict, shape: work.Shape, value_bytes: int, ceiling: dict) -> N
     result["floor_ms"] = work.floor_ms(shape, value_bytes, ceiling["gemm_tflops"], ceiling["copy_tb_s"])
 
 
-def decoding_ms(args: Namespace, device: torch.device) -> float:
-    """Milliseconds to decode a picture in the arithmetic that goes with `args`."""
-    decoder, side = measure.decoder_of(args, device), args.image_size // 8
-    if not args.baseline:
-        float32 = precision.float32_decoder(args.precision, device)
-        decoder = vae.CheckedDecoder(decoder, precision.decoder_precision("auto", args.precision, device), float32)
-    latents = torch.randn(1, 4, side, side, device=device)
-    loop = measure.repeated(lambda: vae.decode(decoder, latents))
-    return measure.time_steps(loop, device, args.load / 10, args.window / 10)["ms"]
-
-
 def driver() -> str:
     """The GPU driver's version."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -272,23 +251,29 @@ def driver() -> str:
 
 
 def run(args: Namespace, device: torch.device) -> dict:
-    """The record of a profile; its trace goes beside --output and into --tensorboard."""
+    """The record of a profile; its trace goes beside --output."""
     precision.apply_precision(args.precision, device)
-    model = measure.model_of(args, device)
+    model = harness.model_of(args, device)
     if args.baseline:
-        loop = measure.sampling(model, args, device, upstream_loop, UploadingDiffusion)
+        loop = upstream_loop(args.baseline, model, args, device)
     else:
-        loop = measure.sampling(measure.build(model, args.precision, device), args, device)
-    timed = measure.time_steps(loop, device, args.load, args.window)
+        loop = harness.batch(harness.build(model, args.precision, device), args, device)
+    timed = harness.time_steps(loop, device, args.load, args.window)
     ceiling = ceilings(args.precision, device)
     profiler = record(loop, args.steps, device)
-    keep_trace(profiler, args)
-    result = analyse(profiler.events(), args.steps)
-    shape = work.Shape.of(model, 2 * args.pictures)
+    if args.output:
+        with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace:
+            profiler.export_chrome_trace(trace.name)
+            with atomic_write(Path(args.output).with_suffix(".trace.json.gz")) as file:
+                file.write(Path(trace.name).read_bytes())
+    result, shape = analyse(profiler.events(), args.steps), work.Shape.of(model, 2 * args.pictures)
     rates(result, shape, precision.TIERS[args.precision].dtype.itemsize, ceiling)
+    if args.seen_as:
+        names = {event.name for event in profiler.events() if on_device(event)}
+        result["newer"] = seen_as.newer(sorted(names), args.seen_as)
     return dict(
         kind="profile",
-        **measure.provenance(device, args.commit),
+        **harness.provenance(device, args.commit),
         driver=driver() if device.type == "cuda" else None,
         threads=torch.get_num_threads(),
         model=args.model,
@@ -297,12 +282,12 @@ def run(args: Namespace, device: torch.device) -> dict:
         pictures=args.pictures,
         batch_rows=shape.batch_rows,
         tier=args.precision,
-        baseline=args.baseline,
+        baseline=bool(args.baseline),
+        checkout=args.baseline and args.baseline.resolve().name,
         num_sampling_steps=SamplingOptions.num_sampling_steps,
         shape=vars(shape),
         timed=timed,
         ceilings=ceiling,
-        decoding_ms=decoding_ms(args, device),
         **result,
     )
 
@@ -312,82 +297,56 @@ def run(args: Namespace, device: torch.device) -> dict:
 #################################################################################
 
 
-def functions(title: str, rows: list[dict]) -> list[str]:
-    lines = [f"{title:74}{'calls':>7}{'total ms':>11}{'average ms':>12}"]
-    for row in rows:
-        lines.append(f"  {clip(row['name']):72}{row['calls']:7}{row['total_ms']:11.3f}{row['average_ms']:12.4f}")
-    return [*lines, ""]
-
-
-def kind_line(kind: str, row: dict) -> str:
-    speed = f"{row['tflops']:.3g} TFLOP/s" if "tflops" in row else f"{row['gb_s']:.4g} GB/s" if "gb_s" in row else ""
-    ceiling = f"  {row['of_ceiling']:.0%}" if "of_ceiling" in row else ""
-    return f"  {kind:24}{row['ms']:12.3f}{row['share']:8.1%}   {speed}{ceiling}"
-
-
 def describe(record: dict) -> list[str]:
     """The lines that a profile prints."""
-    timed, ceiling, steps = record["timed"], record["ceilings"], record["num_sampling_steps"]
+    timed, ceiling = record["timed"], record["ceilings"]
     here = f"CPU, {record['threads']} threads, no GPU here: times by operator, nothing about kernels or idle"
-    about = "upstream's arithmetic and its host→device copies" if record["baseline"] else "as sample.py runs it"
+    about = f"the loop of {record['checkout']}" if record["baseline"] else "as sample.py runs it"
     lines = [
-        " · ".join([record["model"], f"{record['image_size']} px, {record['batch_rows']} batch rows", record["tier"]]),
+        f"{record['model']} · {record['image_size']} px, {record['batch_rows']} batch rows · {record['tier']}",
         f"{about} · {record['gpu'] or here}",
         f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled {record['window_ms']:.2f}; "
         f"floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM {ceiling['gemm_tflops']:.3g} TFLOP/s, copy "
         f"{ceiling['copy_tb_s']:.3g} TB/s, both measured here)",
-        "",
     ]
-    if "kernels" in record:
-        lines += functions(f"Ten most expensive kernels, {record['steps']} steps", record["kernels"])
-    lines += functions(f"Ten most expensive host functions, own time, {record['steps']} steps", record["host"])
-    lines += [f"Where time goes, a step{'ms':>15}{'share':>8}   achieved, of the ceiling"]
-    lines += [kind_line(kind, row) for kind, row in record["kinds"].items()]
-    sampling, decoding = steps * timed["ms"] / 1e3, record["pictures"] * record["decoding_ms"] / 1e3
-    lines += [
-        f"The job: {steps} steps {sampling:.2f} s, {record['pictures']} pictures decoded by the VAE {decoding:.2f} s"
-    ]
+    for key in ("kernels", "host"):  # of the latter own time
+        for row in record.get(key, []):
+            times = f"{row['calls']:7}{row['total_ms']:11.3f}{row['average_ms']:12.4f}"
+            lines.append(f"{key:8}{clip(row['name']):72}{times} ms")
+    for kind, row in record["kinds"].items():
+        rate = next((f"   {row[key]:.4g} {unit}" for key, unit in RATES.items() if key in row), "")
+        rate += f"  {row['of_ceiling']:.0%} of the ceiling" if "of_ceiling" in row else ""
+        lines.append(f"  {kind:24}{row['ms']:12.3f} ms{row['share']:8.1%}{rate}")
     if record["gpu"] and not record["waits"]:
-        lines += ["", "The host never waits for the GPU in these steps."]
+        lines.append("The host never waits for the GPU in these steps.")
     elif record["gpu"]:
-        times, ms = (sum(wait[key] for wait in record["waits"]) for key in ("per_step", "ms_per_step"))
-        lines += [
-            "",
-            f"The host waits for the GPU {times:.1f} times a step, {ms:.2f} ms, while the queue of kernels drains.",
-            f"The copies between host and GPU themselves take {record['host_copies_ms']:.3f} ms a step.",
-        ]
-        lines += [
-            f"  {one['ms_per_step']:9.3f} ms, {one['per_step']:.1f} × a step: {one['where']}" for one in record["waits"]
-        ]
-    return lines
+        lines.append(f"The host waits for the GPU; copies between them take {record['host_copies_ms']:.3f} ms a step.")
+        for one in record["waits"]:
+            lines.append(f"  {one['ms_per_step']:9.3f} ms, {one['per_step']:.1f} × a step: {one['where']}")
+    return lines + [f"a kernel of a newer generation: {name}" for name in record.get("newer", [])]
 
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    measure.add_arguments(parser)
-    parser.add_argument("--vae", help="decoder: ema, mse or a folder (default: random weights; the demo's own)")
-    parser.add_argument(
-        "--precision", choices=tuple(precision.TIERS), help="default: sample.py's; --baseline: upstream's"
-    )
-    parser.add_argument("--baseline", action="store_true", help="upstream's arithmetic and host→device copies instead")
+    harness.add_arguments(parser)
+    what = "default: sample.py's; --baseline: upstream's"
+    parser.add_argument("--precision", choices=tuple(precision.TIERS), help=what)
+    what = "instead: the loop of this checkout of upstream (default: of this repository)"
+    parser.add_argument("--baseline", nargs="?", type=Path, const=ROOT, metavar="FOLDER", help=what)
     parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
-    parser.add_argument("--tensorboard", metavar="DIR", help="also leave the trace where TensorBoard's profiler looks")
     args = parser.parse_args()
     with user_errors(parser):
         if args.output and Path(args.output).suffix != ".json":
             raise UsageError(f"--output {args.output}: must end in .json")
-        if args.tensorboard:
-            check_writable(Path(args.tensorboard) / "trace", "--tensorboard")
-        if args.steps > MOST_STEPS:
-            raise UsageError(f"--steps {args.steps}: no viewer opens such a trace; use {MOST_STEPS} or fewer")
-        device = measure.prepare(args)
+        device = harness.prepare(args)
         upstream = "tf32" if precision.supports("tf32", device) else "fp32"
         args.precision = args.precision or (upstream if args.baseline else precision.default_tier(device))
         if args.baseline and args.precision not in ("fp32", "tf32"):
             raise UsageError(f"--precision {args.precision}: upstream samples in fp32 or tf32; choose one of these")
         result = run(args, device)
         print(*describe(result), sep="\n")
-        measure.write(args.output, result)
+        harness.write(args.output, result)
+        sys.exit(bool(result.get("newer")))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python bench/steps.py --gate 3 --output output/ladder.json
     python bench/steps.py --only "CUDA graph" --vs compile,max-autotune,diffusers --output output/versus.json
+    python bench/steps.py --model Large-DiT-3B/2 --pictures 1 --only "CUDA graph" --vs eager,compile
     python bench/steps.py --only exact --backends exact:gemm=triton,attention=cublas --output output/backends.json
     python bench/steps.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output output/sweep.json
     python bench/steps.py --decoder --output output/decoder.json
@@ -16,6 +17,7 @@ instead.
 if not __package__:
     __import__("_as_module")
 
+import copy
 import gc
 import math
 import os
@@ -23,28 +25,21 @@ import statistics
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
 import evaluate
-from accel import engine, precision, vae
+from accel import precision, vae
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.fast.dit import FastDiT, Optimisations
 from accel.flags import positive
-from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
 from accel.network import Network
-from accel.options import SamplingOptions
-from accel.sampler import denoise, initial_noise
-from bench import measure
-from diffusion import create_diffusion
+from bench import harness
+from bench.harness import BACKENDS, HALF
 
-HALF = tuple(name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32)
-PLAIN = Optimisations(hoist=False, adaln="torch", gemm="torch", embed_update="torch", graph=False)
-STEPS = (  # rung → switches; each adds one to the rung before
+STEPS = (  # rung → switches of harness.build; each adds one to the rung before
     ("half GEMMs", {}),
     ("hoisted conditioning", dict(hoist=True)),
     ("fused adaLN kernel", dict(adaln="auto")),
@@ -54,29 +49,25 @@ STEPS = (  # rung → switches; each adds one to the rung before
     ("patch embedding and sampler update", dict(embed_update="auto")),
     ("CUDA graph", dict(graph=True)),
 )
-SHARED = dict(adaln=adaln.BACKENDS, embed_update=patch_embed.BACKENDS)
-BACKENDS = {  # of a tier's switches
-    **dict.fromkeys(HALF, SHARED | dict(gemm=linear.BACKENDS, attention=attention.BACKENDS)),
-    "exact": SHARED | dict(gemm=split_linear.BACKENDS, attention=split_attention.BACKENDS),
-}
-Rung = tuple[str, str, Optimisations | None]  # name, tier, switches: None where models.DiT itself runs
+RIVALS = "eager", "compile", "max-autotune", "diffusers"
+Rung = tuple[str, str, dict]  # name, tier, switches
 
 #################################################################################
 #                          What is timed, and how it is judged                  #
 #################################################################################
 
 
-def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
-    """Every rung that `device` can run; tiers: the half tiers that are climbed step by step."""
+def ladder(device: torch.device, tiers: list[str], large: bool = False) -> Iterator[Rung]:
+    """Every rung that `device` can run; tiers: the half tiers that are climbed step by step; large: of a Large-DiT."""
     for tier in ("fp32", "tf32", "exact"):
-        if precision.supports(tier, device):
-            yield tier, tier, Optimisations() if tier == "exact" else None
+        if precision.supports(tier, device) and not (large and tier == "exact"):
+            yield tier, tier, {}
     # What plain half precision gets from torch: flash where there is one.
     flash = precision.supports("bf16", device)
     for tier in (tier for tier in tiers if precision.supports(tier, device)):
-        switches = replace(PLAIN, attention="flash" if flash else "efficient")
+        switches = harness.PLAIN | dict(attention="flash" if flash else "efficient")
         for name, change in STEPS:
-            switches = replace(switches, **change)
+            switches = switches | change
             yield f"{tier} + {name}", tier, switches
 
 
@@ -88,7 +79,7 @@ class Reference:
         self.x = torch.randn(2, 4, args.image_size // 8, args.image_size // 8, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
         self.t = [torch.full((2,), t, device=device) for t in (980, 500, 20)]
-        wide = FastDiT(model.state_dict(), model.num_heads, torch.float64, device, replace(PLAIN, attention="torch"))
+        wide = harness.build(copy.deepcopy(model).double(), "fp32", device)
         self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
 
     @torch.no_grad()
@@ -100,34 +91,33 @@ class Reference:
 class Judge:
     """The demo's pictures after 250 guided steps, 64 a seed, against those of fp32 from the same noise."""
 
-    def __init__(self, seeds: int, device: torch.device):
-        self.device, self.seeds = device, range(seeds)
-        labels = tuple(range(8)) * 8
-        self.options = SamplingOptions("DiT-Demo/2", labels=labels, device=str(device), precision="fp32").resolve()
-        self.model = measure.load_model(self.options, device)
-        self.diffusion = create_diffusion("250")
+    def __init__(self, seeds: int, device: torch.device, each: int = 64, steps: str = "250"):
+        self.device, self.seeds, self.steps = device, range(seeds), steps
+        demo = Namespace(model="DiT-Demo/2", ckpt=None, image_size=None, num_classes=None)
+        self.options = harness.options_of(demo)
+        demo.ckpt = self.options.ckpt
+        self.model = harness.model_of(demo, device)
+        self.labels = torch.arange(each, device=device) % self.options.num_classes
         self.decoder = vae.load_vae(vae.find_vae(self.options.vae), device)
-        self.want = self.pictures("fp32", None)
+        self.want = self.pictures("fp32", {})
 
-    def pictures(self, tier: str, switches: Optimisations | None, share: Callable = lambda network: network) -> list:
-        """64 pictures a seed, (64, H, W, 3) uint8. share: makes the network one that GPUs share."""
-        network = share(measure.build(self.model, tier, self.device, switches))
-        options, latents = self.options, []
-        guidance = options.cfg_scale, options.num_classes
-        labels = torch.tensor(options.labels, device=self.device)
-        total, quiet = self.diffusion.num_timesteps * len(self.seeds), os.environ.get("RANK", "0") != "0"
+    def pictures(self, tier: str, switches: dict, share: Callable = lambda network: network) -> list:
+        """Of each seed (n, H, W, 3) uint8. share: makes the network one that GPUs share."""
+        network = share(harness.build(self.model, tier, self.device, **switches))
+        options, latents, side = self.options, [], self.options.latent_size
+        total, quiet = int(self.steps) * len(self.seeds), os.environ.get("RANK", "0") != "0"
         with tqdm(total=total, desc=f"{tier}: pictures", unit="step", leave=False, disable=quiet) as bar:
             for seed in self.seeds:
                 generator = torch.Generator(self.device).manual_seed(seed)
-                z = initial_noise(len(labels), 4, options.latent_size, generator)
-                how = dict(generator=generator, on_step=lambda *_: bar.update())
-                made = denoise(network, self.diffusion, z, labels, *guidance, **how)
-                latents.append(made)
+                z = torch.randn(len(self.labels), 4, side, side, generator=generator, device=self.device)
+                guidance = options.cfg_scale, options.num_classes
+                loop = harness.sampling(network, z, self.labels, *guidance, self.steps, generator=generator)
+                latents.append(loop(lambda *_: bar.update()))
         if self.device.type == "cuda":
             precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return [vae.to_uint8(vae.decode(self.decoder, one)).numpy() for one in latents]
 
-    def judge(self, tier: str, switches: Optimisations | None, **how) -> dict:
+    def judge(self, tier: str, switches: dict, **how) -> dict:
         """The worst picture's and the mean figures, and whether every picture meets each criterion. LPIPS is left to
         evaluate.py. MAE is of 0–1."""
         pairs = [pair for sets in zip(self.want, self.pictures(tier, switches, **how)) for pair in zip(*sets)]
@@ -140,13 +130,9 @@ class Judge:
         return dict(pictures=len(pairs), worst=worst, mean=mean, **meets)
 
 
-def timed(name: str, loop: Callable, args: Namespace, device: torch.device) -> dict:
-    """time_steps' record and the most GPU memory that was in use."""
-    if device.type != "cuda":
-        return measure.time_steps(loop, device, args.load, args.window, name)
-    torch.cuda.reset_peak_memory_stats()
-    row = measure.time_steps(loop, device, args.load, args.window, name)
-    return row | dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9)
+def timed(name: str, network: Network, args: Namespace, device: torch.device) -> dict:
+    """The time of a network's steps."""
+    return harness.time_steps(harness.batch(network, args, device), device, args.load, args.window, name)
 
 
 #################################################################################
@@ -155,38 +141,32 @@ def timed(name: str, loop: Callable, args: Namespace, device: torch.device) -> d
 
 
 def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
-    """The rungs, timed and judged, then the alternatives."""
-    model = measure.model_of(args, device)
+    """The rungs, timed and judged, then the rivals."""
+    model = harness.model_of(args, device)
     reference, judge = Reference(model, args, device), Judge(args.gate, device) if args.gate else None
 
-    def rung(name, network, judged=None):
-        row = dict(rung=name)
+    def rung(name, make):
+        gc.collect()  # the memory of the one before
+        row, started = dict(rung=name), time.perf_counter()
         try:
-            row |= timed(name, measure.sampling(network, args, device), args, device)
+            network = make()
+            row |= timed(name, network, args, device)
+            row["seconds"] = time.perf_counter() - started
             if "max-autotune" not in name:  # the compiler would search again for the reference's two batch rows
                 row["error"] = reference.error(network)
-            if judge and judged:
-                row["judged"] = judge.judge(*judged)
         except torch.OutOfMemoryError:
             row["failed"] = "out of memory"
         return row
 
     for name, tier, switches in rungs_of(args, device):
-        judged = (tier, switches) if name != "fp32" else None
-        yield rung(name, measure.build(model, tier, device, switches), judged)
-        gc.collect()
-    if args.vs:
+        row = rung(name, partial(harness.build, model, tier, device, **switches))
+        yield row | (dict(judged=judge.judge(tier, switches)) if judge and name != "fp32" and "ms" in row else {})
+    for what in args.vs:
         precision.apply_precision("fp16", device)
-    for mode in (what for what in args.vs if what != "diffusers"):
         torch._dynamo.reset()
-        mode, started = mode.replace("compile", "default"), time.perf_counter()
-        compiled = measure.CompiledDiT(measure.model_of(args, device), torch.float16, mode)
-        row = rung(f"fp16 + torch.compile {mode}", compiled)
-        yield row | dict(seconds_with_compilation=time.perf_counter() - started)
-        del compiled  # its memory, before the next is made
-        gc.collect()
-    if "diffusers" in args.vs:
-        yield rung("fp16 + diffusers' DiTTransformer2DModel", measure.DiffusersDiT(model, torch.float16, device))
+        make = partial(harness.rival, what, harness.model_of(args, device), torch.float16, device)
+        mode = "diffusers' DiTTransformer2DModel" if what == "diffusers" else what.replace("compile", "default")
+        yield rung(f"fp16 + {mode}" if what in ("diffusers", "eager") else f"fp16 + torch.compile {mode}", make)
 
 
 def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
@@ -194,7 +174,7 @@ def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
     for _, tier, _ in args.backends:
         if not precision.supports(tier, device):
             raise UsageError(f"--backends {tier}: {device} cannot run that tier; leave it out")
-    every = list(ladder(device, args.precision))
+    every = list(ladder(device, args.precision, args.model.startswith("Large")))
     rungs = [rung for rung in every if not args.only or any(word in rung[0] for word in args.only)]
     if not (rungs or args.backends or args.vs):
         names = ", ".join(name for name, *_ in every)
@@ -215,9 +195,8 @@ def sweep(args: Namespace, device: torch.device) -> Iterator[dict]:
             if before != size:
                 network = None  # its memory first
                 gc.collect()
-                network, before = measure.build(measure.model_of(case, device), tier, device, switches), size
-            loop = measure.sampling(network, case, device)
-            row |= dict(rung=name, **timed(f"{size} px, {pictures} pictures", loop, args, device))
+                network, before = harness.build(harness.model_of(case, device), tier, device, **switches), size
+            row |= dict(rung=name, **timed(f"{size} px, {pictures} pictures", network, case, device))
             row["ms_a_picture"] = row["ms"] / pictures
         except torch.OutOfMemoryError:
             row["failed"] = "out of memory"
@@ -226,7 +205,7 @@ def sweep(args: Namespace, device: torch.device) -> Iterator[dict]:
 
 def decoding(args: Namespace, device: torch.device) -> Iterator[dict]:
     """What decoding costs in each arithmetic, and what it loses against fp32; latents are noise."""
-    plain, side = measure.decoder_of(args, device), args.image_size // 8
+    plain, side = harness.decoder_of(args, device), args.image_size // 8
     latents = torch.randn(args.pictures, 4, side, side, generator=torch.Generator(device).manual_seed(0), device=device)
     want = None
     for arithmetic in (name for name in ("fp32", "tf32", "fp16") if precision.supports(name, device)):
@@ -237,8 +216,8 @@ def decoding(args: Namespace, device: torch.device) -> Iterator[dict]:
         row = dict(arithmetic=arithmetic, refused=decoder.refusal, error=float((got - want).norm() / want.norm()))
         row["worst_psnr"] = 20 * math.log10(2 / float(error)) if error else None
         del got
-        loop = measure.repeated(partial(vae.decode, decoder, latents))
-        yield row | timed(arithmetic, loop, args, device)
+        loop = harness.repeated(partial(vae.decode, decoder, latents))
+        yield row | harness.time_steps(loop, device, args.load, args.window, arithmetic)
 
 
 def line(row: dict) -> str:
@@ -268,8 +247,8 @@ def line(row: dict) -> str:
 def listed(text: str) -> list[str]:
     """--vs' value: what to compare with, separated by commas."""
     names = text.split(",")
-    if set(names) - {"compile", "max-autotune", "diffusers"}:
-        raise ArgumentTypeError(f"{text}: choose from compile, max-autotune, diffusers, separated by commas")
+    if set(names) - set(RIVALS):
+        raise ArgumentTypeError(f"{text}: choose from {', '.join(RIVALS)}, separated by commas")
     return names
 
 
@@ -283,18 +262,18 @@ def backends(text: str) -> Rung:
         if backend not in known.get(name, ()):
             names = f"{name}={'|'.join(known[name])}" if name in known else ", ".join(f"{name}=…" for name in known)
             raise ArgumentTypeError(f"{text}: {tier} takes {names}")
-    return f"{tier} + {rest}", tier, Optimisations(**given)
+    return f"{tier} + {rest}", tier, given
 
 
 def parse() -> tuple[OneLineParser, Namespace]:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    measure.add_arguments(parser)
+    harness.add_arguments(parser)
     parser.add_argument("--precision", nargs="+", default=["fp16"], choices=HALF, help="half tiers")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with such a word in their name")
     what = "also these backends of a tier's gemm, attention, adaln or embed_update, the others as they are by default"
     form = "TIER:NAME=BACKEND,NAME=BACKEND"
     parser.add_argument("--backends", nargs="+", type=backends, default=[], metavar=form, help=what)
-    what = "alternatives to time on the same weights in float16: compile and max-autotune (torch.compile), diffusers"
+    what = f"the same weights in float16 as others run them: {', '.join(RIVALS)} (compile: torch.compile)"
     parser.add_argument("--vs", type=listed, default=[], metavar="WHAT,WHAT", help=what)
     parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge the demo's pictures, 64 a seed")
     numbers = dict(nargs="+", type=positive, default=[])
@@ -308,23 +287,22 @@ def parse() -> tuple[OneLineParser, Namespace]:
 def main() -> None:
     parser, args = parse()
     with user_errors(parser):
-        if args.vs and engine.choose_device(args).type != "cuda":
+        device = harness.prepare(args)
+        if args.vs and device.type != "cuda":
             raise UsageError("--vs: compares float16 on a GPU, and this is none; leave it out")
-        device = measure.prepare(args)
         rungs_of(args, device)
-        for size in args.sweep_sizes:
-            engine.empty_model(SamplingOptions(args.model, image_size=size, labels=(0,)).resolve())
+        harness.check_sizes(args.model, args.sweep_sizes)
         kind, work = ("decoder", decoding) if args.decoder else ("steps", climb)
         if args.sweep_pictures or args.sweep_sizes:
             kind, work = "sweep", sweep
-        record = dict(kind=kind, **measure.provenance(device, args.commit))
+        record = dict(kind=kind, **harness.provenance(device, args.commit))
         print(", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True)
         record |= dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
         record |= dict(batch_rows=2 * args.pictures, load_seconds=args.load)
         rows = record["rungs" if kind == "steps" else kind] = []
         for row in work(args, device):
             rows.append(row)
-            measure.write(args.output, record)
+            harness.write(args.output, record)
             print(line(row), flush=True)
 
 

@@ -24,7 +24,7 @@ from accel.files import atomic_write
 from accel.flags import positive
 from accel.graphs import capture
 from accel.kernels.linear import cublaslt, tuner
-from bench import measure
+from bench import harness
 
 KNOWN = Path(tuner.__file__).with_name("known.json")
 DEPTH, FINALISTS = 28, 6
@@ -39,23 +39,15 @@ def name_of(choice: tuner.Choice) -> dict[str, list[int]] | None:
     return {"cublaslt" if library else "hopper": wanted} if choice.gemm.find(wanted) == algorithm else None
 
 
-def in_turns_ms(replays: list[Callable], duration: float = 0.2, least: int = 3) -> list[float]:
-    """Median milliseconds of each replay. They take turns, so that all see the same clock."""
-    times, total = [[] for _ in replays], 0.0
-    while total < 1e3 * duration or len(times[0]) < least:
+def milliseconds(replays: list[Callable], duration: float) -> list[float]:
+    """Median milliseconds of each replay in the last third of `duration` seconds. They take turns, so that all see the
+    same clock."""
+    times, end, device = [[] for _ in replays], time.perf_counter() + duration, torch.device("cuda")
+    while time.perf_counter() < end or len(times[0]) < 3:
         for replay, mine in zip(replays, times):
             replay()
-            mine.append(measure.elapsed_ms(replay))
-            total += 2 * mine[-1]
-    return [statistics.median(mine) for mine in times]
-
-
-def alone_ms(replay: Callable, duration: float) -> float:
-    """Median milliseconds of a replay in the last third of `duration` seconds of it."""
-    times, end = [], time.perf_counter() + duration
-    while time.perf_counter() < end or len(times) < 3:
-        times.append(measure.elapsed_ms(replay))
-    return statistics.median(times[2 * len(times) // 3 :])
+            mine.append(harness.elapsed_ms(replay, device))
+    return [statistics.median(mine[2 * len(mine) // 3 :]) for mine in times]
 
 
 @torch.no_grad()
@@ -72,9 +64,9 @@ def winner(m: int, n: int, k: int, gelu: bool, load: float) -> dict:
     replays = [
         capture(lambda choice=choice: [choice.run(x, weight, bias, out) for weight in weights]) for choice, _ in named
     ]
-    rows = [dict(algorithm=name, us=1e3 * ms / DEPTH) for (_, name), ms in zip(named, in_turns_ms(replays))]
+    rows = [dict(algorithm=name, us=1e3 * ms / DEPTH) for (_, name), ms in zip(named, milliseconds(replays, 0.4))]
     for index in sorted(range(len(rows)), key=lambda i: rows[i]["us"])[:FINALISTS]:
-        rows[index]["us_alone"] = 1e3 * alone_ms(replays[index], load) / DEPTH
+        rows[index]["us_alone"] = 1e3 * milliseconds([replays[index]], load)[0] / DEPTH
     best = min((row for row in rows if "us_alone" in row), key=lambda row: row["us_alone"])
     return dict(m=m, n=n, k=k, gelu=gelu, winner=best["algorithm"], candidates=rows)
 
@@ -96,17 +88,17 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-rows", nargs="+", type=positive, default=[16, 4, 2, 1], metavar="N")
     parser.add_argument("--tokens", type=positive, default=1024, help="of a row; 1024 is a picture of 512 px")
-    parser.add_argument("--load", type=measure.seconds, default=1.5, help="seconds of each of the fastest, alone")
+    parser.add_argument("--load", type=harness.seconds, default=1.5, help="seconds of each of the fastest, alone")
     parser.add_argument("--record", action="store_true", help="put the winners into known.json")
-    measure.add_arguments(parser, network=False)
+    harness.add_arguments(parser, network=False)
     args = parser.parse_args()
     with user_errors(parser):
-        device = measure.require_gpu(args, "GEMMs are timed")
-    record = dict(kind="winners", **measure.provenance(device, args.commit), load_seconds=args.load)
+        device = harness.require_gpu(args, "GEMMs are timed")
+    record = dict(kind="winners", **harness.provenance(device, args.commit), load_seconds=args.load)
     shapes, gemms = [(rows * args.tokens, *layer) for rows in args.batch_rows for layer in LAYERS], []
     for shape in tqdm(shapes, unit="GEMM"):
         gemms.append(winner(*shape, args.load))
-        measure.write(args.output, record | dict(gemms=gemms))
+        harness.write(args.output, record | dict(gemms=gemms))
         tqdm.write(f"{shape}: {gemms[-1]['winner']}")
     if args.record:
         record_winners(record["gpu"], gemms, KNOWN)

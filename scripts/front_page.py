@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from bench.harness import safe
 from bench.jobs import CONTEST
-from bench.measure import safe
 
 
 def summary(data: dict, gpus: int, device: str) -> dict:

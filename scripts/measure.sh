@@ -5,7 +5,7 @@
 #
 # Without weights the networks are random (arithmetic costs the same) and pictures are verified on the demo. A file
 # that is there, whole, is not measured again, so a run that was stopped resumes; remove a file to renew it. Without a
-# GPU the demo is measured on the CPU.
+# GPU the demo is measured on the CPU. UPSTREAM=FOLDER before it: the loop of that checkout is the baseline's profile.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -d .venv ]]; then
@@ -51,7 +51,8 @@ else
   ranks=2 ladder=() pictures="1 2 4 8" sizes="64 128 256"
   shared=(--labels 1 2) verify=(--model DiT-Demo/2)
 fi
-measure profile-baseline.json python bench/profile_step.py --baseline "$@" --output "$log/profile-baseline.json"
+measure profile-baseline.json python bench/profile_step.py --baseline ${UPSTREAM:+"$UPSTREAM"} "$@" \
+  --output "$log/profile-baseline.json"
 measure profile-fast.json python bench/profile_step.py "$@" --output "$log/profile-fast.json"
 measure ladder.json python bench/steps.py "${ladder[@]}" "$@" --output "$log/ladder.json"
 if ((gpus)); then

@@ -25,9 +25,8 @@ from accel.command_line import OneLineParser, user_errors
 from accel.files import atomic_write
 from accel.flags import check_writable
 from accel.options import ROOT
-from bench import plots
-from bench.measure import safe
-from scripts import front_page
+from bench.harness import safe
+from scripts import front_page, report_plots
 from scripts.report_data import NEEDS, collect
 
 TEMPLATES = ROOT / "scripts" / "report"
@@ -44,29 +43,29 @@ def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
     figures, known = {}, words(lang)
 
     def say(text):
-        return plots.roomy(known(text))
+        return report_plots.roomy(known(text))
 
     if data["front"]["shown"]:
         figures["pictures.jpg"] = front_page.pictures(data["front"]["shown"])
     if "profile" in data:
-        figures["kinds.svg"] = plots.kinds(
+        figures["kinds.svg"] = report_plots.kinds(
             {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["runs"]}, say
         )
     if single := data.get("single"):
         floor = single["floor"]
-        figures["ladder.svg"] = plots.ladder(single["rungs"], floor["floor_ms"], floor["tier"], say)
-        figures["growth.svg"] = plots.growth(*single["growth"], say)
+        figures["ladder.svg"] = report_plots.ladder(single["rungs"], floor["floor_ms"], floor["tier"], say)
+        figures["growth.svg"] = report_plots.growth(*single["growth"], say)
         if single["tiers"]:
             points = single["tiers"]["points"]
-            figures["error-speed-tiers.svg"] = plots.error_against_speed(points, evaluate.GATES, "picture", say)
+            figures["error-speed-tiers.svg"] = report_plots.error_against_speed(points, evaluate.GATES, "picture", say)
         for record in single["verified"]:
             if not single["tiers"]:
                 name = f"error-speed-{safe(record['model'])}.svg"
-                figures[name] = plots.error_against_speed(record["tiers"], evaluate.GATES, "grid", say)
+                figures[name] = report_plots.error_against_speed(record["tiers"], evaluate.GATES, "grid", say)
             for tier in record["tiers"]:
                 figures |= {name: small_jpeg(path) for name, path in tier["heatmaps"].items() if "-picture-" in name}
     if data.get("many", {}).get("series"):
-        figures["scaling.svg"] = plots.scaling(data["many"]["series"], say)
+        figures["scaling.svg"] = report_plots.scaling(data["many"]["series"], say)
     return figures
 
 
@@ -83,7 +82,7 @@ def markdown(data: dict, lang: str) -> str:
     environment.filters["fmt"] = lambda value, spec: "–" if isinstance(value, absent) else format(float(value), spec)
     environment.filters["ms"] = lambda value: f"{value:.1f}" if value >= 10 else f"{value:.2f}"
     say = words(lang)
-    environment.filters |= dict(say=say, rung=lambda name: plots.rung_name(name, say))
+    environment.filters |= dict(say=say, rung=lambda name: report_plots.rung_name(name, say))
     environment.filters["code"] = lambda text: "`" + str(text).replace("`", "'").replace("|", r"\|") + "`"
     text = environment.get_template(f"report.{lang}.md.j2").render(data, safe=safe)
     text = re.sub(r"(?<=[\u3000-\uffee])\n(?=[\u3000-\uffee])", "", text)  # Chinese lines join without a space

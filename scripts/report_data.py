@@ -12,8 +12,8 @@ import evaluate
 from accel.errors import UsageError
 from accel.parallel.exchanges import EXCHANGES
 from bench import steps, work
+from bench.harness import safe
 from bench.jobs import rehearsal, score
-from bench.measure import safe
 from bench.profile_step import clip
 from scripts import front_page, verify
 

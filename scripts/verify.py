@@ -41,7 +41,7 @@ from accel.flags import check_writable, positive
 from accel.forecast import read_plan
 from accel.options import SamplingOptions
 from accel.progress import step_bar
-from bench import measure
+from bench import harness
 from scripts import calibrate
 
 AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
@@ -58,11 +58,11 @@ def sample(
     run.run(rows, **dict(plan=run.plan.each_kind_once()) if run.plan else dict(steps=3))
     for seed in seeds:
         run.options.seed = seed
-        measure.synchronize(device)
+        harness.synchronize(device)
         start = time.perf_counter()
         with step_bar(options.num_sampling_steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
             latents = run.run(rows, on_step=lambda index, _, queued=queued: queued(index))
-        measure.synchronize(device)
+        harness.synchronize(device)
         times.append(time.perf_counter() - start)
         grids[seed] = vae.to_grid(run.decode(latents)).numpy()
     return grids, times
@@ -150,7 +150,7 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         a, b = parts(want[row["seed"]], got[row["seed"]])[row["part"]]
         what = "whole grid" if row["part"] == "grid" else f"picture {row['part']}"
         names = f"fp32, seed {row['seed']}, {what}", record["tier"]
-        path = out / f"heatmap-{measure.safe(record['tier'])}{suffix}.png"
+        path = out / f"heatmap-{harness.safe(record['tier'])}{suffix}.png"
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
@@ -168,11 +168,11 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk before they are judged.
     want, times = sample(replace(options, forecast="off", forecast_plan=None), seeds, device, "fp32")
-    reference = measure.median_and_range(times)
+    reference = harness.median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
     record = dict(
         kind="verify",
-        **measure.provenance(device, args.commit),
+        **harness.provenance(device, args.commit),
         model=options.model,
         weights=Path(options.ckpt).name if options.ckpt else "published",
         image_size=options.image_size,
@@ -195,7 +195,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
             record["tiers"].append(dict(tier=tier, refused=str(error)))
         else:
             speedup = reference["median"] / statistics.median(times)
-            record["tiers"].append(dict(tier=tier, seconds=measure.median_and_range(times), speedup=speedup))
+            record["tiers"].append(dict(tier=tier, seconds=harness.median_and_range(times), speedup=speedup))
             save_grids(out, grids[tier], tier)
     for one in record["tiers"]:
         if "refused" not in one:
@@ -205,7 +205,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
     vgg, best = lpips.source, recommend(record["tiers"], args.gate)
     record["vgg_weights"] = vgg and dict(sha256=vgg["sha256"][:8], published=vgg["published"])
     record["recommended"] = best and best["tier"]
-    measure.write(out / "verify.json", evaluate.json_ready(record))
+    harness.write(out / "verify.json", evaluate.json_ready(record))
     if vgg and not vgg["published"]:
         print("Note: LPIPS is by a VGG16 that is not the published one; it is not the contest's figure")
     return record
@@ -213,7 +213,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
 
 def save_grids(out: Path, grids: dict, tier: str) -> None:
     for seed, grid in grids.items():
-        Image.fromarray(grid).save(out / f"seed{seed}-{measure.safe(tier)}.png")
+        Image.fromarray(grid).save(out / f"seed{seed}-{harness.safe(tier)}.png")
 
 
 def count(number: int, what: str) -> str:
@@ -309,7 +309,7 @@ def main() -> None:
         if args.calibrate is not None and tier:
             options = replace(options, precision=tier)
             record["suggested"] = suggest(calibration, options, path, device)
-            measure.write(out / "verify.json", evaluate.json_ready(record))
+            harness.write(out / "verify.json", evaluate.json_ready(record))
     sys.exit(status)
 
 

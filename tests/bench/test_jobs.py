@@ -1,4 +1,4 @@
-"""Whole processes: the contest's time and points, one process against two, and what is refused before anything runs."""
+"""Whole processes: the contest's time and points, and one process against two."""
 
 import hashlib
 import json
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import forks
 import pytest
-import torch
 
 from bench import jobs
 
@@ -79,41 +78,9 @@ def test_pictures_per_second(tmp_path):
     assert jobs.pictures_per_second(tmp_path, 2) == 4 / (112 - 108)
 
 
-REFUSED = [
-    (["--gpus", "2", "--output", "/proc/x.json"], "--output /proc/x.json: No such file"),
-    (["--gpus", "0"], "--gpus: 0: must be at least 1"),
-    (["--gpus", "1"], "--gpus 1: is compared with one GPU; give 2 or more"),
-    (["--gpus", "2", "--model", "DiT-Demo"], "--model: invalid choice: 'DiT-Demo'"),
-    (["--contest", "--image-size", "100"], "--image-size 100: must be a multiple"),
-    (["--contest", "fp32", "bf16", "--device", "cpu"], "--contest bf16: cpu cannot run it"),
-    (["--gpus", "2", "--precision", "exact", "--device", "cpu"], "--precision exact: cpu cannot run it"),
-    (["--start", "--device", "cpu"], "--start: a GPU's start is measured"),
-    ([], "one of the arguments --contest --start --gpus is required"),
-]
-
-
-@pytest.mark.parametrize("arguments, words", REFUSED)
-def test_refused_before_anything_runs(arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(jobs, "run", lambda *_, **__: pytest.fail("ran"))
-    with pytest.raises(SystemExit) as stop:
-        here(monkeypatch, *arguments)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
-
-
 def test_a_ranks_complaint_is_given_in_its_line(forked, tmp_path, monkeypatch, capsys):
     weights = ["--gpus", "2", "--device", "cpu", "--vae", "x", "--output"]
     with pytest.raises(SystemExit) as stop:
         here(monkeypatch, *weights, tmp_path / "x.json")
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 2 and error.startswith("jobs.py: sample_ddp.py: --vae x: ")
-
-
-@pytest.mark.gpu
-def test_a_cold_start(tmp_path, monkeypatch):
-    here(monkeypatch, "--start", "--model", "DiT-Demo/2", "--steps", 3, "--repeats", 1, "--output", tmp_path / "x.json")
-    record = json.loads((tmp_path / "x.json").read_text())
-    for kind in ("empty_kernel_caches", "warm_kernel_caches"):
-        [row] = record[kind]
-        assert 0 < row["total"] < row["process"] and row["peak_mib"] > 0
-    assert record["gpu"] == torch.cuda.get_device_name()

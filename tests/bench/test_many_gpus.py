@@ -1,9 +1,7 @@
 """Few pictures on many ranks, and the link between them, over gloo."""
 
 import json
-import sys
 
-import pytest
 import torch
 from jobs import run
 
@@ -35,19 +33,3 @@ def test_the_link(tmp_path):
         (name, 2, size) for size in many_gpus.SIZES[:4] for name in ("all-gather", "all-to-all", "all-reduce")
     ]
     assert all(row["us"] > 0 for row in record["link"])
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ([], "torchrun"),
-        (["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
-        (["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
-    ],
-)
-def test_refused_before_anything_is_measured(arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["many_gpus.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        many_gpus.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and words in error

@@ -2,15 +2,15 @@
 
 import gzip
 import json
+import shutil
 import sys
 
 import pytest
-import torch
+from conftest import ROOT
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from bench import profile_step
-from models import DiT_models
 
 STEP = profile_step.STEP
 
@@ -109,121 +109,56 @@ def test_kinds(kernel, kind):
     assert profile_step.kind_of(kernel) == kind
 
 
-def test_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """A whole run in this process; the trace is one that viewers open, and the figures stand for the same steps."""
-
-    def profile(*args):
-        flags = ["--device", "cpu", "--load", 0, "--window", 0.1, "--pictures", 1, *args]
-        monkeypatch.setattr(sys, "argv", ["profile_step.py", *map(str, flags)])
+def profile(monkeypatch, *args):
+    flags = ["--load", 0, "--window", 0.1, "--pictures", 1, *args]
+    monkeypatch.setattr(sys, "argv", ["profile_step.py", *map(str, flags)])
+    with pytest.raises(SystemExit) as stop:
         profile_step.main()
+    return stop.value.code
 
-    profile("--steps", 2, "--output", tmp_path / "a.json", "--tensorboard", tmp_path / "board")
+
+def test_on_a_cpu(tmp_path, monkeypatch, capsys):
+    assert not profile(monkeypatch, "--device", "cpu", "--steps", 2, "--output", tmp_path / "a.json")
     text = capsys.readouterr().out
-    assert "no GPU here" in text and "GEMM" in text and "VAE" in text and "aten::addmm" in text
+    assert "no GPU here" in text and "GEMM" in text and "aten::addmm" in text
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["gpu"] is None and record["tier"] == "fp32" and record["batch_rows"] == 2 and record["commit"]
     assert record["kind"] == "profile" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
-    assert record["torch"] == torch.__version__
     assert sum(row["ms"] for row in record["kinds"].values()) == pytest.approx(record["window_ms"], rel=0.05)
-    assert (
-        record["kinds"]["GEMM"]["tflops"] > 0 and 0 < record["floor_ms"] < 2 * record["timed"]["ms"]
-    )  # on a loaded machine either may be slow
+    assert record["kinds"]["GEMM"]["tflops"] > 0  # on a loaded machine the ceiling may be slow
+    assert 0 < record["floor_ms"] < 2 * record["timed"]["ms"]
     with gzip.open(tmp_path / "a.trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
     names = [one["name"] for one in events]
     assert names.count("aten::scaled_dot_product_attention") == 2 * 6  # two steps of six blocks
     assert any("Input Dims" in str(one.get("args")) for one in events)
-    assert len(list((tmp_path / "board").glob("*.pt.trace.json.gz"))) == 1
-
-    # Upstream's loop moves its tables at every step.
-    profile("--steps", 1, "--output", tmp_path / "b.json", "--baseline")
-    assert "upstream's arithmetic" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        profile("--steps", 500)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "--steps 500: no viewer opens such a trace; use" in error
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (
-            ["--model", "DiT-S/8", "--device", "cpu", "--image-size", "144"],
-            "--image-size 144: must be a multiple of 64",
-        ),
-        (["--load", "nan"], "--load: nan: must be seconds"),
-        (["--output", "x.txt"], "--output x.txt: must end in .json"),
-        (
-            ["--baseline", "--precision", "fp16", "--device", "cpu"],
-            "--precision fp16: upstream samples in fp32 or tf32",
-        ),
-    ],
-)
-def test_refused_before_anything_is_measured(arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        profile_step.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+def test_a_checkout_is_profiled(tmp_path, monkeypatch, capsys):
+    """Its own models.py and diffusion/, not ours: here a copy that says that it is imported."""
+    shutil.copy(ROOT / "models.py", tmp_path)
+    shutil.copytree(ROOT / "diffusion", tmp_path / "diffusion")
+    for name in ("models.py", "diffusion/__init__.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text() + f"\nprint('their {name}')\n")
+    before = sys.modules["models"], sys.modules["diffusion"], list(sys.path)
+    assert not profile(
+        monkeypatch, "--device", "cpu", "--steps", 1, "--baseline", tmp_path, "--output", tmp_path / "b.json"
+    )
+    record = json.loads((tmp_path / "b.json").read_text())
+    assert record["baseline"] and record["checkout"] == tmp_path.name and capsys.readouterr().out.count("their ") == 2
+    assert (sys.modules["models"], sys.modules["diffusion"], list(sys.path)) == before
+    (tmp_path / "models.py").write_text((tmp_path / "models.py").read_text().replace("DiT-Demo/2", "DiT-Other/2"))
+    assert profile(monkeypatch, "--device", "cpu", "--baseline", tmp_path) == 2
+    assert "has no DiT-Demo/2; take --model DiT-XL/2" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, monkeypatch, capsys):
-    """A captured step shows its kernels and no wait; upstream's loop waits for each of its copies."""
+    """A captured step shows its kernels and no wait."""
     records = {}
     for name, *flags in (["fast"], ["upstream", "--baseline"]):
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            [
-                "profile_step.py",
-                "--model",
-                "DiT-Demo/2",
-                "--load",
-                "0",
-                "--output",
-                str(tmp_path / f"{name}.json"),
-                *flags,
-            ],
-        )
-        profile_step.main()
+        profile(monkeypatch, "--model", "DiT-Demo/2", "--output", tmp_path / f"{name}.json", *flags)
         records[name] = json.loads((tmp_path / f"{name}.json").read_text())
         assert all(records[name]["kinds"][kind]["ms"] > 0 for kind in ("GEMM", "attention", "norm/elementwise"))
-        assert records[name]["decoding_ms"] > 0
     assert not records["fast"]["waits"] and "never waits" in capsys.readouterr().out
-    waits = records["upstream"]["waits"]
-    assert 10 <= sum(wait["per_step"] for wait in waits) <= 12 and "aten::copy_" in waits[0]["where"]
     assert records["upstream"]["timed"]["ms"] > records["fast"]["timed"]["ms"]
-
-
-def test_upstreams_traffic_changes_no_number():
-    """The baseline's loop gives the very pictures of p_sample_loop, and copies what upstream copies: 8 tables, the
-    map, timesteps, frequencies."""
-    from diffusion import create_diffusion
-
-    model = DiT_models["DiT-S/8"](input_size=16, num_classes=4).eval()
-    for value in model.parameters():
-        torch.nn.init.normal_(value, std=0.05, generator=torch.Generator().manual_seed(value.numel()))
-    ours, theirs = create_diffusion("3"), create_diffusion("3")
-    theirs.__class__ = profile_step.UploadingDiffusion
-    z, labels = torch.randn(2, 4, 16, 16), torch.tensor([1, 3])
-    torch.manual_seed(0)
-    y = torch.tensor([1, 3, 4, 4])
-    want = ours.p_sample_loop(
-        model.forward_with_cfg,
-        (4, 4, 16, 16),
-        torch.cat([z, z]),
-        clip_denoised=False,
-        model_kwargs=dict(y=y, cfg_scale=4.0),
-    )
-    torch.manual_seed(0)
-    looked_up = []
-    monkey = profile_step.UploadingDiffusion._at
-    try:
-        profile_step.UploadingDiffusion._at = lambda self, name, t, x: (
-            looked_up.append(name) or monkey(self, name, t, x)
-        )
-        got = profile_step.upstream_loop(model, theirs, z, labels, 4.0, 4, on_step=lambda *_: None)
-    finally:
-        profile_step.UploadingDiffusion._at = monkey
-    assert torch.equal(got, want) and len(looked_up) == 3 * 8

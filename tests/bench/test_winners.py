@@ -11,8 +11,6 @@ def test_winners_are_merged(tmp_path):
     """What is there stays, byte for byte; a shape measured again is replaced, another GPU is added."""
     before, copy = winners.KNOWN.read_text(), tmp_path / "known.json"
     copy.write_text(before)
-    winners.record_winners("NVIDIA H200", [], copy)
-    assert copy.read_text() == before
     gemms = [dict(m=512, n=1152, k=4608, gelu=False, winner={"hopper": [64, 72, 8, 2, 1]})]
     winners.record_winners("NVIDIA H200", gemms, copy)
     assert copy.read_text() == before
@@ -21,11 +19,6 @@ def test_winners_are_merged(tmp_path):
     known = json.loads(copy.read_text())
     assert known["NVIDIA H200"] == json.loads(before)["NVIDIA H200"]
     assert known["NVIDIA H100"] == {"512x1152x4608": gemms[0]["winner"], "8x16x8 gelu": gemms[1]["winner"]}
-
-
-def test_without_a_gpu(run):
-    done = run("bench/winners.py", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "there is none here" in done.stderr
 
 
 @pytest.mark.gpu

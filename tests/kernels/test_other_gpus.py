@@ -13,7 +13,7 @@ COMPILED = """
 import json
 import triton
 import ahead_of_time
-from bench.rehearse import compile_for
+from bench.seen_as import compile_for
 
 compile_for((7, 5))
 kept, compile = [], triton.compile
@@ -25,7 +25,7 @@ print(json.dumps([kernel.asm["cubin"].decode() for kernel in kept]))
 RUN = """
 import torch
 from accel import gpu
-from bench.rehearse import compile_for
+from bench.seen_as import compile_for
 
 capability = {capability}
 compile_for(capability)

@@ -20,8 +20,7 @@ from report_log import GPU, RULE, log, profile, untraced
 
 import evaluate
 from accel.errors import UsageError
-from bench import plots
-from scripts import report, report_data
+from scripts import report, report_data, report_plots
 
 
 def write(monkeypatch, *args):
@@ -374,11 +373,11 @@ def test_files_that_were_cut_short_are_refused_by_name(tmp_path):
 
 def test_no_figure_without_measurements():
     for draw in (
-        lambda: plots.ladder([], 1.0, "floor"),
-        lambda: plots.scaling({}),
-        lambda: plots.kinds({}),
-        lambda: plots.error_against_speed([], evaluate.GATES, "grid"),
-        lambda: plots.growth([dict(pictures=1, image_size=8, ms=1, ms_a_picture=1)], []),
+        lambda: report_plots.ladder([], 1.0, "floor"),
+        lambda: report_plots.scaling({}),
+        lambda: report_plots.kinds({}),
+        lambda: report_plots.error_against_speed([], evaluate.GATES, "grid"),
+        lambda: report_plots.growth([dict(pictures=1, image_size=8, ms=1, ms_a_picture=1)], []),
     ):
         with pytest.raises(ValueError, match="nothing measured"):
             draw()

@@ -1,4 +1,4 @@
-"""What every benchmark shares: flags, provenance, timing, random weights, and networks to compare with."""
+"""What every benchmark shares: flags, provenance, timing, random weights, networks. All that knows the core is here."""
 
 import json
 import os
@@ -16,19 +16,21 @@ import torch
 from tqdm import tqdm
 
 import accel
-from accel import engine, precision, vae
+from accel import engine, gpu, precision, vae
 from accel.errors import UsageError
 from accel.fast import family_of
 from accel.fast.dit import Optimisations
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
-from accel.network import MODELS, Network, PlainDiT, guide, plain
+from accel.graphs import Replayed
+from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
+from accel.network import MODELS, Network, guide, plain
 from accel.options import ROOT, SamplingOptions
 from accel.sampler import denoise
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
+from bench import seen_as
 from diffusion import create_diffusion
-from diffusion.respace import SpacedDiffusion
 
 #################################################################################
 #                       Flags, provenance, the JSON file                        #
@@ -54,6 +56,8 @@ def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = Tr
     if network and batch:
         parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two rows each")
         add_seconds(parser)
+        what = "take the GPU for one of this compute capability: docs/gpus.md#rehearsals"
+        parser.add_argument("--seen-as", type=seen_as.version, metavar="X.Y", help=what)
     parser.add_argument("--device", help="where to measure (default: a GPU if there is one)")
     parser.add_argument("--output", help="JSON file to write")
     parser.add_argument("--commit", help="commit to record (default: git's)")
@@ -88,6 +92,8 @@ def prepare(args: Namespace) -> torch.device:
     """
     device = engine.choose_device(args)
     on_gpu = device.type == "cuda"
+    if getattr(args, "seen_as", None):
+        seen_as.see_as(args.seen_as)
     args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
     implied = options_of(args)
     if args.ckpt:
@@ -110,13 +116,18 @@ def options_of(args: Namespace) -> SamplingOptions:
     return SamplingOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
 
 
+def check_sizes(model: str | None, sizes: list[int]) -> None:
+    """Raises UsageError for a side in pixels that a model does not take."""
+    for size in sizes:
+        engine.empty_model(SamplingOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
+
+
 def provenance(device: torch.device, commit: str | None) -> dict:
-    """Where figures come from: GPU (None on a CPU), CPU cores, torch, version, commit, date,
-    command."""
+    """Where figures come from: GPU (None on a CPU), CPU cores, torch, version, commit, date, command."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
     return dict(
-        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        gpu=gpu.name(device) if device.type == "cuda" else None,
         cores=len(os.sched_getaffinity(0)),
         torch=torch.__version__,
         version=accel.__version__,
@@ -154,15 +165,17 @@ class Enough(Exception):
 
 
 class Marks:
-    """A sampling run's on_step that marks when each step ends, on the device's own clock."""
+    """A sampling run's on_step that marks when each step ends, on the device's own clock, and ends it after `steps`."""
 
-    def __init__(self, device: torch.device):
-        self.cuda, self.marks = device.type == "cuda", []
+    def __init__(self, device: torch.device, steps: int | None = None):
+        self.cuda, self.steps, self.marks = device.type == "cuda", steps, []
 
     def __call__(self, *_) -> None:
         self.marks.append(torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter())
         if self.cuda:
             self.marks[-1].record()
+        if len(self.marks) == self.steps:
+            raise Enough
 
     def wait(self, behind: int) -> None:
         """Keep the host at most `behind` steps ahead of the GPU."""
@@ -196,9 +209,8 @@ def run_until(loop: Callable, on_step: Callable) -> None:
 
 def time_steps(loop: Callable, device: torch.device, load: float, window: float, name: str = "") -> dict:
     """Milliseconds of single steps of the sampling run `loop(on_step)`: those of the last `window` seconds, after
-    `load` seconds, since a GPU under load runs slower than in a burst."""
-    marks, started = Marks(device), None
-    total = round(load + window, 1)
+    `load` seconds, since a GPU under load runs slower than in a burst. On a GPU with the most memory in use."""
+    marks, started, total = Marks(device), None, round(load + window, 1)
     bar = tqdm(total=total, desc=name, leave=False, bar_format="{l_bar}{bar}| {n:.0f}/{total} s")
 
     def mark(*_):
@@ -212,6 +224,8 @@ def time_steps(loop: Callable, device: torch.device, load: float, window: float,
         if taken > total and len(marks.marks) > 3:
             raise Enough
 
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     with bar:
         run_until(loop, mark)
     synchronize(device)
@@ -221,7 +235,8 @@ def time_steps(loop: Callable, device: torch.device, load: float, window: float,
         if kept and left < 0:
             break
         kept.append(one)
-    return dict(spread(kept), mean=statistics.fmean(kept), steps=len(kept))
+    peak = dict(peak_gb=torch.cuda.max_memory_allocated(device) / 1e9) if device.type == "cuda" else {}
+    return dict(spread(kept), mean=statistics.fmean(kept), steps=len(kept), **peak)
 
 
 def repeated(work: Callable) -> Callable:
@@ -234,7 +249,7 @@ def repeated(work: Callable) -> Callable:
     return loop
 
 
-def elapsed_ms(work: Callable, device: torch.device = torch.device("cuda")) -> float:  # noqa: B008
+def elapsed_ms(work: Callable, device: torch.device) -> float:
     """Milliseconds of `work()`; on a GPU of what it queues on the current stream."""
     marks = Marks(device)
     marks()
@@ -245,7 +260,7 @@ def elapsed_ms(work: Callable, device: torch.device = torch.device("cuda")) -> f
 
 
 #################################################################################
-#                              Weights and networks                             #
+#                                    Weights                                    #
 #################################################################################
 
 
@@ -261,56 +276,22 @@ def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
     return state
 
 
-def random_network(model: str, image_size: int, num_classes: int, device: torch.device, **arguments) -> torch.nn.Module:
-    """A model of MODELS with random, non-zero weights, in eval mode. arguments: others of its constructor."""
+def random_network(build: str | Callable, device: torch.device, **arguments) -> torch.nn.Module:
+    """A model with random, non-zero weights, in eval mode. build: its class or name; arguments: its constructor's."""
     with torch.device(device):
-        network = MODELS[model](input_size=image_size // 8, num_classes=num_classes, **arguments)
-    network.load_state_dict(random_state(network))
-    return network.eval().requires_grad_(False)
-
-
-def load_model(options: SamplingOptions, device: torch.device) -> torch.nn.Module:
-    """The model of `options`, float32, with its weights."""
-    checkpoint = engine.open_checkpoint(options)
-    return engine.load_network(options.complete(checkpoint), checkpoint, "fp32", device, batch_rows=2).model
+        model = MODELS.get(build, build)(**arguments)
+    model.load_state_dict(random_state(model))
+    return model.eval().requires_grad_(False)
 
 
 def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     """The model of `args`, float32: with the weights of --ckpt or the demo's own, else random ones."""
     if args.ckpt is None:
-        return random_network(args.model, args.image_size, args.num_classes, device)
-    return load_model(options_of(args), device)
-
-
-def build(model: torch.nn.Module, tier: str, device: torch.device, switches: Optimisations | None = None) -> Network:
-    """The network of a tier with the weights of `model`, of MODELS, and the tier's process-wide switches set.
-
-    switches: of an accelerated tier, default: all optimisations.
-    """
-    if device.type == "cuda":
-        precision.apply_precision(tier, device)
-    if not precision.TIERS[tier].accelerated:
-        return plain(model)
-    return family_of(model).build(model.state_dict(), model, tier, device, switches or Optimisations())
-
-
-def sampling(
-    network: Network,
-    args: Namespace,
-    device: torch.device,
-    denoise: Callable = denoise,
-    process: type = SpacedDiffusion,
-) -> Callable:
-    """The sampling run of `args` on `network` as `loop(on_step)`, for time_steps; denoise: as sampler.denoise."""
-    side, diffusion = args.image_size // 8, create_diffusion(str(SamplingOptions.num_sampling_steps))
-    diffusion.__class__ = process
-    z = torch.randn(args.pictures, 4, side, side, device=device)
-    labels = torch.arange(args.pictures, device=device) % args.num_classes
-
-    def loop(on_step):
-        denoise(network, diffusion, z, labels, args.cfg_scale, args.num_classes, on_step=on_step)
-
-    return loop
+        size, norms = args.image_size // 8, dict(qk_norm=True) if args.model.startswith("Large") else {}
+        return random_network(args.model, device, input_size=size, num_classes=args.num_classes, **norms)
+    options = options_of(args)
+    checkpoint = engine.open_checkpoint(options)
+    return engine.load_network(options.complete(checkpoint), checkpoint, "fp32", device, batch_rows=2).model
 
 
 def random_decoder(device: torch.device) -> Decoder:
@@ -328,13 +309,12 @@ def decoder_of(args: Namespace, device: torch.device) -> Decoder:
     return vae.load_vae(vae.find_vae(name), device)
 
 
-def write_weights(folder: Path, model: str, image_size: int) -> tuple[Path, Path]:
-    """Random weights as files that sample.py reads: a checkpoint and a folder with a decoder."""
+def write_weights(folder: Path, model: torch.nn.Module) -> tuple[Path, Path]:
+    """`model` and a random decoder as files that sample.py reads: a checkpoint and a folder."""
     from safetensors.torch import save_file
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     ckpt, decoder = folder / "random.pt", folder / "vae"
-    torch.save({k: v.cpu() for k, v in random_network(model, image_size, 1000, device).state_dict().items()}, ckpt)
+    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, ckpt)
     decoder.mkdir()
     (decoder / vae.FILES[0]).write_text(json.dumps(SD_VAE_FT))
     save_file(random_decoder(torch.device("cpu")).state_dict(), decoder / vae.FILES[1])
@@ -342,44 +322,99 @@ def write_weights(folder: Path, model: str, image_size: int) -> tuple[Path, Path
 
 
 #################################################################################
-#                            Networks to compare with                           #
+#                              Networks, sampling runs                          #
 #################################################################################
 
-
-class CompiledDiT(PlainDiT):
-    """A models.DiT in `dtype` under torch.compile, guidance included; `mode` as torch.compile has it."""
-
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, mode: str):
-        super().__init__(model.to(dtype))
-        self._forward = torch.compile(model.forward, mode=mode, dynamic=False)
-        self._guided = torch.compile(model.forward_with_cfg, mode=mode, dynamic=False)
-
-    def forward(self, x, t, y) -> torch.Tensor:
-        # A copy: the compiler's graph will overwrite its output.
-        return self._forward(x.to(self.dtype), t, y).to(x.dtype, copy=True)
-
-    def forward_with_cfg(self, x, t, y, cfg_scale) -> torch.Tensor:
-        return self._guided(x.to(self.dtype), t, y, cfg_scale).to(x.dtype, copy=True)
+HALF = tuple(name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32)
+SHARED = dict(adaln=adaln.BACKENDS, embed_update=patch_embed.BACKENDS)
+BACKENDS = {  # of a tier's switches
+    **dict.fromkeys(HALF, SHARED | dict(gemm=linear.BACKENDS, attention=attention.BACKENDS)),
+    "exact": SHARED | dict(gemm=split_linear.BACKENDS, attention=split_attention.BACKENDS),
+}
+PLAIN = dict(hoist=False, adaln="torch", gemm="torch", embed_update="torch", graph=False)  # no optimisation
 
 
-class DiffusersDiT(PlainDiT):
-    """The weights of a models.DiT in diffusers' DiTTransformer2DModel. Its timestep frequencies differ (shift 1), so
-    its output is not quite that of the published model."""
+def build(model: torch.nn.Module, tier: str, device: torch.device, **switches) -> Network:
+    """The network of a tier with the weights of `model`, of MODELS, and the tier's process-wide switches set.
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
+    switches: of an accelerated tier: a backend by its name in BACKENDS; hoist: whether a sampling run computes the
+    conditioning of its steps ahead; graph: whether a step is a CUDA graph. By default all is optimised.
+    """
+    if device.type == "cuda":
+        precision.apply_precision(tier, device)
+    if not precision.TIERS[tier].accelerated:
+        return plain(model)
+    return family_of(model).build(model.state_dict(), model, tier, device, Optimisations(**switches))
+
+
+def rival(what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Network:
+    """`model` as others run it in `dtype`, which may change it: eager, compile or max-autotune (torch.compile),
+    diffusers.
+
+    The blocks of a Large-DiT are compiled one by one and share a compilation, the whole keeps the compiler busy for
+    many minutes; a CUDA graph then holds a step. diffusers' timestep frequencies differ (shift 1), and so its output.
+    """
+    network, large = plain(model), hasattr(model, "layers")
+    if what == "diffusers":
         from diffusers import DiTTransformer2DModel
 
-        super().__init__(model)
         state = model.state_dict()
         with torch.device(device):
-            self.transformer = DiTTransformer2DModel.from_config(config_of(state))
-        self.transformer.load_state_dict(to_diffusers(state))
-        self.transformer = self.transformer.to(dtype).eval().requires_grad_(False)
+            network.rival = DiTTransformer2DModel.from_config(config_of(state))
+        network.rival.load_state_dict(to_diffusers(state))
+        network.rival.to(dtype).eval().requires_grad_(False)
+    elif what == "eager" or large:
+        network.rival = model.to(dtype).forward
+    else:
+        mode = "default" if what == "compile" else what
+        network.rival = torch.compile(model.to(dtype).forward, mode=mode, dynamic=False)
+    if large and what != "eager":
+        for layer in model.layers:
+            layer.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
+        network.rival = Replayed(network.rival)
 
     @torch.no_grad()
-    def forward(self, x, t, y) -> torch.Tensor:
-        return self.transformer(x.to(self.transformer.dtype), timestep=t, class_labels=y).sample.to(x.dtype)
+    def forward(x, t, y):
+        given = x.to(dtype)
+        out = network.rival(given, t, class_labels=y).sample if what == "diffusers" else network.rival(given, t, y)
+        return out.to(x.dtype, copy=True)  # the compiler's graph will overwrite it
 
-    def forward_with_cfg(self, x, t, y, cfg_scale) -> torch.Tensor:
+    def forward_with_cfg(x, t, y, cfg_scale):
         half = x[: len(x) // 2]
-        return guide(self.forward(torch.cat([half, half]), t, y), cfg_scale)
+        return guide(forward(torch.cat([half, half]), t, y), cfg_scale)
+
+    network.forward, network.forward_with_cfg = forward, forward_with_cfg
+    return network
+
+
+def sampling(
+    network: Network,
+    z: torch.Tensor,
+    labels: torch.Tensor,
+    cfg_scale: float,
+    null_label: int,
+    steps: str = "250",
+    **how,
+) -> Callable:
+    """Ancestral sampling with guidance as `loop(on_step)` → latents. how: `generator` of the steps' noise, and `rows`
+    of the batch that this process computes."""
+    diffusion = create_diffusion(steps)
+
+    def loop(on_step=None):
+        return denoise(network, diffusion, z, labels, cfg_scale, null_label, on_step=on_step, **how)
+
+    return loop
+
+
+def batch(network: Network, args: Namespace, device: torch.device) -> Callable:
+    """`sampling` of the batch that `args` names."""
+    side = args.image_size // 8
+    z = torch.randn(args.pictures, 4, side, side, device=device)
+    labels = torch.arange(args.pictures, device=device) % args.num_classes
+    return sampling(network, z, labels, args.cfg_scale, args.num_classes)
+
+
+def guided(network: Network, z: torch.Tensor, labels: torch.Tensor, cfg_scale: float, null_label: int) -> torch.Tensor:
+    """A guided evaluation at timestep 500, of float64's precision."""
+    y = torch.cat([labels, torch.full_like(labels, null_label)])
+    return network.forward_with_cfg(torch.cat([z, z]), torch.full_like(y, 500), y, cfg_scale).double()

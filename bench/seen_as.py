@@ -1,0 +1,58 @@
+"""This GPU seen as one of another generation, for rehearsals and tests.
+
+The code sees another compute capability, and Triton compiles for it: the driver makes this GPU's machine code of its
+PTX. cuBLAS and cuDNN see the GPU that is here; a step by them may be faster than the older GPU's kernels would make it.
+"""
+
+import re
+from argparse import ArgumentTypeError
+
+import torch
+
+from accel import gpu
+
+OURS = r"^(linear|attention|split_linear|split_attention|adaln)$"  # our kernels for Hopper
+NEWER = {  # what must not be launched before a capability
+    (8, 0): r"bf16|bfloat16|tf32|flash|^_(attention|split_attention|split_linear)$",
+    (9, 0): r"cudnn.*(sdpa|flash|fmha|attention)",
+}
+
+
+def version(text: str) -> tuple[int, int]:
+    """A flag's value."""
+    if not re.fullmatch(r"\d+\.\d", text):
+        raise ArgumentTypeError(f"{text}: must be a compute capability, as 8.0")
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def compile_for(capability: tuple[int, int]) -> None:
+    """From here on Triton compiles for a GPU of `capability`, older than this one, and the driver its PTX for this one.
+    Once in a process, before a kernel is launched."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def keep_ptx(backend, stages, *_):
+        stages["cubin"] = lambda ptx, metadata: ptx.encode() + b"\0"
+
+    CudaDriver.get_current_target = lambda driver: target
+    knobs.runtime.add_stages_inspection_hook = keep_ptx
+
+
+def see_as(capability: tuple[int, int]) -> None:
+    """From here on this process takes its GPU for one of `capability`."""
+    own = torch.cuda.get_device_capability()
+    if capability < min((9, 0), own):
+        compile_for(capability)
+    if capability != own:
+        gpu.seen_as(capability).__enter__()  # until the process ends
+
+
+def newer(names: list[str], capability: tuple[int, int]) -> list[str]:
+    """The kernels that a GPU of `capability` cannot have launched by our choice."""
+    patterns = [pattern for since, pattern in NEWER.items() if capability < since]
+    patterns += [OURS] if capability != (9, 0) else []
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]

@@ -1,0 +1,134 @@
+"""What benchmarks share: they run as files and as modules, refuse before they measure, and say where figures are
+from."""
+
+import importlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, fill
+
+from bench import harness, seen_as
+from models import DiT_models
+
+
+def test_a_file_runs_as_its_module_does():
+    for command in (["bench/steps.py"], ["-m", "bench.steps"]):
+        done = subprocess.run([sys.executable, *command, "--model", "x"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("steps.py: argument --model: invalid choice: 'x'")
+
+
+NO_GPU = "--device", "cpu"
+REFUSED = [
+    ("steps", ["--output", "/proc/x.json"], "--output /proc/x.json: No such file"),
+    ("steps", ["--only", "graph", *NO_GPU], "--only graph: no rung on cpu"),
+    ("steps", ["--sweep-sizes", "128", "100", *NO_GPU], "--image-size 100: must be a multiple"),
+    ("steps", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
+    ("steps", ["--window", "-1"], "--window: -1: must be seconds"),
+    ("steps", ["--vs", "compile,diffusers", *NO_GPU], "--vs: compares float16 on a GPU"),
+    ("steps", ["--vs", "diffusers,tensorrt"], "--vs: diffusers,tensorrt: choose from eager, compile"),
+    ("steps", ["--backends", "exact:gemm=cublas", *NO_GPU], "--backends exact: cpu cannot run that tier"),
+    ("steps", ["--backends", "fp32:gemm=torch"], "fp32:gemm=torch: begin with one of fp16, bf16, exact"),
+    ("steps", ["--backends", "exact:gemm=cublaslt"], "exact:gemm=cublaslt: exact takes gemm=auto|hopper|triton|cublas"),
+    ("steps", ["--backends", "fp16:graph=torch"], "fp16:graph=torch: fp16 takes adaln=…, embed_update=…, gemm=…"),
+    ("steps", ["--seen-as", "8"], "--seen-as: 8: must be a compute capability, as 8.0"),
+    ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
+    ("profile_step", ["--baseline", "--precision", "fp16", *NO_GPU], "--precision fp16: upstream samples in fp32"),
+    ("profile_step", ["--baseline", "none", *NO_GPU], "--baseline none: no models.py and diffusion/ there"),
+    ("jobs", ["--gpus", "0"], "--gpus: 0: must be at least 1"),
+    ("jobs", ["--gpus", "1"], "--gpus 1: is compared with one GPU; give 2 or more"),
+    ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "--contest bf16: cpu cannot run it"),
+    ("jobs", ["--gpus", "2", "--precision", "exact", *NO_GPU], "--precision exact: cpu cannot run it"),
+    ("jobs", [], "one of the arguments --contest --gpus is required"),
+    ("many_gpus", [], "torchrun"),
+    ("many_gpus", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
+    ("many_gpus", ["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
+    ("winners", [], "GEMMs are timed, and there is none here"),
+    ("sanitize", [], "kernels are checked, and there is none here"),
+]
+
+
+@pytest.mark.parametrize("program, arguments, words", REFUSED)
+def test_refused_before_anything_is_measured(program, arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"bench.{program}").main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+
+
+def test_provenance(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "x.py"), "--flag"])
+    about = harness.provenance(torch.device("cpu"), None)
+    assert about["gpu"] is None and about["torch"] == torch.__version__ and about["commit"] and about["date"]
+    assert about["command"] == "python bench/x.py --flag"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    about = harness.provenance(torch.device("cpu"), "abc")
+    assert about["command"].startswith("torchrun --nproc_per_node=4 ") and about["commit"] == "abc"
+
+
+def test_times_are_of_the_last_steps():
+    """Steps before the load is over do not count, however slow they are."""
+    count = iter(range(1000))
+
+    def loop(on_step):
+        for index in count:
+            time.sleep(0.05 if index < 6 else 0.005)
+            on_step(index, None)
+
+    row = harness.time_steps(loop, torch.device("cpu"), load=0.3, window=0.1)
+    assert 5 <= row["p10"] <= row["ms"] <= row["p90"] < 20 and row["steps"] >= 5
+
+
+def test_random_weights_make_no_zeros():
+    """As a freshly initialised DiT does."""
+    network = harness.random_network("DiT-S/8", "cpu", input_size=8, num_classes=4)
+    x, t, y = torch.randn(2, 4, 8, 8), torch.tensor([1, 900]), torch.tensor([0, 3])
+    again = harness.random_network("DiT-S/8", "cpu", input_size=8, num_classes=4)
+    assert not DiT_models["DiT-S/8"](input_size=8, num_classes=4)(x, t, y).any()
+    assert 0.1 < network(x, t, y).std() < 10 and torch.equal(network(x, t, y), again(x, t, y))
+
+
+@pytest.mark.parametrize("what", ["eager", "compile", "max-autotune", "diffusers"])
+def test_rivals_compute_the_same(what, monkeypatch):
+    """The compiler aside, which a GPU tests; diffusers but for its frequencies. What a graph overwrites is copied."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = fill(DiT_models["DiT-Demo/2"](num_classes=8))
+    x, y, scale = torch.randn(2, 4, 16, 16), torch.tensor([1, 5]), 4.0
+    want = harness.guided(harness.build(model, "fp32", torch.device("cpu")), x, y, scale, 8)
+    rival = harness.rival(what, model, torch.float32, torch.device("cpu"))
+    if what == "diffusers":
+        assert 1e-3 < (harness.guided(rival, x, y, scale, 8) - want).norm() / want.norm() < 0.5
+        for block in rival.rival.transformer_blocks:
+            block.norm1.emb.time_proj.downscale_freq_shift = 0
+    assert torch.allclose(harness.guided(rival, x, y, scale, 8), want, atol=1e-4)
+
+
+NAMES = [
+    "adaln",
+    "_adaln",
+    "_attention",
+    "_split_linear",
+    "pytorch_flash::flash_fwd_kernel",
+    "fmha_cutlassF_f16_aligned_64x128_rf_sm80",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop",
+    "nvjet_hsh_128x256_64x4_2x1_v_bz_TNT",
+    "sm80_xmma_gemm_bf16bf16_bf16f32",
+]
+
+
+@pytest.mark.parametrize(
+    "capability, newer",
+    [
+        ((7, 0), {"adaln", "_attention", "_split_linear", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
+        ((8, 6), {"adaln", "cudnn"}),
+        ((9, 0), set()),
+        ((12, 0), {"adaln"}),
+    ],
+)
+def test_what_a_gpu_must_not_launch(capability, newer):
+    found = seen_as.newer(NAMES, capability)
+    assert len(found) == len(newer) and all(any(name.startswith(start) for start in newer) for name in found)
