@@ -63,18 +63,17 @@ def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = Tr
     parser.add_argument("--commit", help="commit to record (default: git's)")
 
 
-def add_seconds(parser: ArgumentParser, load: float | None = None, window: float | None = None) -> None:
-    """--load and --window; None: `prepare` fills them in."""
-    before = f"seconds of steps before those that count (default: {load or '5; CPU: 0.5'})"
-    parser.add_argument("--load", type=seconds, default=load, help=before)
-    counted = f"seconds of steps that count (default: {window or '3; CPU: 1'})"
-    parser.add_argument("--window", type=seconds, default=window, help=counted)
+def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) -> None:
+    """--load and --window; without a GPU their defaults are short."""
+    load, window = (load, window) if torch.cuda.is_available() else (0.1 * load, 0.3 * window)
+    what = "seconds of steps before those that count (default: %(default)g)"
+    parser.add_argument("--load", type=seconds, default=load, help=what)
+    what = "seconds of steps that count (default: %(default)g)"
+    parser.add_argument("--window", type=seconds, default=window, help=what)
 
 
 def require_gpu(args: Namespace, what: str) -> torch.device:
     """The GPU whose `what` is measured. Raises UsageError without one, or if --output cannot be written."""
-    if not torch.cuda.is_available():
-        raise UsageError(f"a GPU's {what}, and there is none here")
     device = engine.choose_device(args)
     if device.type != "cuda":
         raise UsageError(f"--device {device}: a GPU's {what}")
@@ -86,26 +85,22 @@ def require_gpu(args: Namespace, what: str) -> torch.device:
 
 
 def prepare(args: Namespace) -> torch.device:
-    """The device, and in `args` whatever it and the model imply: on a CPU the demo, for about a second.
+    """The device, and in `args` whatever it and the model imply: on a CPU the demo.
 
     Raises UsageError for a size that does not fit the network or an output that cannot be written.
     """
     device = engine.choose_device(args)
-    on_gpu = device.type == "cuda"
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
-    args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
+    args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
     implied = options_of(args)
     if args.ckpt:
         implied = implied.complete(engine.open_checkpoint(implied))
     engine.empty_model(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
-    for name, default in (("load", 5.0 if on_gpu else 0.5), ("window", 3.0 if on_gpu else 1.0)):
-        if getattr(args, name, default) is None:
-            setattr(args, name, default)
     if args.output:
         check_writable(args.output)
-    if not on_gpu:
+    if device.type != "cuda":
         print(f"On {device} with {torch.get_num_threads()} threads: its times say nothing about a GPU's", flush=True)
     return device
 
@@ -191,11 +186,6 @@ def spread(times: list[float]) -> dict:
     """Median, 10th and 90th percentile, as the fields of a record."""
     times = sorted(times)
     return dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10])
-
-
-def median_and_range(times: list[float]) -> dict:
-    """Of few times, as the fields of a record."""
-    return dict(median=statistics.median(times), least=min(times), most=max(times))
 
 
 def run_until(loop: Callable, on_step: Callable) -> None:

@@ -56,11 +56,6 @@ def phases(lines: list[str]) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])}
 
 
-#################################################################################
-#                              The contest's time                               #
-#################################################################################
-
-
 CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # T and points are of this job alone
 
 
@@ -95,12 +90,8 @@ def contest(args: Namespace, device: torch.device, flags: list, folder: Path, re
             results.append(row | dict(settings=next(line for line in lines if " · " in line)))
             record(dict(contest=results))
             points = "a rehearsal, no points" if rehearsed else f"{row['points']:.1f} of 50 points"
-            tqdm.write(f"{tier:6} T = {row['seconds']:.2f} s, {min(totals):.2f} to {max(totals):.2f}: {points}")
-
-
-#################################################################################
-#                            One GPU against many                               #
-#################################################################################
+            least, most = min(totals), max(totals)
+            tqdm.write(f"{tier:6} T = {row['seconds']:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}")
 
 
 def against_one(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
@@ -144,7 +135,7 @@ def pictures_per_second(folder: Path, batch: int) -> float:
 
 
 def parse() -> tuple[OneLineParser, Namespace]:
-    parser = OneLineParser(description=__doc__.splitlines()[0])
+    parser, on_gpu = OneLineParser(description=__doc__.splitlines()[0]), torch.cuda.is_available()
     what = parser.add_mutually_exclusive_group(required=True)
     tiers = dict(nargs="*", choices=tuple(precision.TIERS), metavar="TIER")
     what.add_argument("--contest", **tiers, help="the contest's T and points in these tiers (default: sample.py's)")
@@ -152,35 +143,33 @@ def parse() -> tuple[OneLineParser, Namespace]:
     harness.add_arguments(parser, batch=False)
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of --gpus (default: sample_ddp.py's)")
-    parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus on a CPU: 25)")
-    parser.add_argument("--repeats", type=positive, help="runs of each (default: 3 of --contest, else 2; CPU: 1)")
-    parser.add_argument("--fid-steps", type=positive, help="steps of an FID picture (default: 25; CPU: 5)")
-    batch = f"pictures a rank and FID batch (default: {DistributedOptions.per_proc_batch_size}; CPU: 2)"
-    parser.add_argument("--batch", type=positive, help=batch)
+    parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus without GPUs: 25)")
+    for name, default, what in (
+        ("--repeats", 3 if on_gpu else 1, "runs of each"),
+        ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
+        ("--batch", DistributedOptions.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
+    ):
+        parser.add_argument(name, type=positive, default=default, help=f"{what} (default: {default})")
     return parser, parser.parse_args()
 
 
-def complete(args: Namespace) -> torch.device:
-    """The device, with defaults filled in: on a CPU about a minute's. Raises UsageError before anything is measured."""
+def check(args: Namespace) -> torch.device:
+    """The device. Raises UsageError before anything is measured."""
     device = harness.prepare(args)
-    on_gpu = device.type == "cuda"
     if args.gpus == 1:
         raise UsageError("--gpus 1: is compared with one GPU; give 2 or more")
     asked = [("--contest", tier) for tier in args.contest or ()]
     for flag, tier in [*asked, ("--precision", args.precision)]:
         if tier and not precision.supports(tier, device):
             raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
-    args.steps = args.steps or (25 if args.gpus and not on_gpu else SamplingOptions.num_sampling_steps)
-    args.repeats = args.repeats or (1 if not on_gpu else 2 if args.contest is None else 3)
-    args.fid_steps = args.fid_steps or (25 if on_gpu else 5)
-    args.batch = args.batch or (DistributedOptions.per_proc_batch_size if on_gpu else 2)
+    args.steps = args.steps or (25 if args.gpus and device.type != "cuda" else SamplingOptions.num_sampling_steps)
     return device
 
 
 def main() -> None:
     parser, args = parse()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
-        device, folder = complete(args), Path(folder)
+        device, folder = check(args), Path(folder)
         kind, work = ("ddp", against_one) if args.contest is None else ("contest", contest)
         about = dict(kind=kind, **harness.provenance(device, args.commit), model=args.model, image_size=args.image_size)
         about |= dict(pictures=8, weights=Path(args.ckpt).name if args.ckpt else "random, seed 0", steps=args.steps)

@@ -49,10 +49,6 @@ NULL_LABEL, SCALE = 1000, DistributedOptions.cfg_scale
 CALLS = 10  # of a collective, timed as one
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
-#################################################################################
-#                            Few pictures on many GPUs                          #
-#################################################################################
-
 
 def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, active: bool) -> dict:
     """Milliseconds of a step of `loop(on_step)`, of the slowest of the active ranks; the others only listen."""
@@ -188,11 +184,6 @@ def judge_layouts(args: Namespace, job: Job, device: torch.device, layouts: list
             print(f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}", flush=True)
             gc.collect()
     harness.write(args.output, record)
-
-
-#################################################################################
-#                                    The link                                   #
-#################################################################################
 
 
 def time_link(job: Job, device: torch.device, record: dict) -> None:

@@ -58,10 +58,6 @@ WAITS = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D
 STAGED = 50  # µs: an asynchronous copy from or to the host that takes it longer than this has waited for the GPU
 RATES = {"tflops": "TFLOP/s", "gb_s": "GB/s"}
 
-#################################################################################
-#                           What is run and recorded                            #
-#################################################################################
-
 
 def upstream_loop(folder: Path, model: torch.nn.Module, args: Namespace, device: torch.device) -> Callable:
     """The sampling run of the checkout in `folder`, upstream's or a fork of it, as `loop(on_step)`: its models.py, with
@@ -126,11 +122,6 @@ def record(loop: Callable, steps: int, device: torch.device) -> profile:
     ) as profiler:
         harness.run_until(loop, on_step)
     return profiler
-
-
-#################################################################################
-#                              What the profile says                            #
-#################################################################################
 
 
 def kind_of(name: str, table: tuple = KINDS) -> str:
@@ -271,15 +262,14 @@ def run(args: Namespace, device: torch.device) -> dict:
     if args.seen_as:
         names = {event.name for event in profiler.events() if on_device(event)}
         result["newer"] = seen_as.newer(sorted(names), args.seen_as)
+    about = {key: getattr(args, key) for key in ("model", "image_size", "pictures")}
     return dict(
         kind="profile",
         **harness.provenance(device, args.commit),
+        **about,
         driver=driver() if device.type == "cuda" else None,
         threads=torch.get_num_threads(),
-        model=args.model,
         weights=Path(args.ckpt).name if args.ckpt else "random, seed 0",
-        image_size=args.image_size,
-        pictures=args.pictures,
         batch_rows=shape.batch_rows,
         tier=args.precision,
         baseline=bool(args.baseline),
@@ -290,11 +280,6 @@ def run(args: Namespace, device: torch.device) -> dict:
         ceilings=ceiling,
         **result,
     )
-
-
-#################################################################################
-#                               What is printed                                 #
-#################################################################################
 
 
 def describe(record: dict) -> list[str]:

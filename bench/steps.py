@@ -52,10 +52,6 @@ STEPS = (  # rung → switches of harness.build; each adds one to the rung befor
 RIVALS = "eager", "compile", "max-autotune", "diffusers"
 Rung = tuple[str, str, dict]  # name, tier, switches
 
-#################################################################################
-#                          What is timed, and how it is judged                  #
-#################################################################################
-
 
 def ladder(device: torch.device, tiers: list[str], large: bool = False) -> Iterator[Rung]:
     """Every rung that `device` can run; tiers: the half tiers that are climbed step by step; large: of a Large-DiT."""
@@ -133,11 +129,6 @@ class Judge:
 def timed(name: str, network: Network, args: Namespace, device: torch.device) -> dict:
     """The time of a network's steps."""
     return harness.time_steps(harness.batch(network, args, device), device, args.load, args.window, name)
-
-
-#################################################################################
-#                       Ladder, growth, decoder: rows of the record             #
-#################################################################################
 
 
 def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
@@ -237,11 +228,6 @@ def line(row: dict) -> str:
         text += f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255: "
         text += ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
     return f"{text}   {row.get('refused') or ''}".rstrip()
-
-
-#################################################################################
-#                                 The command line                              #
-#################################################################################
 
 
 def listed(text: str) -> list[str]:

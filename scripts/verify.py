@@ -168,7 +168,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk before they are judged.
     want, times = sample(replace(options, forecast="off", forecast_plan=None), seeds, device, "fp32")
-    reference = harness.median_and_range(times)
+    reference = median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
     record = dict(
         kind="verify",
@@ -195,7 +195,7 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
             record["tiers"].append(dict(tier=tier, refused=str(error)))
         else:
             speedup = reference["median"] / statistics.median(times)
-            record["tiers"].append(dict(tier=tier, seconds=harness.median_and_range(times), speedup=speedup))
+            record["tiers"].append(dict(tier=tier, seconds=median_and_range(times), speedup=speedup))
             save_grids(out, grids[tier], tier)
     for one in record["tiers"]:
         if "refused" not in one:
@@ -214,6 +214,11 @@ def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: 
 def save_grids(out: Path, grids: dict, tier: str) -> None:
     for seed, grid in grids.items():
         Image.fromarray(grid).save(out / f"seed{seed}-{harness.safe(tier)}.png")
+
+
+def median_and_range(times: list[float]) -> dict:
+    """Of few times, as the fields of a record."""
+    return dict(median=statistics.median(times), least=min(times), most=max(times))
 
 
 def count(number: int, what: str) -> str:

@@ -45,8 +45,8 @@ REFUSED = [
     ("many_gpus", [], "torchrun"),
     ("many_gpus", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
     ("many_gpus", ["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
-    ("winners", [], "GEMMs are timed, and there is none here"),
-    ("sanitize", [], "kernels are checked, and there is none here"),
+    ("winners", [], "--device cpu: a GPU's GEMMs are timed"),
+    ("sanitize", [], "--device cpu: a GPU's kernels are checked"),
 ]
 
 
