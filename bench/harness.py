@@ -13,6 +13,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from accel.sampler import denoise
 from tqdm import tqdm
 
 import accel
@@ -26,7 +27,6 @@ from accel.graphs import Replayed
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
 from accel.network import MODELS, Network, guide, plain
 from accel.options import ROOT, SamplingOptions
-from accel.sampler import denoise
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accel.sampler import evaluate as evaluate_network
 from tqdm import tqdm
 
 import evaluate
@@ -38,7 +39,6 @@ from accel.errors import UsageError
 from accel.flags import check_writable, flag_names, positive
 from accel.forecast import StridePlan, plan_path, settings_of, write_plan
 from accel.options import DEMO, SamplingOptions
-from accel.sampler import evaluate as evaluate_network
 from diffusion.strides import Strides
 
 FIRST_SEED = 10_000  # of the recorded pictures; the held-out seeds follow it
