@@ -10,7 +10,7 @@ conditioning whole.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -74,21 +74,20 @@ class OwnHeads(torch.nn.Module):
         return self.norm(x).chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()]
 
 
+@singledispatch
 def divide_weights(network: BlockNetwork, mesh: DeviceMesh) -> BlockNetwork:
     """Divide the blocks of a network over the ranks of a one-dimensional mesh, in place; returns it.
 
     Every rank has the same weights before. Those of a plain network may lie in their file; its part becomes float32 on
     its device. Heads and hidden width must divide.
     """
-    if isinstance(network, Plain):
-        _divide_modules(network.model, DIVISIONS[type(network.model)], mesh)
-    else:
-        _divide_gemms(network, mesh.get_local_rank(), mesh.size(), partial(dist.all_reduce, group=mesh.get_group()))
+    _divide_gemms(network, mesh.get_local_rank(), mesh.size(), partial(dist.all_reduce, group=mesh.get_group()))
     return network
 
 
-def _divide_modules(model, division, mesh):
-    ranks = mesh.size()
+@divide_weights.register
+def _(network: Plain, mesh: DeviceMesh) -> Plain:
+    ranks, model, division = mesh.size(), network.model, DIVISIONS[type(network.model)]
     for block in model.blocks:
         for path in division.heads:
             module, _, count = path.rpartition(".")
@@ -103,6 +102,7 @@ def _divide_modules(model, division, mesh):
                 setattr(layer, kind, torch.nn.Parameter(parts, requires_grad=False))
         parallelize_module(block, mesh, division.layers, src_data_rank=None)  # None: cut what is here, send nothing
     model.to(mesh.device_type, torch.float32)
+    return network
 
 
 def _divide_gemms(network, rank, ranks, all_reduce):
