@@ -83,12 +83,13 @@ def kernel_calls(network: FastDiT, latents: int, copies: int, guided_channels: i
     branch, condition = (h.to(network.dtype), 0), network.condition(t, t)
     layers, one = network.blocks[0], x[:1]
     out = h.new_zeros(2 if guided_channels else 1, tokens, 2 * network.patches.shape[1])
-    qkv = layers[0].zeros(rows, tokens)
+    # Each makes a tensor first: a thread has no CUDA context before its first operation of torch, which kernels of our
+    # own ask for.
     return [
         partial(network.embed, x, copies=copies),
         *(partial(network.adaptive_norm, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
         lambda: network.last_norm(h.clone(), condition, 0, (branch, branch)),
-        lambda: network.attention(qkv, network.num_heads),
+        lambda: network.attention(layers[0].zeros(rows, tokens), network.num_heads),
         lambda: network.attend_in_block(0, layers[0].zeros(1, tokens), lambda qkv, heads: qkv),
         *(partial(layer.prepare, rows * tokens) for layer in layers),
         lambda: ancestral_update(out, one, one, t[:1], h.new_zeros(1, 6), 1.0, guided_channels),
