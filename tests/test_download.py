@@ -3,7 +3,6 @@
 import http.server
 import threading
 
-import forks
 import numpy as np
 import pytest
 import torch
@@ -64,59 +63,14 @@ samples = vae.decode(samples / 0.18215).sample
 save_image(samples, "sample.png", nrow=4, normalize=True, value_range=(-1, 1))
 """
 
-# In the shape of upstream's sample_ddp.py, with gloo in the place of NCCL: ranks, one folder of PNGs.
-SAMPLE_DDP = """
-import argparse, math, os, sys
-import numpy as np
-import torch
-import torch.distributed as dist
-from PIL import Image
-from tqdm import tqdm
-from models import DiT_models
-from download import find_model
-from diffusion import create_diffusion
-from diffusers.models import AutoencoderKL
-
-vae_folder, ckpt, folder = sys.argv[1:]
-torch.set_grad_enabled(False)
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(world + rank)
-model = DiT_models["DiT-Demo/2"](input_size=16, num_classes=8)
-state_dict = find_model(ckpt)
-model.load_state_dict(state_dict)
-model.eval()
-diffusion = create_diffusion("2")
-vae = AutoencoderKL.from_pretrained(vae_folder)
-if rank == 0:
-    os.makedirs(folder, exist_ok=True)
-dist.barrier()
-for i in tqdm(range(1)) if rank == 0 else range(1):
-    z = torch.randn(2, model.in_channels, 16, 16)
-    y = torch.randint(0, 8, (2,))
-    z, y = torch.cat([z, z], 0), torch.cat([y, torch.tensor([8] * 2)], 0)
-    model_kwargs = dict(y=y, cfg_scale=1.5)
-    samples = diffusion.p_sample_loop(
-        model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=model_kwargs, progress=False, device="cpu"
-    )
-    samples, _ = samples.chunk(2, dim=0)
-    samples = vae.decode(samples / 0.18215).sample
-    samples = torch.clamp(127.5 * samples + 128.0, 0, 255).permute(0, 2, 3, 1).to("cpu", dtype=torch.uint8).numpy()
-    for j, sample in enumerate(samples):
-        Image.fromarray(sample).save(f"{folder}/{j * world + rank:06d}.png")
-dist.barrier()
-dist.destroy_process_group()
-"""
-
 
 @pytest.fixture
 def checkout(tmp_path):
     """This repository's root beside scripts of the user's own, as after replacing upstream's checkout by ours."""
     for path in ROOT.iterdir():
-        if path.name not in ("sample.py", "sample_ddp.py", ".git"):
+        if path.name not in ("sample.py", ".git"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "sample.py").write_text(SAMPLE)
-    (tmp_path / "sample_ddp.py").write_text(SAMPLE_DDP)
     return tmp_path
 
 
@@ -130,13 +84,6 @@ def test_upstreams_sample_runs_unmodified(checkout, run, here, tmp_path):
     a, b = (np.asarray(Image.open(path)).astype(int) for path in (checkout / "sample.png", tmp_path / "ours.png"))
     assert a.shape == b.shape and a.std() > 20
     assert abs(a - b).max() <= 1  # the decoder here sees one picture at a time
-
-
-def test_upstreams_sample_ddp_runs_unmodified(checkout, tmp_path):
-    command = [*forks.torchrun(2), "sample_ddp.py", DEMO / "vae", DEMO / "dit.safetensors", tmp_path / "pictures"]
-    done = forks.run(command, checkout)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [f"{n:06d}.png" for n in range(4)]
 
 
 @pytest.mark.parametrize("module", [download, pretrained_models.download])

@@ -33,20 +33,6 @@ def test_no_tf32_but_where_it_is_asked_for(monkeypatch, switches):
     assert switches() == (True, True)
 
 
-def test_which_hardware_has_a_tier(monkeypatch):
-    found = {}
-    for name, capability in (("cpu", (0, 0)), ("V100", (7, 0)), ("A100", (8, 0)), ("H200", (9, 0))):
-        monkeypatch.setattr(precision, "capability", lambda device, capability=capability: capability)
-        found[name] = [tier for tier in precision.TIERS if precision.supports(tier, GPU)], precision.default_tier(GPU)
-    every = list(precision.TIERS)
-    assert found == {
-        "cpu": (["fp32"], "fp32"),
-        "V100": (["fp32", "exact", "fp16"], "fp16"),
-        "A100": (every, "fp16"),
-        "H200": (every, "fp16"),
-    }
-
-
 def test_refusals_name_the_flag_and_the_remedy(monkeypatch):
     monkeypatch.setattr(precision, "capability", lambda device: (7, 0))
     with pytest.raises(ValueError, match="--precision bf16: cuda has no bfloat16 .*; choose fp32"):

@@ -80,21 +80,27 @@ def picture(checkout, job):
 
 
 def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, checkout, demo):
-    """Four files submitted at once; Slurm decides what runs when."""
+    """Four files submitted at once, and the comparison of two, which waits for both; Slurm decides what runs when."""
+    (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere
+    (checkout / "evaluate.py").write_text("import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n")
     jobs = [
         cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout)
         for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")
     ]
-    small = "--gres=gpu:2", "--cpus-per-task=2"
+    small = "--gres=gpu:1", "--cpus-per-task=2"
     jobs.append(cluster.submit(*small, "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
     assert cluster.fact(jobs[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(jobs[3], "NumNodes").startswith("2")
-    for job in jobs:
+    two = (f"output/job_{job}/sample.png" for job in jobs[:2])
+    verdict = cluster.submit(f"--dependency=afterok:{jobs[0]}:{jobs[1]}", "slurm/evaluate.sbatch", *two, cwd=checkout)
+    assert cluster.state(verdict) == "PENDING" and cluster.fact(verdict, "Reason") == "Dependency"
+    for job in (*jobs, verdict):
         finish(cluster, checkout, job)
+    assert (checkout / "output" / f"job_{verdict}" / "verdict.txt").read_text().count("PNG") == 2
     baseline, *others = [picture(checkout, job) for job in jobs]
     assert baseline.std() > 1 and np.array_equal(baseline, others[0])
     # A row's bits depend on how many rows the processor's GEMM has, by float32 rounding.
     assert all(np.abs(baseline - other).max() <= 1 for other in others)
-    assert "4 ranks" in log_of(checkout, jobs[2]) and "4 ranks" in log_of(checkout, jobs[3])
+    assert "4 ranks" in log_of(checkout, jobs[2]) and "2 ranks" in log_of(checkout, jobs[3])
 
 
 def failed(cluster, checkout, job):
@@ -136,18 +142,6 @@ def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
     for log, job in jobs.items():
         assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 120) == "FAILED", log
         assert "setup.sh: No such file" in log.read_text() and "python" not in log.read_text(), log
-
-
-def test_evaluate_waits_for_the_pictures(cluster, checkout, demo):
-    """`evaluate` starts after both jobs, gets the two files, and leaves its words in its folder."""
-    (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere
-    (checkout / "evaluate.py").write_text("import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n")
-    a, b = (cluster.submit("slurm/sample_1gpu.sbatch", *demo, *STEPS, cwd=checkout) for _ in "ab")
-    pictures = (f"output/job_{one}/sample.png" for one in (a, b))
-    job = cluster.submit(f"--dependency=afterok:{a}:{b}", "slurm/evaluate.sbatch", *pictures, cwd=checkout)
-    assert cluster.state(job) == "PENDING" and cluster.fact(job, "Reason") == "Dependency"
-    finish(cluster, checkout, job)
-    assert (checkout / "output" / f"job_{job}" / "verdict.txt").read_text().count("PNG") == 2
 
 
 FID = "--num-fid-samples", "28", "--per-proc-batch-size", "2", "--num-sampling-steps", "25"
