@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 
 import pytest
 import torch
@@ -384,24 +383,6 @@ def test_the_callers_modes_change_nothing(device):
         torch.set_default_device(None)
 
 
-@DEVICES
-def test_threads_are_served_one_at_a_time(device):
-    model = small().to(device)
-    fast, found = accelerate(model), {}
-    cases = [inputs(model, 2 + 2 * (seed % 2), device, seed) for seed in range(4)]
-    want = [fast(*case) for case in cases]
-
-    def work(index):
-        found[index] = [fast(*cases[index]) for _ in range(5)]
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(one, want[index]) for index in range(4) for one in found[index])
-
-
 #################################################################################
 #                                  diffusers                                    #
 #################################################################################
@@ -441,10 +422,3 @@ def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
 def test_a_config_that_is_not_computed(config, words):
     with pytest.raises(UsageError, match=f"DiTTransformer2DModel: {words}"):
         accelerate(transformer(**config))
-
-
-def test_embedders_that_differ_are_refused():
-    model = transformer()
-    model.transformer_blocks[1].norm1.emb.timestep_embedder.linear_1.bias.data.add_(1)
-    with pytest.raises(UsageError, match="DiTTransformer2DModel: the blocks' copies of .* differ"):
-        accelerate(model)

@@ -10,7 +10,6 @@ from reference_networks import dit
 
 from accel import accelerate
 from accel.fast.dit import FastDiT
-from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
 
@@ -69,52 +68,6 @@ def test_the_model_is_read_not_changed():
     for value in model.parameters():
         value.data.add_(1)  # and what is read is a copy, in half and in float32
     assert torch.equal(fast.forward(x, t, y), first)
-
-
-def test_the_original_class_is_accelerated():
-    """Upstream's class has timm's layers under the same keys; here: any module with the contract's state dict and
-    num_heads."""
-    model = build("DiT-S/4", input_size=8)
-
-    class Other(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.num_heads, self.inner = model.num_heads, model
-
-        def state_dict(self):
-            return self.inner.state_dict()
-
-        def forward(self, x, t, y):
-            return self.inner(x, t, y)
-
-    x, t, y = inputs(model, 2)
-    with torch.no_grad():
-        assert torch.allclose(accelerate(Other(), "fp32")(x, t, y), model(x, t, y), atol=1e-5)
-
-
-def test_what_is_not_a_dit_is_refused():
-    with pytest.raises(ValueError, match="Linear: is not a DiT: no blocks.0.attn"):
-        accelerate(torch.nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="precision int8: choose from .*fp16"):
-        accelerate(build("DiT-S/8"), "int8")
-
-
-@pytest.mark.parametrize("sampler", ("p_sample_loop", "ddim_sample_loop"))
-@pytest.mark.parametrize("guidance", (True, False))
-def test_in_upstreams_loops(sampler, guidance):
-    """accelerate's network where users put a model, against the model itself: eight steps with the same noise."""
-    model = small()
-    fast, diffusion = accelerate(model, "fp32"), create_diffusion("8")
-    y = torch.tensor([1, 3, 8, 8]) if guidance else torch.tensor([1, 3, 5, 7])
-    arguments = dict(y=y, cfg_scale=2.0) if guidance else dict(y=y)
-    pictures = []
-    for network in (model, fast):
-        torch.manual_seed(0)
-        z = torch.randn(4, 4, 8, 8)
-        call = network.forward_with_cfg if guidance else network.forward
-        loop = getattr(diffusion, sampler)
-        pictures.append(loop(call, z.shape, z, clip_denoised=False, model_kwargs=arguments, device="cpu"))
-    assert error(pictures[1], pictures[0].double()) < 1e-5
 
 
 #################################################################################
