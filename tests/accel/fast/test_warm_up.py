@@ -142,14 +142,6 @@ def test_a_row_of_a_divided_picture(launched):
     assert noted_run(launched, OneOfTwo(network), options, 1, slice(None)) == warmed_up
 
 
-def test_other_rows_would_be_noticed(launched):
-    """The fault this is about: warming up for as many pictures as there are labels."""
-    network = load("fp16", EIGHT, (len(EIGHT.labels), 2))
-    warmed_up = set(launched)
-    differ = noted_run(launched, network, EIGHT, 8, share(8, 4, 1)) ^ warmed_up
-    assert {kind for kind, *_ in differ} == {"embed", "adaln", "attention", "linear"}
-
-
 #################################################################################
 #                                   On a GPU                                    #
 #################################################################################
