@@ -112,7 +112,7 @@ def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
 def _make_pictures(maker, order, job, journal, todo, already):
     """Make and record the batches `todo` until done or asked to stop; returns those that are left."""
     batches = journal.batches
-    noise = (PictureNoise if batches.independent else UpstreamNoise)(order, batches, maker.device)
+    noise = (PictureNoise if order.independent else UpstreamNoise)(order, batches, maker.device)
     with (
         tqdm(total=batches.total, initial=already, unit="picture", smoothing=0.1, disable=job.rank > 0) as bar,
         ThreadPoolExecutor(1) as background,  # compresses and records a batch while the next is sampled

@@ -4,6 +4,7 @@ import hashlib
 import io
 from collections.abc import Collection
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,21 +78,23 @@ class Batches:
     """
 
     def __init__(self, order: Order, rank: int, world: int):
-        self.n, self.wanted, self.rank, self.world = order.batch_size, order.count, rank, world
-        self.independent = order.independent
-        each = self.n if self.independent else self.n * world
-        self.count = -(-self.wanted // each) * each // self.n  # batches of all ranks
-        self.total = self.wanted if self.independent else self.count * self.n
+        self.order, self.rank, self.world = order, rank, world
+        if order.independent:
+            self.count, self.total = ceil(order.count / order.batch_size), order.count  # of all ranks
+        else:
+            self.count = world * ceil(order.count / (world * order.batch_size))
+            self.total = self.count * order.batch_size
 
     def left(self, finished: Collection[int]) -> list[int]:
         """This rank's share of the batches that are not in `finished`, in order."""
-        if self.independent:
+        if self.order.independent:
             return [batch for batch in range(self.count) if batch not in finished][self.rank :: self.world]
         return [batch for batch in range(self.rank, self.count, self.world) if batch not in finished]
 
     def pictures(self, batch: int) -> range:
         """Picture numbers of a batch. In upstream's way, batch i·world + rank is the i-th of that rank."""
-        if self.independent:
-            return range(batch * self.n, min((batch + 1) * self.n, self.wanted))
-        first = batch // self.world * self.world * self.n + batch % self.world
-        return range(first, first + self.n * self.world, self.world)
+        n = self.order.batch_size
+        if self.order.independent:
+            return range(batch * n, min((batch + 1) * n, self.order.count))
+        index, rank = divmod(batch, self.world)
+        return range(index * self.world * n + rank, (index + 1) * self.world * n, self.world)

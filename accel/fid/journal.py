@@ -21,7 +21,6 @@ from accel.fid.folder import CODE, Batches, npz_of, picture_name, write_picture
 from accel.files import atomic_write, open_regular, read_json, read_small, remove_partial_files, sync_folder
 
 WRITERS = 4  # threads that compress PNGs: a 512 px picture takes one of them 60 ms
-LINE = 2**24  # bytes; the line of a batch has 20 for each picture, and on a CPU 10,000 for the generator
 
 
 class Record(NamedTuple):
@@ -33,7 +32,7 @@ class Record(NamedTuple):
 
     settings: bytes
     finished: set[int]  # batches
-    states: dict[int, str]  # of batches that are followed by one that is not finished: the generator's state after it
+    states: dict[int, str | None]  # the generator's state after each recorded batch, where noise is a stream
 
 
 class Journal:
@@ -80,10 +79,10 @@ class Journal:
             changed.remove(CODE)
             print(f"{self.folder}: was begun by other kernels; pictures from here on may differ in their last bits")
         if changed:
-            now, then = (each.get(changed[0], "off") for each in (settings, earlier))  # --forecast is there only if on
+            name = changed[0]  # "off": --forecast is a setting only where it is on
             raise UsageError(
-                f"{changed[0]} {now}: the pictures in {self.folder} were begun with {then}; "
-                "use that, or another --sample-dir"
+                f"{name} {settings.get(name, 'off')}: the pictures in {self.folder} were begun with "
+                f"{earlier.get(name, 'off')}; use that, or another --sample-dir"
             )
 
     def read(self) -> Record:
@@ -94,18 +93,17 @@ class Journal:
             for line in self._lines(path, settings):
                 states[line["batch"]] = line.get("generator")
                 self._note(line)
-        there, numbers = {entry.name for entry in os.scandir(self.folder)}, self.batches.pictures
-        finished = {batch for batch in states if all(picture_name(number) in there for number in numbers(batch))}
-        last = {batch: state for batch, state in states.items() if state and batch + self.batches.world not in finished}
-        return Record(settings, finished, last)
+        there = {entry.name for entry in os.scandir(self.folder)}
+        whole = {batch for batch in states if there.issuperset(map(picture_name, self.batches.pictures(batch)))}
+        return Record(settings, whole, states)
 
     def _lines(self, path, settings):
         """The lines of a file. UsageError for one that is damaged or not of this job."""
         if not path.exists():
             return
         with open_regular(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
-            for number, line in enumerate(iter(lambda: file.readline(LINE), b""), start=1):
-                if not line.endswith(b"\n") and len(line) < LINE:  # torn
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):  # torn
                     return
                 try:
                     record = json.loads(line)

@@ -36,7 +36,7 @@ class UpstreamNoise:
 
         before: the generator's state after this rank's batch before it (hexadecimal), where recorded.
         """
-        order, device, n = self.order, self.device, self.batches.n
+        order, device, n = self.order, self.device, self.order.batch_size
         if batch == self.batches.rank:  # the first of this rank
             torch.manual_seed(order.seed * self.batches.world + self.batches.rank)
         elif batch != self.next:

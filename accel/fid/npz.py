@@ -8,10 +8,8 @@ import hashlib
 import json
 import os
 import zipfile
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +18,9 @@ from accel.errors import Stopped
 from accel.fid.folder import picture_name, read_picture
 from accel.files import atomic_write, open_regular, read_json, sync_folder
 
-READERS = 4  # threads that decode PNGs, or hash pixels
+READERS = 4  # threads that decode PNGs, or read and hash pixels
 MEMBER = "arr_0.npy"
-RUN = 8  # pictures that are hashed at a time
+RUN = 8  # pictures that are hashed at a time; the record relies on it
 
 Digests = dict[int, Collection[str]]  # of each picture's file, those that it may have
 
@@ -39,7 +37,8 @@ class Archive:
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:
-                whole = record == self._recorded(file, record["start"], self._hash_runs(file, record["start"]))
+                start = record["start"]
+                whole = record == self._recorded(file, start, self._hash_runs(file, start))
         except FileNotFoundError as error:
             return "has no record of its contents" if error.filename == str(self.record) else "is missing"
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -56,22 +55,24 @@ class Archive:
             with (
                 zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
                 archive.open(MEMBER, "w", force_zip64=True) as member,
+                ThreadPoolExecutor(READERS) as pool,
             ):
                 shape = self.count, self.size, self.size, 3
                 np.lib.format.write_array_header_1_0(member, dict(descr="|u1", fortran_order=False, shape=shape))
                 start = file.tell()
-                for number, pixels in enumerate(self._pictures()):
-                    if number % RUN == 0:
-                        hashes.append(hashlib.sha256())
-                    hashes[-1].update(pixels.tobytes())
-                    member.write(pixels.tobytes())
+                for first in range(0, self.count, RUN):
+                    pixels = b"".join(pool.map(self._read, range(first, min(first + RUN, self.count))))
+                    hashes.append(hashlib.sha256(pixels).digest())
+                    member.write(pixels)
                     if stopping():
                         raise Stopped(f"stopped while writing {self.path}; start again with the same command")
             file.flush()
-            recorded = self._recorded(file, start, [one.digest() for one in hashes])
             with atomic_write(self.record, "w", durable=True, through_link=False) as out:
-                json.dump(recorded, out)
+                json.dump(self._recorded(file, start, hashes), out)
         sync_folder(self.path.parent)
+
+    def _read(self, number):
+        return read_picture(self.folder / picture_name(number), self.digests[number]).tobytes()
 
     def _recorded(self, file, start, hashes):
         """What .job/npz.json says of an open archive whose pixels begin at `start` and have these hashes."""
@@ -94,14 +95,3 @@ class Archive:
 
         with ThreadPoolExecutor(READERS) as pool:
             return list(pool.map(of_run, range(0, self.count, RUN)))
-
-    def _pictures(self) -> Iterator[np.ndarray]:
-        """Pixels of pictures 0 … count - 1, read some way ahead."""
-        numbers = iter(range(self.count))
-        with ThreadPoolExecutor(READERS) as pool:
-            paths = ((number, self.folder / picture_name(number)) for number in numbers)
-            reading = (pool.submit(read_picture, path, self.digests[number]) for number, path in paths)
-            ahead = deque(islice(reading, 8 * READERS))
-            while ahead:
-                yield ahead.popleft().result()
-                ahead.extend(islice(reading, 1))

@@ -280,53 +280,28 @@ def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
     assert files(tmp_path) == mended
 
 
-def test_other_settings_are_refused(demo, copy, one):
-    samples, _, _ = copy
-    before, command = files(samples), [*demo, *SHORT, "--sample-dir", samples]
-    text = one(*command, "--num-fid-samples", 5, status=USAGE)
-    assert "--num-fid-samples 5: the pictures in" in text and text.count("sample_ddp.py: ") == 1
-    torch.set_num_threads(2)
-    text = one(*command, status=USAGE)
-    assert "number of threads 2" in text and "begun with 1" in text
-    assert files(samples) == before
-
-
 def test_a_recorded_setting_is_what_it_came_to(demo, copy, one):
-    """`auto` and its name are one job; so are two paths to the same weights."""
+    """`auto` and its name are one job; so are two paths to the same weights, and not to others: all bytes count."""
     samples, _, _ = copy
     before = files(samples)
-    one(*demo, *SHORT, "--vae-precision", "fp32", "--no-tf32", "--sample-dir", samples)
-    elsewhere = samples / "elsewhere"
-    elsewhere.mkdir()
-    demo = [shutil.copy(argument, elsewhere) if argument.endswith(".safetensors") else argument for argument in demo]
-    one(*demo, *SHORT, "--sample-dir", samples)
-    shutil.rmtree(elsewhere)
+    ckpt = samples / "elsewhere" / Path(demo[3]).name
+    ckpt.parent.mkdir()
+    shutil.copy(demo[3], ckpt)
+    command = [*demo[:3], ckpt, *demo[4:], *SHORT, "--vae-precision", "fp32", "--no-tf32", "--sample-dir", samples]
+    one(*command)
+    state = load_file(ckpt)
+    state["blocks.1.attn.qkv.weight"][3, 1] += 1
+    save_file(state, ckpt)
+    text = one(*command, status=USAGE)
+    assert "--ckpt (contents)" in text and "begun with" in text and text.count("sample_ddp.py: ") == 1
+    shutil.rmtree(ckpt.parent)
     assert files(samples) == before
 
 
-@pytest.mark.parametrize("entry", ["y_embedder.embedding_table.weight", "blocks.1.attn.qkv.weight"])
-def test_one_changed_row_of_the_weights_is_seen(entry, demo, weights, copy, one):
-    """Whichever it is: the hash covers all bytes."""
-    samples, _, npz = copy
-    npz.unlink()
-    changed = samples / "weights" / weights.name
-    changed.parent.mkdir()
-    state = load_file(weights)
-    state[entry][3, 1] += 1
-    save_file(state, changed)
-    demo = [str(changed) if argument == str(weights) else argument for argument in demo]
-    text = one(*demo, *SHORT, "--sample-dir", samples, status=USAGE)
-    assert "--ckpt (contents)" in text and "begun with" in text
-
-
-@pytest.mark.parametrize("how", ["truncated", "emptied", "replaced"])
-def test_an_npz_that_is_not_whole_is_written_again(how, demo, copy, one):
+def test_an_npz_that_is_not_whole_is_written_again(demo, copy, one):
     samples, _, npz = copy
     before = files(samples)
-    if how == "replaced":
-        np.savez(npz, np.zeros((3, 128, 128, 3), np.uint8))
-    else:
-        os.truncate(npz, npz.stat().st_size - 1 if how == "truncated" else 0)
+    os.truncate(npz, npz.stat().st_size - 1)
     text = one(*demo, *SHORT, "--sample-dir", samples)
     assert len(re.findall(rf"^{re.escape(str(npz))}: .*; writing it again$", text, re.MULTILINE)) == 1
     assert files(samples) == before
@@ -346,37 +321,6 @@ def test_a_picture_that_was_changed_is_named_and_made_again(demo, copy, one):
     made = files(samples)
     assert made.pop(f"{folder.name}/.job/rank-0000.jsonl") != before.pop(f"{folder.name}/.job/rank-0000.jsonl")
     assert made == before
-
-
-def test_a_users_picture_survives(demo, one, tmp_path):
-    """It was put into the folder before the first record; the job was killed and is started again."""
-    command = [*demo, *SHORT, "--sample-dir", tmp_path]
-    job = start(1, *command)
-    while not list(tmp_path.glob("*/.job/settings.json")):
-        assert job.poll() is None
-        time.sleep(0.01)
-    job.kill()
-    job.communicate()
-    [settings] = tmp_path.glob("*/.job/settings.json")
-    holiday = settings.parent.parent / "2024-holiday.png"
-    holiday.write_bytes(b"mine")
-    one(*command)
-    assert holiday.read_bytes() == b"mine" and len(list(tmp_path.glob("*/*.png"))) == 7
-
-
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("settings.json", b"{", "without a record of how they were made"),
-        ("rank-0000.jsonl", b'{"batch": 1}\n', "rank-0000.jsonl, line 1: is damaged"),
-        ("rank-0000.jsonl", b"[7]\n", "rank-0000.jsonl, line 1: is damaged"),
-    ],
-)
-def test_a_damaged_record_is_one_line(name, content, words, demo, copy, one):
-    samples, folder, _ = copy
-    (folder / ".job" / name).write_bytes(content)
-    text = one(*demo, *SHORT, "--sample-dir", samples, status=USAGE)
-    assert words in text and "Traceback" not in text and text.count("sample_ddp.py: ") == 1
 
 
 #################################################################################
@@ -480,16 +424,3 @@ def test_a_rank_whose_view_of_the_folder_lags_takes_rank_0s_word(demo, tmp_path)
     assert sorted(whole) == sorted(lagging) and all(np.array_equal(whole[name], lagging[name]) for name in whole)
     archives = [next((tmp_path / name).glob("*.npz")).read_bytes() for name in ("whole", "lagging")]
     assert archives[0] == archives[1]
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
-        (["--sample-dir", "x" * 300], "--sample-dir xxx"),
-    ],
-)
-def test_bad_input_is_one_line(args, words, demo, one):
-    text = one(*demo, "--num-fid-samples", 9, *args, status=USAGE)
-    assert words in text and "Traceback" not in text and text.count("sample_ddp.py: ") == 1
-    assert "128 px" not in text  # nothing has been loaded
