@@ -20,10 +20,11 @@ if not __package__:
 
 import math
 import shlex
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from accel import precision, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.engine import Engine, empty_model, fetch, open_checkpoint
 from accel.errors import UsageError
-from accel.flags import check_writable, flag_names, positive
+from accel.flags import check_writable, positive
 from accel.forecast import StridePlan, plan_path, settings_of, write_plan
 from accel.options import DEMO, SamplingOptions
 from diffusion.strides import Strides
@@ -208,8 +209,8 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[tuple[int
 #################################################################################
 
 
-def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> int:
-    """Write a plan for `options` to `path`; `args` as add_flags has them. Returns its evaluations.
+def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> None:
+    """Write a plan for `options` to `path`; `args` as add_flags has them.
 
     Raises UsageError if the tier misses the margin even with all evaluations.
     """
@@ -271,7 +272,6 @@ def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> int:
     write_plan(path, settings_of(options, bench.fast.checkpoint), plans[chosen], evaluate.json_ready(evidence))
     steps = options.num_sampling_steps
     say(f"{path}: {chosen} evaluations for {steps} steps, {steps / chosen:.2f}× fewer")
-    return chosen
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -305,43 +305,22 @@ def check(args: Namespace, options: SamplingOptions) -> Path:
     return path
 
 
-def by_plan(options: SamplingOptions, path: Path) -> SamplingOptions:
-    """`options` with the plan at `path`, which need not be named where it is looked for anyway."""
-    beside = path == plan_path(options, open_checkpoint(options))
-    return replace(options, forecast="plan", forecast_plan=None if beside else str(path))
-
-
-def flags_of(options: SamplingOptions) -> str:
-    """The flags of sample.py and sample_ddp.py that give these resolved options; a GPU is left to them."""
-
-    def words(name, source):
-        value = getattr(source, name)
-        return [str(one) for one in (value if isinstance(value, (list, tuple)) else [value])]
-
-    implied = SamplingOptions(options.model).resolve()
-    flags = ["--model", options.model] * (options.model not in (None, "DiT-XL/2"))
-    for name in (item.name for item in fields(options) if item.metadata and item.name != "model"):
-        if (
-            getattr(options, name) is not None
-            and words(name, options) != words(name, implied)
-            and (name != "device" or options.device == "cpu")
-        ):
-            flags += [flag_names(type(options), name)[0], *words(name, options)]
-    return shlex.join(flags)
-
-
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     implied = "forecast", "forecast_plan", "output", "output_type", "repeats", "seed", "seed_list", "sampler", "eta"
     add_arguments(parser, leave_out=implied)
     add_flags(parser)
-    args = parser.parse_args()
+    args, own = parser.parse_args(), ArgumentParser(add_help=False)
+    add_flags(own)
+    _, sampling = own.parse_known_args(sys.argv[1:])
     with user_errors(parser):
         options = options_from(args)
         options = fetch(options, open_checkpoint(options))
         path = check(args, options)
         calibrate(args, options, path)
-        print(f"python sample.py {flags_of(by_plan(options, path))}")
+        beside = path == plan_path(options, open_checkpoint(options))  # where it is looked for anyway
+        plan = ["--forecast", "plan", *([] if beside else ["--forecast-plan", str(path)])]
+        print("python sample.py", shlex.join([*sampling, *plan]))
 
 
 if __name__ == "__main__":

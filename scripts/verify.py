@@ -4,12 +4,11 @@
     python scripts/verify.py --precision fp16 bf16 --seeds 5 --gate strict
     python scripts/verify.py --forecast plan            # fewer network evaluations, against fp32 with all of them
     python scripts/verify.py --model DiT-Demo/2         # on a CPU as well
-    python scripts/verify.py --calibrate                # … and then the command to type, with the time it takes
 
 Labels and noise are the same for all, one grid a seed. Each grid and each picture in it has to meet the criterion by
 evaluate.py's metrics; the fastest tier all of whose pictures do is recommended. Pictures, a heatmap of each tier's
-worst grid, one of the picture that fails most and verify.json go to --output. --calibrate then makes a forecast plan
-for the recommended tier, as scripts/calibrate.py does.
+worst grid, one of the picture that fails most and verify.json go to --output. scripts/calibrate.py makes a forecast
+plan for the recommended tier.
 
 Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could not be computed (LPIPS without its weights)
 """
@@ -19,7 +18,6 @@ if not __package__:
 
 import gc
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -42,26 +40,21 @@ from accel.forecast import read_plan
 from accel.options import SamplingOptions
 from accel.progress import step_bar
 from bench import harness
-from scripts import calibrate
 
 AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
 
 
-def sample(
-    options: SamplingOptions, seeds: range, device: torch.device, name: str, pictures: int | None = None
-) -> tuple[dict, list[float]]:
-    """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up. pictures: the first so many of
-    the options' labels only."""
+def sample(options: SamplingOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
+    """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    rows = slice(pictures)
-    run, grids, times = engine.Engine(options, 2 * len(options.labels[rows])), {}, []
-    run.run(rows, **dict(plan=run.plan.each_kind_once()) if run.plan else dict(steps=3))
+    run, grids, times = engine.Engine(options, 2 * len(options.labels)), {}, []
+    run.run(**dict(plan=run.plan.each_kind_once()) if run.plan else dict(steps=3))
     for seed in seeds:
         run.options.seed = seed
         harness.synchronize(device)
         start = time.perf_counter()
         with step_bar(options.num_sampling_steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
-            latents = run.run(rows, on_step=lambda index, _, queued=queued: queued(index))
+            latents = run.run(on_step=lambda index, _, queued=queued: queued(index))
         harness.synchronize(device)
         times.append(time.perf_counter() - start)
         grids[seed] = vae.to_grid(run.decode(latents)).numpy()
@@ -225,50 +218,26 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def conclude(record: dict) -> tuple[int, str | None]:
-    """Print the recommendation; returns the exit status and the tier to take, None if it is not known."""
+def conclude(record: dict) -> int:
+    """Print the recommendation; returns the exit status."""
     for reason in dict.fromkeys(reason for one in record["tiers"] for reason in one.get("reasons", ())):
         print(f"verify.py: {reason}", file=sys.stderr)
     gate, seeds = record["gate"], count(record["seeds"], "seed")
     best = recommend(record["tiers"], gate)
     if best and best["tier"] == AGAIN:
         print(f"RECOMMENDED: --precision fp32 (the only tier here; its second run meets the {gate} criterion)")
-        return 0, "fp32"
+        return 0
     if best:
         flags, speedup = best["tier"].replace(", ", " --"), f"{best['speedup']:.2f} times fp32's speed"
         print(
             f"RECOMMENDED: --precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)"
         )
-        return 0, best["tier"].partition(",")[0]
+        return 0
     if any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
         print(f"RECOMMENDED: nothing yet: a metric of the {gate} criterion could not be computed")
-        return 3, None
+        return 3
     print(f"RECOMMENDED: --precision fp32 (no other tier meets the {gate} criterion on every grid and picture)")
-    return 1, "fp32"
-
-
-def suggest(args: Namespace, options: SamplingOptions, path: Path, device: torch.device) -> list[dict]:
-    """Calibrate a plan for `options`, as calibrate.py does by `args`, and print the commands to type, on one GPU and on
-    all that are here, with the seconds that sampling takes."""
-    gc.collect()
-    try:
-        fewer = calibrate.calibrate(args, options, path) < options.num_sampling_steps
-        if fewer:
-            options = calibrate.by_plan(options, path)
-    except UsageError as error:
-        print(f"no plan: {error}")
-    flags, pictures, suggested = calibrate.flags_of(options), len(options.labels), []
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 1
-    for ranks in dict.fromkeys((1, gpus)):
-        share = -(-pictures // ranks)
-        _, [seconds] = sample(options, range(1), device, f"{share} pictures", share)
-        launcher = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
-        command = f"{launcher} sample{'_ddp' * (ranks > 1)}.py {flags}".strip()
-        where = count(ranks, "GPU") if device.type == "cuda" else "this CPU"
-        bound = "at most " * (pictures < ranks)  # there a picture is shared
-        print(f"TYPE: {command}\n      {bound}{seconds:.2f} s to sample {count(pictures, 'picture')} on {where}")
-        suggested.append(dict(command=command, gpus=ranks, seconds=seconds))
-    return suggested
+    return 1
 
 
 def main() -> None:
@@ -282,10 +251,6 @@ def main() -> None:
     gates = dict(choices=tuple(evaluate.GATES), default="contest")
     parser.add_argument("--gate", **gates, help="criterion that a recommended tier must meet (default: contest)")
     parser.add_argument("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
-    what = (
-        "then make a forecast plan for the tier to take; FLAGS: of scripts/calibrate.py, as in --calibrate='--seeds 4'"
-    )
-    parser.add_argument("--calibrate", nargs="?", const="", metavar="FLAGS", help=what)
     parser.add_argument("--output", default="output/verify", metavar="DIR", help="default: output/verify")
     parser.add_argument("--commit", help="commit to record (default: git's)")
     args = parser.parse_args()
@@ -302,20 +267,7 @@ def main() -> None:
         options = engine.fetch(options, checkpoint)
         if options.forecast == "plan":
             read_plan(options, checkpoint)
-        if args.calibrate is not None:
-            if options.forecast == "plan":
-                raise UsageError("--calibrate: makes a plan, and --forecast plan verifies one; drop one of them")
-            flags = OneLineParser(prog=f"{parser.prog}: --calibrate", add_help=False)
-            calibrate.add_flags(flags)
-            calibration = flags.parse_args(shlex.split(args.calibrate))
-            path = calibrate.check(calibration, options)
-        record = verify(args, options, tiers, device, out)
-        status, tier = conclude(record)
-        if args.calibrate is not None and tier:
-            options = replace(options, precision=tier)
-            record["suggested"] = suggest(calibration, options, path, device)
-            harness.write(out / "verify.json", evaluate.json_ready(record))
-    sys.exit(status)
+        sys.exit(conclude(verify(args, options, tiers, device, out)))
 
 
 if __name__ == "__main__":

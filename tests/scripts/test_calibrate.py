@@ -73,8 +73,9 @@ def test_a_plan_that_sample_follows(tmp_path, here):
     assert made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
     weights = Checkpoint(ROOT / "pretrained_models/demo/dit.safetensors")
     assert made["weights"] == settings_of(SamplingOptions(model="DiT-Demo/2").resolve(), weights)["weights"]
-    follow = ["--forecast", "plan", "--forecast-plan", plan, "--output-type", "latent", "--output", tmp_path / "l.npy"]
-    done = here("sample.py", *demo, *follow)
+    program, *typed = done.stdout.splitlines()[-1].removeprefix("python ").split()
+    assert typed == [*map(str, demo), "--forecast", "plan", "--forecast-plan", str(plan)]
+    done = here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy")
     assert done.returncode == 0 and f"({made['evaluations']} network evaluations)" in done.stdout, done.stderr
 
 

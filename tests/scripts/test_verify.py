@@ -13,7 +13,7 @@ from accel.forecast import settings_of, write_plan
 from accel.options import SamplingOptions
 from accel.vae import to_grid
 from accel.weights.checkpoint import Checkpoint
-from scripts import calibrate, verify
+from scripts import verify
 
 
 def grids(seeds=2, damage=0.0, only=None):
@@ -136,64 +136,17 @@ def test_the_picture_that_fails_is_shown(tmp_path, monkeypatch):
 
 def test_what_is_recommended(capsys):
     def conclude(*tiers, gate="contest", seeds=1):
-        return *verify.conclude(dict(gate=gate, seeds=seeds, tiers=tiers)), capsys.readouterr().out
+        return verify.conclude(dict(gate=gate, seeds=seeds, tiers=tiers)), capsys.readouterr().out
 
     def tier(name, verdict, speedup=2.0):
         return dict(tier=name, seconds=dict(median=1 / speedup), speedup=speedup, verdicts=dict(contest=verdict))
 
-    status, best, text = conclude(tier("fp16, forecast plan", "PASS", 4.0), tier("bf16", "FAIL"))
-    assert (status, best) == (0, "fp16")
+    status, text = conclude(tier("fp16, forecast plan", "PASS", 4.0), tier("bf16", "FAIL"))
+    assert status == 0
     assert "--precision fp16 --forecast plan (4.00 times fp32's speed; all grids and pictures of 1 seed " in text
-    assert conclude(tier("bf16", "FAIL"))[:2] == (1, "fp32")
-    assert conclude(tier("bf16", "FAIL"), tier("fp16", "NONE"))[:2] == (3, None)
+    assert conclude(tier("bf16", "FAIL"))[0] == 1
+    assert conclude(tier("bf16", "FAIL"), tier("fp16", "NONE"))[0] == 3
     assert conclude(dict(tier="fp16", refused="overflows"))[0] == 1
-
-
-def test_the_command_to_type(tmp_path, monkeypatch, capsys, run):
-    """A plan for the tier that passes, and the line that samples by it, which does what it says."""
-    monkeypatch.setattr(calibrate, "THRESHOLD", 8)  # so few steps leave none out at the criterion's 40 dB
-    few = f"--pictures 2 --seeds 1 --each 8 --plan {tmp_path / 'plan.json'}"
-    flags = ["--num-sampling-steps", "8", "--labels", "0", "3", "--output", tmp_path, "--calibrate", few]
-    assert here(monkeypatch, *flags) == 0
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["evaluations"] < 8 and plan["evidence"]["precision"] == "fp32"
-    [suggested] = json.loads((tmp_path / "verify.json").read_text())["suggested"]
-    assert f"TYPE: {suggested['command']}\n      {suggested['seconds']:.2f} s to sample 2 pictures on this CPU" in (
-        capsys.readouterr().out
-    )
-    program, *typed = suggested["command"].removeprefix("python ").split()
-    assert (
-        typed[:4] == ["--model", "DiT-Demo/2", "--labels", "0"] and suggested["gpus"] == 1 and suggested["seconds"] > 0
-    )
-    done = run(program, *typed, "--output", tmp_path / "x.png")
-    assert done.returncode == 0 and f"8 steps ({plan['evaluations']} network evaluations)" in done.stdout, done.stderr
-
-
-def test_flags_that_give_the_options():
-    def flags(**given):
-        return calibrate.flags_of(SamplingOptions(**given).resolve())
-
-    assert flags() == "" and flags(model="DiT-Demo/2", labels=[*range(8)]) == "--model DiT-Demo/2"
-    assert flags(ckpt="a b.pt", precision="fp16", device="cuda:0") == "--precision fp16 --ckpt 'a b.pt'"
-    assert flags(labels=[1, 2], device="cpu") == "--labels 1 2 --device cpu"
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (
-            ["--calibrate", "--forecast", "plan"],
-            "verify.py: --calibrate: makes a plan, and --forecast plan verifies one",
-        ),
-        (["--calibrate=--each 9"], "verify.py: --each 9: must be a multiple of 8"),
-        (["--calibrate=--eachs 9"], "verify.py: --calibrate: unrecognized arguments: --eachs 9"),
-    ],
-)
-def test_calibrations_that_cannot_be_made(flags, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verify, "sample", lambda *_: pytest.fail("sampled"))
-    assert here(monkeypatch, *flags, "--output", tmp_path) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
 
 
 def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_path, monkeypatch, capsys):
