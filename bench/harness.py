@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -37,14 +37,6 @@ from diffusion import create_diffusion
 #################################################################################
 
 
-def seconds(text: str) -> float:
-    """A flag's value."""
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ArgumentTypeError(f"{text}: must be seconds, 0 or more")
-    return value
-
-
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
     """The flags that benchmarks share; network, batch: those of one network, of a batch whose steps are timed."""
     if network:
@@ -67,9 +59,9 @@ def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) 
     """--load and --window; without a GPU their defaults are short."""
     load, window = (load, window) if torch.cuda.is_available() else (0.1 * load, 0.3 * window)
     what = "seconds of steps before those that count (default: %(default)g)"
-    parser.add_argument("--load", type=seconds, default=load, help=what)
+    parser.add_argument("--load", type=float, default=load, help=what)
     what = "seconds of steps that count (default: %(default)g)"
-    parser.add_argument("--window", type=seconds, default=window, help=what)
+    parser.add_argument("--window", type=float, default=window, help=what)
 
 
 def require_gpu(args: Namespace, what: str) -> torch.device:

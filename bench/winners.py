@@ -88,7 +88,7 @@ def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-rows", nargs="+", type=positive, default=[16, 4, 2, 1], metavar="N")
     parser.add_argument("--tokens", type=positive, default=1024, help="of a row; 1024 is a picture of 512 px")
-    parser.add_argument("--load", type=harness.seconds, default=1.5, help="seconds of each of the fastest, alone")
+    parser.add_argument("--load", type=float, default=1.5, help="seconds of each of the fastest, alone")
     parser.add_argument("--record", action="store_true", help="put the winners into known.json")
     harness.add_arguments(parser, network=False)
     args = parser.parse_args()

@@ -38,12 +38,10 @@ def canvas(rows: list, width: float, height: float, panels: int = 1) -> tuple[Fi
 
 
 def svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
+    buffer, same_bytes = io.BytesIO(), {"Date": None, "Creator": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a font that this machine lacks is the reader's browser's
-        figure.savefig(
-            buffer, format="svg", metadata={"Date": None, "Creator": None}
-        )  # the same bytes for the same rows
+        figure.savefig(buffer, format="svg", metadata=same_bytes)
     return buffer.getvalue()
 
 

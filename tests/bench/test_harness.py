@@ -26,7 +26,6 @@ REFUSED = [
     ("steps", ["--only", "graph", *NO_GPU], "--only graph: no rung on cpu"),
     ("steps", ["--sweep-sizes", "128", "100", *NO_GPU], "--image-size 100: must be a multiple"),
     ("steps", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
-    ("steps", ["--window", "-1"], "--window: -1: must be seconds"),
     ("steps", ["--vs", "compile,diffusers", *NO_GPU], "--vs: compares float16 on a GPU"),
     ("steps", ["--vs", "diffusers,tensorrt"], "--vs: diffusers,tensorrt: choose from eager, compile"),
     ("steps", ["--backends", "exact:gemm=cublas", *NO_GPU], "--backends exact: cpu cannot run that tier"),
