@@ -7,7 +7,8 @@ import sys
 
 from accel import start
 from accel.command_line import add_arguments, options_from, user_errors
-from accel.options import SPEED, DistributedOptions
+from accel.options import SPEED, GridOptions
+from accel.output import require_writable
 from sample_ddp import RankParser, sample
 
 EXAMPLES = """examples:
@@ -17,18 +18,24 @@ EXAMPLES = """examples:
 """
 
 
-def main() -> None:
+def make_parser() -> RankParser:
+    """The flags of a grid."""
     description = "Sample class-conditional pictures from a diffusion transformer."
     parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
-    groups = add_arguments(parser)
+    groups = add_arguments(parser, GridOptions)
     groups[SPEED].add_argument("--gpus", **start.GPUS)
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
         if start.STARTED_HERE:
-            return sample(options_from(args, DistributedOptions), parser.prog)
+            return sample(options_from(args), parser)
         options = options_from(args)
         for one in options.for_each_seed():
-            one.check_output()
+            require_writable(one.output, one.output_type)
         if (world := start.world_size(args.gpus, options.device)) > 1:
             sys.exit(start.run(world, parser.prog))
         from accel.engine import Engine  # after the cheap checks: torch is slow to import

@@ -7,15 +7,18 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from accel import start
-from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.command_line import OneLineParser, add_arguments, options_from, refuse_given, user_errors
 from accel.errors import STOPPED, say_last
-from accel.options import DistributedOptions
+from accel.options import FidOptions, GridOptions, Options
+from accel.output import require_writable
 
 if TYPE_CHECKING:  # torch is slow to import
     from accel.engine import Engine
+    from accel.parallel.layouts import Layout
     from accel.parallel.processes import Job
     from accel.weights.checkpoint import Checkpoint
 
@@ -41,28 +44,45 @@ class RankParser(OneLineParser):
         super().exit(status, message)
 
 
-def main() -> None:
+def make_parser() -> RankParser:
+    """The flags of a grid and of an FID job."""
     parser = RankParser(
         prog="sample_ddp.py",
         description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
         epilog=EXAMPLES,
     )
-    add_arguments(parser, DistributedOptions)
+    add_arguments(parser, GridOptions, FidOptions, ranks=True)
+    return parser
+
+
+def chosen(args: Namespace) -> Options:
+    """The options of the job that the flags name: an FID job where its pictures are given, else a grid."""
+    if args.num_fid_samples is None:
+        why = "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or drop it"
+        refuse_given(args, FidOptions, GridOptions, why)
+        return options_from(args, GridOptions)
+    why = "has no meaning with `num_fid_samples`, which draws its labels and fills a folder; drop one of them"
+    refuse_given(args, GridOptions, FidOptions, why)
+    return options_from(args, FidOptions)
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        options = options_from(args, DistributedOptions)
-    sample(options, parser.prog)
+        options = chosen(args)
+    sample(options, parser)
 
 
-def sample(options: DistributedOptions, program: str) -> None:
+def sample(options: Options, parser: OneLineParser) -> None:
     """This process's part of the job, under its launcher."""
-    fid = options.num_fid_samples is not None
+    fid = isinstance(options, FidOptions)
     if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
     from accel.parallel.processes import launched_job  # after the cheap checks: torch is slow to import
 
-    with launched_job(program) as job:
+    with launched_job(parser.prog, parser.worded) as job:
         if fid:
             job.stop_on_signals(*STOP_SIGNALS)
         options.device = job.device(options.device)
@@ -76,7 +96,7 @@ def stop_at_once(*_) -> None:
     os._exit(STOPPED)
 
 
-def open_weights(options: DistributedOptions, job: "Job") -> tuple["Checkpoint", DistributedOptions]:
+def open_weights(options: Options, job: "Job") -> tuple["Checkpoint", Options]:
     """The weights, fetched, and the options with all that follows from them. What any rank lacks is named before
     anything is sampled."""
     from accel.engine import fetch, open_checkpoint
@@ -88,34 +108,44 @@ def open_weights(options: DistributedOptions, job: "Job") -> tuple["Checkpoint",
     return checkpoint, job.run_collectively(lambda: fetch(options, checkpoint))
 
 
-def load(options: DistributedOptions, job: "Job", batch: tuple[int, int], **how) -> "Engine":
+def load(options: Options, job: "Job", batch_rows: int, **how) -> "Engine":
     """The engine on this rank."""
     from accel.engine import Engine
 
-    engine = job.run_collectively(lambda: Engine(options, batch, job.from_rank_0, **how))
+    engine = job.run_collectively(lambda: Engine(options, batch_rows, job.from_rank_0, **how))
     print(f"{engine.describe()} · {job.world} rank{'s' * (job.world > 1)}")
     return engine
 
 
-def sample_grid(options: DistributedOptions, job) -> None:
+def sample_grid(options: GridOptions, job: "Job") -> None:
     """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than
     ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
-    from accel.engine import empty_model, guidance_of
-    from accel.parallel.planner import OFF, Planner
-    from accel.parallel.rows import gather_rows, share
+    import torch
 
-    job.run_collectively(lambda: [one.check_output() for one in options.for_each_seed()], only=0)
+    from accel.engine import empty_model
+    from accel.network import plain
+    from accel.parallel.groups import Groups
+    from accel.parallel.planner import OFF, Evaluation, check, share_evaluations
+    from accel.parallel.rows import gather_rows, share
+    from accel.precision import default_tier
+
+    outputs = [(one.output, one.output_type) for one in options.for_each_seed()]
+    job.run_collectively(lambda: [require_writable(*output) for output in outputs], only=0)
     checkpoint, options = open_weights(options, job)
-    n, each = len(options.labels), options.for_each_seed()
-    planner = Planner(job, options, job.run_collectively(lambda: empty_model(options)))
-    wanted = job.run_collectively(planner.wanted)
+    n, each, device = len(options.labels), options.for_each_seed(), torch.device(options.device)
+    model = job.run_collectively(lambda: empty_model(options))
+    tokens, tier = (options.latent_size // options.patch_size) ** 2, options.precision or default_tier(device)
+    evaluation, groups = Evaluation(n, tokens, plain(model).num_heads, tier), Groups(job, device)
+    wanted = wanted_layout(options, job.world)
+    if wanted:
+        job.run_collectively(lambda: check(wanted, evaluation, groups))
     job.open_collectives(options.device)
     layout = wanted or OFF
     at_once = min(n, (options.batch_size or n) * layout.busy(job.world) // layout.ranks)  # pictures, of all ranks
-    batch = layout.batch(at_once, job.world, guidance_of(options).copies)
-    engine = load(options, job, batch, checkpoint=checkpoint, divided=layout.weights > 1)
+    rows = layout.batch_rows(at_once, job.world) // (1 if options.guided else 2)
+    engine = load(options, job, rows, checkpoint=checkpoint, divided=layout.weights > 1)
     with engine.watch.phase("plan"):
-        engine.network, layout = planner.parallel(engine.network, wanted)
+        engine.network, layout = share_evaluations(engine.network, evaluation, groups, wanted)
     if layout.weights > 1:  # each rank has read its part
         checkpoint.close()
 
@@ -147,18 +177,26 @@ def sample_grid(options: DistributedOptions, job) -> None:
         print(f"{', '.join(one.output for one in each)}: {engine.watch} · {start.seconds():.2f} s since start")
 
 
-def sample_for_fid(options: DistributedOptions, job) -> None:
-    """The folder of pictures and its .npz."""
-    from accel import fid, fid_door
+def wanted_layout(options: GridOptions, world: int) -> "Layout | None":
+    """The layout that --parallel names or arithmetic leaves; None if it is to be measured."""
+    from accel.parallel.layouts import OFF
 
-    job.run_collectively(lambda: fid_door.check(options, job.world), only=0)
+    if not options.guided or options.parallel == "off":
+        return OFF
+    if options.layout is None:  # with a picture for every GPU there is nothing to share
+        return OFF if len(options.labels) >= world else None
+    return options.layout if options.layout.ranks > 1 else OFF
+
+
+def sample_for_fid(options: FidOptions, job: "Job") -> None:
+    """The folder of pictures and its .npz."""
+    from accel import fid
+
+    job.run_collectively(lambda: fid.check(options, job.world), only=0)
     checkpoint, options = open_weights(options, job)
-    order = fid_door.order_of(options)
-    with fid.locked(order.folder, job):
-        batch, folders = (order.largest_batch, order.copies), fid.tuner_folders(order.folder)
-        engine = load(options, job, batch, checkpoint=checkpoint, tuner_folders=folders)
-        settings = job.run_collectively(lambda: fid_door.settings_of(engine, job.world), only=0)
-        fid.run(order, job, settings, fid_door.maker_of(engine))
+    with fid.locked(options, job):
+        how = dict(checkpoint=checkpoint, tuner_folders=fid.tuner_folders(options))
+        fid.run(load(options, job, fid.batch_rows(options), **how), job)
 
 
 if __name__ == "__main__":

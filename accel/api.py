@@ -11,14 +11,14 @@ from PIL import Image
 
 from accel.engine import Engine, load_network, overflows
 from accel.errors import UsageError, parameter_names
-from accel.options import MODELS, SamplingOptions
+from accel.options import MODELS, GridOptions
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
 from accel.vae import to_grid
 from accel.weights.checkpoint import HUB_ID
 from accel.weights.held import Held
 
-NOT_FOR_PYTHON = "output", "repeats", "seed_list"
+NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel", "decode"
 Labels = int | str | Iterable[int | str]
 
 
@@ -32,7 +32,7 @@ class Sampler:
     DiTPipeline; or a DiT that you hold: models.DiT, the original class, wrapped or compiled, or diffusers'
     DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
     AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
-    compare, as `accelerate` does. options: other fields of SamplingOptions by their names, such as ckpt, num_classes,
+    compare, as `accelerate` does. options: other fields of GridOptions by their names, such as ckpt, num_classes,
     vae_precision, batch_size; those that `sample` takes become its defaults. With output_type="latent" no decoder is
     needed.
 
@@ -58,7 +58,7 @@ class Sampler:
         held = None
         if model is not None and not isinstance(model, (str, Path)):
             if wrong := [name for name in ("ckpt", "forecast", "forecast_plan") if name in options]:
-                raise UsageError(f"{wrong[0]}: is for weights on disk, and the model was given; drop it")
+                raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
             with alone():
                 held = Held(model, copy=True)
             if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
@@ -69,14 +69,14 @@ class Sampler:
                 raise UsageError(f"ckpt={options['ckpt']}: conflicts with {model}, which are weights too; give one")
             model, options["ckpt"] = None, model
         if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
-            raise UsageError(f"{wrong[0]}: is for commands, which write files; drop it")
+            raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
         self._of_diffusers = held is not None and held.of_diffusers
         with TemporaryDirectory() as folder:
             if isinstance(vae, torch.nn.Module):
                 vae = _written(vae, folder)
             device, vae = (None if given is None else str(given) for given in (device, vae))
             options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
-            options = SamplingOptions(**options).resolve()
+            options = GridOptions(**options).resolve()
             with alone():
                 self._engine = Engine(options, checkpoint=held)
                 self.options = self._engine.options

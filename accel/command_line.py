@@ -10,8 +10,9 @@ from dataclasses import MISSING, fields
 
 from accel.errors import INTERRUPTED, USAGE, UsageError, shown
 from accel.flags import flag_names
-from accel.options import SamplingOptions
+from accel.options import GridOptions, Options
 
+OF_FLAGS = "names", "ranks", "group", "bounds"  # of a field, and none of argparse's
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
 
 
@@ -37,6 +38,10 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(USAGE, f"{self.prog}: {shown(message, 1000)}\n")
 
+    def worded(self, error: UsageError) -> str:
+        """An error in this command's flags."""
+        return error.by_flags({one.dest: one.option_strings[0] for one in self._actions if one.option_strings})
+
 
 class _Once(argparse.Action):
     """Stores a value and refuses a second, different one: of two checkpoints only one can be meant."""
@@ -49,14 +54,16 @@ class _Once(argparse.Action):
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, options: type = SamplingOptions, leave_out: tuple[str, ...] = ()
+    parser: argparse.ArgumentParser, *kinds: type, ranks: bool = False, leave_out: tuple[str, ...] = ()
 ) -> dict:
-    """Add a flag for every field of `options` but those in `leave_out`, in the groups that the fields name → groups."""
-    groups = {}
-    for item in fields(options):
-        if item.name in leave_out or not item.metadata:
+    """Add a flag for every field of the `kinds` of options (default: a grid's) but those in `leave_out`, in the groups
+    that the fields name → groups. ranks: for a command of many ranks."""
+    groups, items = {}, {item.name: item for kind in kinds or (GridOptions,) for item in fields(kind)}
+    for item in items.values():
+        names = flag_names(item, ranks)
+        if item.name in leave_out or not item.metadata or not names:
             continue
-        argument = {key: value for key, value in item.metadata.items() if key not in ("names", "group", "bounds")}
+        argument = {key: value for key, value in item.metadata.items() if key not in OF_FLAGS}
         if item.default is None and not argument.keys() & {"nargs", "type", "choices", "action"}:
             argument["action"] = _Once
         if item.default not in (None, MISSING) and "action" not in argument:
@@ -65,23 +72,32 @@ def add_arguments(
         group = item.metadata["group"]
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        groups[group].add_argument(*flag_names(options, item.name), dest=item.name, default=item.default, **argument)
+        groups[group].add_argument(*names, dest=item.name, default=item.default, **argument)
     return groups
 
 
-def options_from(args: argparse.Namespace, options: type = SamplingOptions) -> SamplingOptions:
-    """The parsed flags as resolved options."""
-    known = {item.name for item in fields(options)}
-    return options(**{name: value for name, value in vars(args).items() if name in known}).resolve()
+def options_from(args: argparse.Namespace, kind: type = GridOptions) -> Options:
+    """The parsed flags as resolved options of a kind."""
+    known = {item.name for item in fields(kind)}
+    return kind(**{name: value for name, value in vars(args).items() if name in known}).resolve()
+
+
+def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) -> None:
+    """Raise UsageError about the first flag that was given and that options of a `kind` have and those of the `other`
+    lack."""
+    lacking = {item.name for item in fields(kind)} - {item.name for item in fields(other)}
+    for item in fields(kind):
+        if item.name in lacking and getattr(args, item.name) != item.default:
+            raise UsageError(f"`{item.name}`: {why}")
 
 
 @contextmanager
-def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+def user_errors(parser: OneLineParser) -> Iterator[None]:
     """Turn a UsageError into its line and exit status 2, Ctrl-C into a line and 130."""
     try:
         yield
     except UsageError as error:
-        parser.exit(USAGE, f"{parser.prog}: {error}\n")
+        parser.exit(USAGE, f"{parser.prog}: {parser.worded(error)}\n")
     except KeyboardInterrupt:
         print(f"\n{parser.prog}: interrupted; nothing was written", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -19,7 +19,7 @@ from accel.files import atomic_write
 from accel.forecast import read_plan
 from accel.gpu import missing_code
 from accel.network import MODELS, Network, Plain
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 from accel.progress import Stopwatch, step_bar
 from accel.sampling import OnStep, denoise, initial_noise, upstream_noise
 from accel.sampling.ancestral import Ancestral, Ddim
@@ -35,7 +35,7 @@ from diffusion import create_diffusion
 #################################################################################
 
 
-def choose_device(options: SamplingOptions) -> torch.device:
+def choose_device(options: GridOptions) -> torch.device:
     """The device asked for, or a GPU if there is one. Raises UsageError if this machine lacks it."""
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -54,7 +54,7 @@ def choose_device(options: SamplingOptions) -> torch.device:
     return device
 
 
-def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[str, str]:
+def choose_precision(options: GridOptions, device: torch.device) -> tuple[str, str]:
     """Set the tier asked for, or the device's default. Returns its name and the decoder's arithmetic."""
     tier = options.precision or precision.default_tier(device)
     if tier == "tf32" and options.tf32 and not precision.supports(tier, device):
@@ -67,14 +67,14 @@ def choose_precision(options: SamplingOptions, device: torch.device) -> tuple[st
         raise UsageError(str(error)) from None
 
 
-def empty_model(options: SamplingOptions) -> torch.nn.Module:
+def empty_model(options: GridOptions) -> torch.nn.Module:
     """The model of `options` on the meta device: shapes without values."""
     build = options.weights.build if options.weights else MODELS[options.model]
     with shapes_only():
         return build(input_size=options.latent_size, num_classes=options.num_classes)
 
 
-def open_checkpoint(options: SamplingOptions) -> Checkpoint:
+def open_checkpoint(options: GridOptions) -> Checkpoint:
     """The options' weights, not fetched or read yet. Raises UsageError if there are none of that name."""
     name = options.ckpt or published_name(options.model, options.image_size, options.num_classes)
     # A CPU computes with copies: whoever writes to the file meanwhile must not change what is computed with. A network
@@ -83,7 +83,7 @@ def open_checkpoint(options: SamplingOptions) -> Checkpoint:
     return Checkpoint(name, mapped=options.device != "cpu" or divided)
 
 
-def fetch(options: SamplingOptions, checkpoint: Checkpoint | Held) -> SamplingOptions:
+def fetch(options: GridOptions, checkpoint: Checkpoint | Held) -> GridOptions:
     """Download what is not here yet of network and decoder. Returns the options with all that follows from the weights.
     Raises UsageError that names all that is missing."""
     missing = []
@@ -117,7 +117,7 @@ def fetch(options: SamplingOptions, checkpoint: Checkpoint | Held) -> SamplingOp
 
 
 def load_network(
-    options: SamplingOptions,
+    options: GridOptions,
     checkpoint: Checkpoint | Held,
     tier: str,
     device: torch.device,
@@ -152,7 +152,7 @@ def load_network(
 
 
 @torch.inference_mode()
-def overflows(network: Network, options: SamplingOptions, device: torch.device, n: int, copies: int) -> bool:
+def overflows(network: Network, options: GridOptions, device: torch.device, n: int, copies: int) -> bool:
     """Whether `network` gives infinities or NaN on noise, at the first, the middle and the last timestep."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     side = options.latent_size
@@ -164,7 +164,7 @@ def overflows(network: Network, options: SamplingOptions, device: torch.device, 
     return not all(out.isfinite().all() for out in outputs)
 
 
-def guidance_of(options: SamplingOptions) -> Guidance | Unguided:
+def guidance_of(options: GridOptions) -> Guidance | Unguided:
     """The options' guidance."""
     return Guidance(options.cfg_scale, options.num_classes) if options.guided else Unguided()
 
@@ -184,7 +184,7 @@ class Engine:
 
     def __init__(
         self,
-        options: SamplingOptions,
+        options: GridOptions,
         batch: tuple[int, int] | None = None,
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
         tuner_folders: list[Path] | None = None,
@@ -215,7 +215,7 @@ class Engine:
         else:
             self.process = Ddim(diffusion, options.eta) if options.sampler == "ddim" else Ancestral(diffusion)
 
-    def reconfigure(self, options: SamplingOptions) -> None:
+    def reconfigure(self, options: GridOptions) -> None:
         """Sample by `options` from now on. They may differ from those before in labels, seed, steps and guidance."""
         before = self.options
         if (before.num_sampling_steps, before.cfg_scale) != (options.num_sampling_steps, options.cfg_scale):

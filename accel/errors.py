@@ -3,20 +3,43 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 USAGE = 2  # a mistake in what the user asked for
 STOPPED = 75  # the job was asked to stop and can be continued: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 
-
 FLAG = r"--([a-z][a-z0-9-]*)( (?=[^\s:;,]))?"  # with the space before its value, if it has one
+PARAMETER = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
 class UsageError(ValueError):
-    """A mistake in what the user asked for: one line that names the flag and the remedy. Commands exit with USAGE."""
+    """A mistake in what the user asked for: one line that names the parameter and the remedy.
+
+    Parameters stand in backquotes: "`image_size=17`: must be a multiple of 16". Callers in Python read image_size=17.
+    Commands say --image-size 17 (`by_flags`) and exit with USAGE.
+    """
+
+    def __str__(self):
+        return PARAMETER.sub(lambda found: found[0][1:-1], self.marked)
+
+    @property
+    def marked(self) -> str:
+        """The text with its backquotes."""
+        return self.args[0]
+
+    def by_flags(self, flags: Mapping[str, str] = MappingProxyType({})) -> str:
+        """The text with flags for parameters; flags: of those that are not named like their parameter."""
+
+        def flag(found):
+            name, value = found.groups()
+            name = flags.get(name, "--" + name.replace("_", "-"))
+            return {None: name, "True": name, "False": f"--no-{name[2:]}"}.get(value, f"{name} {value}")
+
+        return PARAMETER.sub(flag, self.marked)
 
 
 class Stopped(Exception):
@@ -36,17 +59,22 @@ def parameter_names() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        text = re.sub(FLAG, lambda flag: flag[1].replace("-", "_") + ("=" if flag[2] else ""), str(error))
+        text = re.sub(FLAG, lambda flag: flag[1].replace("-", "_") + ("=" if flag[2] else ""), error.marked)
         raise UsageError(text) from None
 
 
 @contextmanager
-def path_errors(flag: str, path: str | Path, remedy: str = "choose another path") -> Iterator[None]:
-    """Turn an OSError of the block into a UsageError about `path`, which the user named by `flag`."""
+def path_errors(name: str, path: str | Path, remedy: str = "choose another path") -> Iterator[None]:
+    """Turn an OSError of the block into a UsageError about `path`, which is the parameter `name`."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror or error}; {remedy}") from None
+        raise UsageError(f"{named(name, path)}: {error.strerror or error}; {remedy}") from None
+
+
+def named(name: str, value: object) -> str:
+    """A parameter and its value, marked for a UsageError."""
+    return f"{name} {value}" if name.startswith("--") else f"`{name}={value}`"
 
 
 def say_last(text: str) -> None:

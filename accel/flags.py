@@ -6,16 +6,17 @@ import numbers
 import operator
 import os
 from collections.abc import Iterable
-from dataclasses import Field, field, fields
+from dataclasses import Field, field
 from pathlib import Path
 from typing import Any
 
-from accel.errors import UsageError, path_errors, shown
+from accel.errors import UsageError, named, path_errors, shown
 from accel.files import require_writable
 
 
 def flag(default: Any, help: str, group: str, **argument) -> Any:
-    """A field with its flag: `argument` as argparse takes it, `names` for other names than the field's."""
+    """A field with its flag: `argument` as argparse takes it, `names` for other names than the field's, `ranks` for
+    those in commands of many ranks."""
     return field(default=default, metadata=dict(help=help, group=group, **argument))
 
 
@@ -27,26 +28,26 @@ def positive(text: str) -> int:
     return value
 
 
-def flag_names(options: type, name: str) -> tuple[str, ...]:
-    """The flags of a field, the main one first."""
-    item = next(item for item in fields(options) if item.name == name)
-    return item.metadata.get("names", ("--" + name.replace("_", "-"),))
+def flag_names(item: Field, ranks: bool = False) -> tuple[str, ...]:
+    """The flags of a field, the main one first; () where it has none. ranks: in a command of many ranks."""
+    names = item.metadata.get("names", ("--" + item.name.replace("_", "-"),))
+    return item.metadata.get("ranks", names) if ranks else names
 
 
 def checked(options: object, item: Field) -> Any:
     """The value of a field as its flag's type, choices and bounds have it, whoever gave it. Raises UsageError."""
-    value, name = getattr(options, item.name), flag_names(type(options), item.name)[0]
+    value, name = getattr(options, item.name), item.name
     kind = item.metadata.get("type") or (str if item.type is tuple else item.type)
     if item.metadata.get("nargs"):
         if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-            raise UsageError(f"{name} {shown(value)}: must be several; give a list")
-        return tuple(_converted(name, one, kind, item.name == "labels") for one in value)
+            raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")
+        return tuple(_converted(name, one, kind, name == "labels") for one in value)
     value = _converted(name, value, kind)
     choices, bounds = item.metadata.get("choices"), item.metadata.get("bounds")
     if choices and value not in choices:
-        raise UsageError(f"{name} {shown(value)}: choose from {', '.join(choices)}")
+        raise UsageError(f"`{name}={shown(value)}`: choose from {', '.join(choices)}")
     if bounds and not bounds[0] <= value <= bounds[1]:
-        raise UsageError(f"{name} {shown(str(value))}: must be from {bounds[0]} to {bounds[1]}")
+        raise UsageError(f"`{name}={shown(str(value))}`: must be from {bounds[0]} to {bounds[1]}")
     return value
 
 
@@ -64,14 +65,14 @@ def _converted(name, value, kind, number_too=False):
     except (TypeError, RuntimeError, OverflowError):
         pass
     words = {bool: "True or False", float: "a number", str: "a class's number or name" if number_too else "text"}
-    raise UsageError(f"{name} {shown(repr(value))}: must be {words.get(kind, 'a whole number')}")
+    raise UsageError(f"`{name}={shown(repr(value))}`: must be {words.get(kind, 'a whole number')}")
 
 
-def check_writable(path: str | Path, flag: str = "--output") -> None:
-    """Make the folder of the file `path`, which `flag` names, and prove that it can be written. Raises UsageError."""
+def check_writable(path: str | Path, name: str = "output") -> None:
+    """Make the folder of the file `path`, the parameter `name`, and prove that it can be written. Raises UsageError."""
     path = Path(path)
-    with path_errors(flag, path):
+    with path_errors(name, path):
         if path.exists() and not path.is_file():
-            raise UsageError(f"{flag} {path}: is a folder, a device or a pipe; name a file")
+            raise UsageError(f"{named(name, path)}: is a folder, a device or a pipe; name a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         require_writable(path.parent)

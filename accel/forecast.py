@@ -6,14 +6,14 @@ from pathlib import Path
 
 from accel.errors import UsageError
 from accel.files import read_json
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 from accel.sampling.process import Kind
 from accel.weights.checkpoint import Checkpoint
 
 KIND = "forecast plan, version 3"
 
 
-def plan_path(options: SamplingOptions, checkpoint: Checkpoint) -> Path:
+def plan_path(options: GridOptions, checkpoint: Checkpoint) -> Path:
     """Where the plan of the weights lies: --forecast-plan, or beside the checkpoint."""
     if options.forecast_plan is not None:
         return Path(options.forecast_plan)
@@ -21,7 +21,7 @@ def plan_path(options: SamplingOptions, checkpoint: Checkpoint) -> Path:
     return path / "forecast.json" if path.is_dir() else path.with_name(f"{path.stem}.forecast.json")
 
 
-def settings_of(options: SamplingOptions, checkpoint: Checkpoint) -> dict:
+def settings_of(options: GridOptions, checkpoint: Checkpoint) -> dict:
     """What a plan was made for."""
     return {
         "model": options.model,
@@ -32,7 +32,7 @@ def settings_of(options: SamplingOptions, checkpoint: Checkpoint) -> dict:
     }
 
 
-def read_plan(options: SamplingOptions, checkpoint: Checkpoint) -> list[Kind]:
+def read_plan(options: GridOptions, checkpoint: Checkpoint) -> list[Kind]:
     """The strides of the options' plan. Raises UsageError if there is none, if it is damaged, or if it was made for
     other weights, steps, guidance, size or model."""
     path = plan_path(options, checkpoint)

@@ -39,11 +39,11 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d{1,30}\s*", label):
         number = int(label) if isinstance(label, str) else operator.index(label)
         if not 0 <= number < num_classes:
-            raise UsageError(f"--labels {shown(str(number))}: the model knows classes 0 to {num_classes - 1}")
+            raise UsageError(f"`labels={shown(str(number))}`: the model knows classes 0 to {num_classes - 1}")
         return number
     if not names:
         raise UsageError(
-            f"--labels {shown(label)}: no class names are known here; give a number from 0 to {num_classes - 1}"
+            f"`labels={shown(label)}`: no class names are known here; give a number from 0 to {num_classes - 1}"
         )
     if label in names:
         return list(names).index(label)
@@ -57,7 +57,7 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     listed = ", ".join(f"{names[i]} ({i})" for i in near[:NEAREST]) + ", …" * (len(near) > NEAREST)
     problem = f"{len(found)} classes have that name" if found else "no class has that name"
     remedy = f"give one of {listed}" if near else f"give a number from 0 to {num_classes - 1}"
-    raise UsageError(f"--labels {shown(label)}: {problem}; {remedy}")
+    raise UsageError(f"`labels={shown(label)}`: {problem}; {remedy}")
 
 
 def file_name(name: str) -> str:

@@ -53,11 +53,11 @@ def world_size(wanted: int | None, device: str | None) -> int:
     if wanted == 1:
         return 1
     if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        raise UsageError("--gpus: torchrun or srun has started several processes; start one, or use sample_ddp.py")
+        raise UsageError("`gpus`: torchrun or srun has started several processes; start one, or use sample_ddp.py")
     if wanted is None:
         wanted = 0 if device == "cpu" else _visible_gpus()
         if not 1 <= wanted <= MOST:
-            raise UsageError(f"--gpus all: {wanted} GPUs here; give a number of processes, from 1 to {MOST}")
+            raise UsageError(f"`gpus=all`: {wanted} GPUs here; give a number of processes, from 1 to {MOST}")
     return wanted
 
 

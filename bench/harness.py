@@ -26,7 +26,7 @@ from accel.flags import check_writable, positive
 from accel.graphs import Replayed
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
 from accel.network import MODELS, Network, guide, plain
-from accel.options import ROOT, SamplingOptions
+from accel.options import ROOT, GridOptions
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as
@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = Tr
         parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
         parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
         parser.add_argument("--num-classes", type=int, help="number of classes")
-        parser.add_argument("--cfg-scale", type=float, default=SamplingOptions.cfg_scale, help="strength of guidance")
+        parser.add_argument("--cfg-scale", type=float, default=GridOptions.cfg_scale, help="strength of guidance")
     if network and batch:
         parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two rows each")
         add_seconds(parser)
@@ -97,16 +97,16 @@ def prepare(args: Namespace) -> torch.device:
     return device
 
 
-def options_of(args: Namespace) -> SamplingOptions:
+def options_of(args: Namespace) -> GridOptions:
     """The options that the flags of a network name, and what they imply."""
     sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
-    return SamplingOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
+    return GridOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
 
 
 def check_sizes(model: str | None, sizes: list[int]) -> None:
     """Raises UsageError for a side in pixels that a model does not take."""
     for size in sizes:
-        engine.empty_model(SamplingOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
+        engine.empty_model(GridOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
@@ -285,7 +285,7 @@ def random_decoder(device: torch.device) -> Decoder:
 
 def decoder_of(args: Namespace, device: torch.device) -> Decoder:
     """The decoder of --vae or the demo's own, else a random one."""
-    name = args.vae or SamplingOptions(model=args.model).resolve().vae
+    name = args.vae or GridOptions(model=args.model).resolve().vae
     if name in vae.PUBLISHED and not args.vae:
         return random_decoder(device)
     return vae.load_vae(vae.find_vae(name), device)

@@ -35,7 +35,7 @@ from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.flags import positive
-from accel.options import DEFAULTS_OF, ROOT, DistributedOptions, SamplingOptions
+from accel.options import DEFAULTS_OF, ROOT, DistributedOptions, GridOptions
 from bench import harness
 
 
@@ -162,7 +162,7 @@ def check(args: Namespace) -> torch.device:
     for flag, tier in [*asked, ("--precision", args.precision)]:
         if tier and not precision.supports(tier, device):
             raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
-    args.steps = args.steps or (25 if args.gpus and device.type != "cuda" else SamplingOptions.num_sampling_steps)
+    args.steps = args.steps or (25 if args.gpus and device.type != "cuda" else GridOptions.num_sampling_steps)
     return device
 
 

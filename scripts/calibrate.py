@@ -39,7 +39,7 @@ from accel.engine import Engine, empty_model, fetch, open_checkpoint
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
 from accel.forecast import StridePlan, plan_path, settings_of, write_plan
-from accel.options import DEMO, SamplingOptions
+from accel.options import DEMO, GridOptions
 from diffusion.strides import Strides
 
 FIRST_SEED = 10_000  # of the recorded pictures; the held-out seeds follow it
@@ -54,7 +54,7 @@ SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 class Bench:
     """Float32 with all evaluations, the calibrated tier, and the pictures of both; `batch` pictures at a time."""
 
-    def __init__(self, options: SamplingOptions, batch: int):
+    def __init__(self, options: GridOptions, batch: int):
         self.options, self.batch = options, batch
         self.fast = Engine(options, 2 * batch)
         self.tier, self.device, self.diffusion = self.fast.precision, self.fast.device, self.fast.diffusion
@@ -209,7 +209,7 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[tuple[int
 #################################################################################
 
 
-def calibrate(args: Namespace, options: SamplingOptions, path: Path) -> None:
+def calibrate(args: Namespace, options: GridOptions, path: Path) -> None:
     """Write a plan for `options` to `path`; `args` as add_flags has them.
 
     Raises UsageError if the tier misses the margin even with all evaluations.
@@ -288,7 +288,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint; the demo's: output/)")
 
 
-def check(args: Namespace, options: SamplingOptions) -> Path:
+def check(args: Namespace, options: GridOptions) -> Path:
     """The file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")

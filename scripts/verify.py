@@ -37,14 +37,14 @@ from accel.command_line import OneLineParser, add_arguments, options_from, user_
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
 from accel.forecast import read_plan
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 from accel.progress import step_bar
 from bench import harness
 
 AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
 
 
-def sample(options: SamplingOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
+def sample(options: GridOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
     """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
     run, grids, times = engine.Engine(options, 2 * len(options.labels)), {}, []
@@ -147,7 +147,7 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
-def verify(args: Namespace, options: SamplingOptions, tiers: list[str], device: torch.device, out: Path) -> dict:
+def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torch.device, out: Path) -> dict:
     """Sample, judge, recommend; returns the record, which is in verify.json too."""
     seeds, lpips = range(args.seeds), evaluate.Lpips(args.vgg_weights)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from accel.engine import Engine
 from accel.errors import UsageError
-from accel.options import DistributedOptions, SamplingOptions
+from accel.options import GridOptions
+from accel.output import picture_names
 from models import DiT_models
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 3)
@@ -62,8 +63,8 @@ def test_a_folder_gets_one_png_a_picture(script, here, tmp_path):
     ],
 )
 def test_names_of_pictures(model, classes, labels, names):
-    options = SamplingOptions(model, labels=labels, num_classes=classes, output="folder/").resolve()
-    assert options.into_folder and options.picture_names == names
+    options = GridOptions(model, labels=labels, num_classes=classes, output="folder/").resolve()
+    assert picture_names(options.labels, options.class_names) == names
 
 
 @BOTH
@@ -90,9 +91,9 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
     """The same noise to the bit, so the same pictures: up to float32 rounding, as GEMMs of other sizes add in another
     order. One batch of all is the same to the bit."""
     options = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=4, seed=3)
-    whole = Engine(SamplingOptions(**options).resolve()).run()
+    whole = Engine(GridOptions(**options).resolve()).run()
     for batch_size, sizes in (1, [1] * 8), (3, [3, 3, 2]), (8, [8]):
-        run = Engine(SamplingOptions(**options, batch_size=batch_size).resolve())
+        run = Engine(GridOptions(**options, batch_size=batch_size).resolve())
         used, seen, p_sample = [], [], run.diffusion.p_sample
 
         def recorded(model, x, t, *, noise, **how):
@@ -113,10 +114,10 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
 
 
 def test_what_did_not_fit_says_what_to_give():
-    options = SamplingOptions(model="DiT-Demo/2").resolve()
-    assert options.smaller_batch.endswith("use --batch-size 4")
+    options = GridOptions(model="DiT-Demo/2").resolve()
+    assert options.smaller_batch.endswith("use `batch_size=4`")
     options.batch_size = 4
-    assert options.smaller_batch.startswith("--batch-size 4: ") and options.smaller_batch.endswith("use a smaller one")
+    assert options.smaller_batch.startswith("`batch_size=4`: ") and options.smaller_batch.endswith("use a smaller one")
 
 
 #################################################################################
@@ -164,8 +165,8 @@ def test_tf32_is_a_permission(here, tmp_path):
     assert outputs["--tf32"].count("--tf32: cpu has no TF32 (Ampere or later); sampling in fp32") == 1
     assert "--tf32:" not in outputs["--no-tf32"] and all("· fp32 ·" in text for text in outputs.values())
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()
-    with pytest.raises(UsageError, match="--tf32: conflicts with --precision fp32"):
-        DistributedOptions(tf32=True, precision="fp32").resolve()
+    with pytest.raises(UsageError, match="tf32=True: conflicts with precision=fp32"):
+        GridOptions(tf32=True, precision="fp32").resolve()
 
 
 @BOTH

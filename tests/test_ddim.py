@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from accel.errors import UsageError
 from accel.kernels.ancestral_update import ancestral_update
 from accel.network import MODELS, unpatchify
-from accel.options import DistributedOptions, SamplingOptions
+from accel.options import FidOptions, GridOptions
 from diffusion import create_diffusion
 
 DEMOS = "DiT-Demo/2", "Large-DiT-Demo/2"
@@ -83,12 +83,12 @@ def test_the_fused_update_is_ddim_sample(eta):
 
 
 def test_settings_that_make_no_sense_are_one_line():
-    for options in (SamplingOptions, DistributedOptions):
-        with pytest.raises(UsageError, match="--eta 0.5: must be from 0 to 1, and is for --sampler ddim"):
+    for options in (GridOptions, FidOptions):
+        with pytest.raises(UsageError, match="eta=0.5: must be from 0 to 1, and is for sampler=ddim"):
             options(eta=0.5).resolve()
         for eta in (-0.1, 1.5, float("nan")):
-            with pytest.raises(UsageError, match="--eta"):
+            with pytest.raises(UsageError, match="eta="):
                 options(sampler="ddim", eta=eta).resolve()
-        with pytest.raises(UsageError, match="--forecast plan: plans are made for --sampler ddpm"):
+        with pytest.raises(UsageError, match="forecast=plan: plans are made for sampler=ddpm"):
             options(sampler="ddim", forecast="plan").resolve()
         assert options(sampler="ddim", eta=1.0).resolve().eta == 1.0

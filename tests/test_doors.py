@@ -165,9 +165,9 @@ def test_a_first_run_names_all_that_is_missing(tmp_path, run):
 def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
     """What is computed with on a CPU is a copy; a file that changes while it is read ends the run with a line."""
     from accel import engine
-    from accel.options import SamplingOptions
+    from accel.options import GridOptions
 
-    options = SamplingOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "a.safetensors"), device="cpu", labels=(1, 2))
+    options = GridOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "a.safetensors"), device="cpu", labels=(1, 2))
     for name in ("a.safetensors", "a.pt"):
         options.ckpt = str(tmp_path / name)
         state = load_file(weights)
@@ -311,10 +311,10 @@ def test_the_heads_that_a_config_says_are_computed(tmp_path, here):
     ],
 )
 def test_nonsense_is_refused_in_python_as_on_the_command_line(wrong, words):
-    from accel.options import SamplingOptions
+    from accel.options import GridOptions
 
     with pytest.raises(ValueError) as error:
-        SamplingOptions(model="DiT-Demo/2", **wrong).resolve()
+        GridOptions(model="DiT-Demo/2", **wrong).resolve()
     assert words in str(error.value) and "\n" not in str(error.value)
-    whole = SamplingOptions(model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"])
+    whole = GridOptions(model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"])
     assert (whole.resolve().seed, whole.cfg_scale, whole.labels) == (3, 2.0, (1, 3))

@@ -70,7 +70,7 @@ class Job:
         except _AgreedError:
             raise
         except UsageError as error:
-            message = str(error)
+            message = error.marked
         reports, lines = self.all_gather_object((message, self.host)), []
         for message in dict.fromkeys(text for text, _ in reports if text is not None):
             ranks = [rank for rank, (text, _) in enumerate(reports) if text == message]
@@ -105,15 +105,15 @@ class Job:
         """
         kind, _, number = (wanted or "cuda").partition(":")
         if kind not in ("cuda", "cpu") or number and not number.isdecimal():
-            raise UsageError(f"--device {wanted}: ranks sample on cuda or cpu; choose one")
+            raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
         if kind == "cpu":
             return "cpu"
         if number and self.world > 1:
-            raise UsageError(f"--device {wanted}: every rank takes its own GPU; choose them with CUDA_VISIBLE_DEVICES")
+            raise UsageError(f"`device={wanted}`: every rank takes its own GPU; choose them with CUDA_VISIBLE_DEVICES")
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = int(number or self.local_rank % max(visible, 1))  # srun may show a task its own GPU only, as number 0
         if number and index >= visible:
-            raise UsageError(f"--device {wanted}: this machine has {visible} GPU(s), counted from 0")
+            raise UsageError(f"`device={wanted}`: this machine has {visible} GPU(s), counted from 0")
         gpu = str(torch.cuda.get_device_properties(index).uuid) if visible else None
         gpus = self.all_gather_object((self.host, gpu))
         if not wanted and not any(gpu for _, gpu in gpus):
@@ -121,7 +121,7 @@ class Job:
 
         def own():
             if not visible:
-                raise UsageError("no GPU; start as many processes as there are GPUs, or use --device cpu")
+                raise UsageError("no GPU; start as many processes as there are GPUs, or use `device=cpu`")
             if gpus.count(gpus[self.rank]) > 1:
                 raise UsageError(
                     "several ranks on one GPU; start one a GPU (--gpus, --nproc_per_node, --ntasks-per-node)"
@@ -260,8 +260,9 @@ def _join():
 
 
 @contextmanager
-def launched_job(program: str) -> Iterator[Job]:
+def launched_job(program: str, worded: Callable[[UsageError], str] = str) -> Iterator[Job]:
     """Run the block as one rank of its job. However it ends on any rank, all ranks end, and the cause is printed once.
+    worded: the text of a user's error.
 
     A UsageError is one line and status USAGE, a Stopped one line and STOPPED, anything else a traceback and 1.
     """
@@ -270,8 +271,8 @@ def launched_job(program: str) -> Iterator[Job]:
     except UsageError as error:
         # Under srun it is the same line on every rank: on rank 0, or where the number is what is wrong.
         if "SLURM_STEP_ID" not in os.environ or not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal():
-            print(f"{program}: {error}", file=sys.stderr)
-            say_last(f"{program}: {error}")
+            print(f"{program}: {worded(error)}", file=sys.stderr)
+            say_last(f"{program}: {worded(error)}")
         _exit(USAGE)
     status = 0
     try:
@@ -284,12 +285,12 @@ def launched_job(program: str) -> Iterator[Job]:
                 say_last(f"{program}: {stopped}")
         job.leave()
     except BaseException as error:
-        _fail(job, program, error)
+        _fail(job, program, error, worded)
     if status or job.world > 1:
         _exit(status)
 
 
-def _fail(job, program, error):
+def _fail(job, program, error, worded):
     """End this rank after `error`. The first rank that fails prints the cause and exits first, which makes it the
     launcher's root cause; the others exit with its status."""
     if isinstance(error, SystemExit):
@@ -303,7 +304,7 @@ def _fail(job, program, error):
     status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
     last = f"{program}: rank {job.rank} of {job.world} on {job.host}: {cause}"
     if isinstance(error, UsageError):
-        status, text = USAGE, "\n".join(f"{program}: {line}" for line in str(error).splitlines())
+        status, text = USAGE, "\n".join(f"{program}: {line}" for line in worded(error).splitlines())
         last = text
     if isinstance(error, KeyboardInterrupt):
         status, text, last = INTERRUPTED, f"{program}: interrupted", ""

@@ -2,14 +2,14 @@
 
 import pytest
 
-from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.command_line import OneLineParser, add_arguments, options_from, refuse_given, user_errors
 from accel.errors import INTERRUPTED, USAGE, UsageError
-from accel.options import DistributedOptions, SamplingOptions
+from accel.options import FidOptions, GridOptions
 
 
-def parsed(*arguments, options=SamplingOptions, **how):
+def parsed(*arguments, **how):
     parser = OneLineParser(prog="command")
-    add_arguments(parser, options, **how)
+    add_arguments(parser, **how)
     return parser, parser.parse_args(map(str, arguments))
 
 
@@ -18,9 +18,30 @@ def test_flags_become_options():
     options = options_from(args)
     assert (*options.labels, options.seed, options.cfg_scale, options.image_size) == (1, 5, 3, 2.0, 128)
     assert "(default: 250)" in parser.format_help() and "(default: None)" not in parser.format_help()
-    _, args = parsed("--global-seed", 4, "--tf32", options=DistributedOptions)
-    options = options_from(args, DistributedOptions)
+    _, args = parsed("--global-seed", 4, "--tf32", ranks=True)
+    options = options_from(args)
     assert (options.seed, options.precision, options.guided) == (4, "tf32", True)
+
+
+def test_one_parser_serves_two_kinds_of_job():
+    """Each flag once; what the other kind lacks is refused by its flag."""
+    parser = OneLineParser(prog="command")
+    groups = add_arguments(parser, GridOptions, FidOptions, ranks=True)
+    flags = [one.option_strings for group in groups.values() for one in group._group_actions]
+    assert len(flags) == len({names[0] for names in flags}) and ["--global-seed", "--seed"] in flags
+    args = parser.parse_args(["--seeds", "1", "2", "--num-fid-samples", "4"])
+    refuse_given(parser.parse_args([]), GridOptions, FidOptions, "no")
+    with pytest.raises(UsageError) as error:
+        refuse_given(args, GridOptions, FidOptions, "give a `seed`")
+    assert (
+        parser.worded(error.value) == "--seeds: give a --global-seed" and str(error.value) == "seed_list: give a seed"
+    )
+
+
+def test_an_error_is_worded_for_its_door():
+    error = UsageError("`image_size=17`: must be 16; `tf32=False` or `tf32`, `num_classes=8`")
+    assert str(error) == "image_size=17: must be 16; tf32=False or tf32, num_classes=8"
+    assert error.by_flags() == "--image-size 17: must be 16; --no-tf32 or --tf32, --num-classes 8"
 
 
 def test_a_command_leaves_out_what_it_has_no_use_for(capsys):
@@ -54,7 +75,7 @@ def test_the_same_flag_twice_is_no_mistake():
 @pytest.mark.parametrize(
     "raised, status, text",
     [
-        (UsageError("--labels 9: too large"), USAGE, "command: --labels 9: too large\n"),
+        (UsageError("`labels=9`: too large"), USAGE, "command: --labels 9: too large\n"),
         (KeyboardInterrupt(), INTERRUPTED, "\ncommand: interrupted; nothing was written\n"),
     ],
 )

@@ -12,13 +12,13 @@ from networks import build, large_inside, small
 from accel import engine, vae
 from accel.errors import UsageError
 from accel.fast.dit import FastDiT
-from accel.options import DistributedOptions, SamplingOptions
+from accel.options import FidOptions, GridOptions
 from models import DiT_models
 
 CPU = torch.device("cpu")
 
 
-def options_of(weights, kind=SamplingOptions, **more):
+def options_of(weights, kind=GridOptions, **more):
     common = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", num_sampling_steps=5)
     return kind(**{**common, **more}).resolve()
 
@@ -36,13 +36,13 @@ def load(options):
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (dict(model="DiT-XL/3"), "--model DiT-XL/3: unknown"),
+        (dict(model="DiT-XL/3"), "model=DiT-XL/3: unknown"),
         (dict(ckpt="no/such.pt"), "--ckpt no/such.pt"),
         (dict(precision="exact"), "--precision exact: cpu has no float16 tensor cores .*; choose fp32"),
         (dict(vae_precision="fp16"), "--vae-precision fp16"),
         (
             dict(model="DiT-S/8", image_size=144),
-            "--image-size 144: must be a multiple of 64 .*patch 8",
+            "image_size=144: must be a multiple of 64 .*patch 8",
         ),
         (dict(device="tpu"), "--device tpu: .*try cuda"),
     ],
@@ -62,8 +62,8 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, w
 def test_loading_imports_no_compiler():
     """Making the network on the meta device, to check the weights against, must not cost seconds."""
     code = (
-        "import sys, torch\nfrom accel import engine\nfrom accel.options import SamplingOptions\n"
-        "run = engine.Engine(SamplingOptions(model='DiT-Demo/2', device='cpu').resolve())\n"
+        "import sys, torch\nfrom accel import engine\nfrom accel.options import GridOptions\n"
+        "run = engine.Engine(GridOptions(model='DiT-Demo/2', device='cpu').resolve())\n"
         "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))"
     )
     done = forks.run(["-c", code])
@@ -78,8 +78,8 @@ def test_loading_costs_the_file(tmp_path):
         shapes = {name: tensor.shape for name, tensor in DiT_models["DiT-B/2"](input_size=64).state_dict().items()}
     torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
     code = (
-        "import resource, sys, torch; from accel import engine; from accel.options import SamplingOptions\n"
-        f"options = SamplingOptions('DiT-B/2', ckpt={str(path)!r}, device='cpu').resolve()\n"
+        "import resource, sys, torch; from accel import engine; from accel.options import GridOptions\n"
+        f"options = GridOptions('DiT-B/2', ckpt={str(path)!r}, device='cpu').resolve()\n"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "weights = engine.open_checkpoint(options)\n"
         "network = engine.load_network(options.complete(weights), weights, 'fp32', torch.device('cpu'), 1, 2)\n"
@@ -122,7 +122,7 @@ def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
 def test_the_check_for_overflow_leaves_the_random_stream_alone():
     """By the reference implementations: float16 overflows where bfloat16 and float32 do not. The run's noise is the
     same whether or not there was a check."""
-    options = SamplingOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
+    options = GridOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
     states = small().state_dict(), large_inside(small()).state_dict()
     before, found = torch.get_rng_state(), []
     for state in states:
@@ -133,12 +133,11 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
 
 GRID = dict(labels=(0, 1, 2), output_type="latent")
 TOO_LARGE = {
-    "grid": (SamplingOptions, GRID, "^--labels: 3 pictures at a time do not fit in free GPU memory; .+$"),
-    "grid of many ranks": (DistributedOptions, GRID, "^--labels: 3 pictures at a time do not fit .*; .+$"),
+    "grid": (GridOptions, GRID, "^labels: 3 pictures at a time do not fit in free GPU memory; .+$"),
     "FID job": (
-        DistributedOptions,
+        FidOptions,
         dict(num_fid_samples=100, per_proc_batch_size=48),
-        "^--per-proc-batch-size 48: does not fit .*; use a smaller one$",
+        "^per_proc_batch_size=48: does not fit .*; use a smaller one$",
     ),
 }
 
@@ -193,7 +192,7 @@ def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
 @pytest.mark.parametrize("bad", (999, 500, 0))
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
 def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
-    options = SamplingOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
+    options = GridOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
 
     def tokens(x, t, y):
         out = torch.ones(len(y), 4, 8)

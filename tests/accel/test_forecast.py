@@ -18,7 +18,7 @@ from accel.fast.conditioning import ConditioningTable
 from accel.fast.dit import FastDiT
 from accel.forecast import KIND, plan_path, read_plan, settings_of, write_plan
 from accel.network import Plain
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.strides import Strides
 from accel.weights.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ def weights(tmp_path_factory):
 
 def options_of(weights, **more):
     common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan")
-    return SamplingOptions(**{**common, **more}).resolve().complete(Checkpoint(weights))
+    return GridOptions(**{**common, **more}).resolve().complete(Checkpoint(weights))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
 def test_the_demos_plan_is_for_the_demo():
     """The plan that ships fits the weights that ship. Its evidence says that it passes, and with how many
     evaluations."""
-    options = SamplingOptions(model="DiT-Demo/2", forecast="plan").resolve()
+    options = GridOptions(model="DiT-Demo/2", forecast="plan").resolve()
     checkpoint = Checkpoint(options.ckpt)
     strides = read_plan(options, checkpoint)
     plan = json.loads(plan_path(options, checkpoint).read_text())

@@ -9,7 +9,7 @@ from accel.errors import UsageError
 from accel.kernels import adaln, attention, cuda, split_attention, split_linear
 from accel.kernels.adaln import hopper as adaln_hopper
 from accel.kernels.linear import Linear, hopper, tuner
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 
 GPU = torch.device("cuda", 0)
 OLD, AMPERE, HOPPER, BLACKWELL = ((7, 0), (7, 5)), ((8, 0), (8, 6), (8, 9)), ((9, 0),), ((10, 0), (12, 0))
@@ -79,7 +79,7 @@ def test_tiers(seen):
     assert {tier for tier in precision.TIERS if not precision.supports(tier, GPU)} == lacking
     assert precision.default_tier(GPU) == "fp16"
     for tier in precision.TIERS:
-        options = SamplingOptions(precision=tier)
+        options = GridOptions(precision=tier)
         if tier in lacking:
             with pytest.raises(UsageError, match=f"^--precision {tier}: .* choose fp32$") as refusal:
                 engine.choose_precision(options, GPU)
@@ -117,7 +117,7 @@ def machine(monkeypatch):
 )
 def test_a_torch_with_code_for_the_gpu(machine, capability, targets):
     machine(capability, targets)
-    assert engine.choose_device(SamplingOptions()) == torch.device("cuda")
+    assert engine.choose_device(GridOptions()) == torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -133,5 +133,5 @@ def test_a_torch_without_code_for_the_gpu(machine, capability, targets, remedy):
     machine(capability, targets)
     want = f"--device cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
     with pytest.raises(UsageError) as refusal:
-        engine.choose_device(SamplingOptions())
+        engine.choose_device(GridOptions())
     assert str(refusal.value) == want

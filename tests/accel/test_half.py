@@ -10,7 +10,7 @@ import torch
 
 from accel import precision, vae
 from accel.engine import Engine
-from accel.options import DEMO, SamplingOptions, UsageError
+from accel.options import DEMO, GridOptions, UsageError
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.vae.half import HalfDecoder
 
@@ -97,7 +97,7 @@ def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, c
     plain = make()
     (tmp_path / vae.FILES[0]).write_text((tiny_vae / vae.FILES[0]).read_text())
     save_file(plain.state_dict(), tmp_path / vae.FILES[1])
-    options = SamplingOptions(
+    options = GridOptions(
         model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
     ).resolve()
     run = Engine(options)
@@ -125,7 +125,7 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
 
 def test_a_decoder_that_gives_nan_stops_the_run():
     """As bytes, NaN would be black."""
-    run = Engine(SamplingOptions(model="DiT-Demo/2", device="cpu", labels=(0,)).resolve())
+    run = Engine(GridOptions(model="DiT-Demo/2", device="cpu", labels=(0,)).resolve())
     run.load_decoder().plain.decoder.conv_out.bias[1] = float("nan")
     with pytest.raises(UsageError, match="--vae .*demo/vae: decodes finite latents to pixels that are not finite"):
         run.decode(noise(1, 4))
@@ -148,7 +148,7 @@ def test_which_arithmetic(monkeypatch):
 
 
 def test_the_cpu_has_no_float16_decoder():
-    options = SamplingOptions(model="DiT-Demo/2", device="cpu", vae_precision="fp16").resolve()
+    options = GridOptions(model="DiT-Demo/2", device="cpu", vae_precision="fp16").resolve()
     with pytest.raises(UsageError, match="--vae-precision fp16: cpu has no"):
         Engine(options)
 
@@ -201,7 +201,7 @@ def test_the_demos_pictures_pass_the_gate(switches):
     """64 pictures of one float16 run, decoded in float16 and in float32: each has a hundredth of the allowed error."""
     import evaluate
 
-    options = SamplingOptions(model="DiT-Demo/2", labels=tuple(range(8)) * 8, device="cuda", precision="fp16").resolve()
+    options = GridOptions(model="DiT-Demo/2", labels=tuple(range(8)) * 8, device="cuda", precision="fp16").resolve()
     run = Engine(options)
     latents = run.run()
     got = vae.to_uint8(run.decode(latents)).numpy()
@@ -215,7 +215,7 @@ def test_the_demos_pictures_pass_the_gate(switches):
 
 @pytest.mark.gpu
 def test_a_picture_that_does_not_fit_is_one_line(switches):
-    run = Engine(SamplingOptions(model="DiT-Demo/2", device="cuda", labels=(0,)).resolve())
+    run = Engine(GridOptions(model="DiT-Demo/2", device="cuda", labels=(0,)).resolve())
     run.decode(noise(1, 16, run.device))
     run.release_network()
     free = torch.cuda.memory_reserved() + 2**26

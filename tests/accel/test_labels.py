@@ -9,7 +9,7 @@ from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from accel.errors import UsageError
 from accel.labels import DEMO, class_names, file_name, find_label
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 
 
 def test_every_imagenet_name_is_its_number():
@@ -50,21 +50,21 @@ def test_names_are_found_however_they_are_written(label, number):
     ],
 )
 def test_other_labels_are_refused_with_the_nearest_names(label, words):
-    with pytest.raises(UsageError, match="--labels") as error:
+    with pytest.raises(UsageError, match="labels=") as error:
         find_label(label, _IMAGENET_CATEGORIES, 1000)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
 def test_options_resolve_names_by_the_model():
-    demo = SamplingOptions(model="DiT-Demo/2", labels=("Planet", "7", 3)).resolve()
+    demo = GridOptions(model="DiT-Demo/2", labels=("Planet", "7", 3)).resolve()
     assert demo.labels == (0, 7, 3) and DEMO[7] == "mushroom"
-    assert SamplingOptions(labels=["tench"]).resolve().labels == (0,)
-    with pytest.raises(UsageError, match="--labels planet: no class has that name"):
-        SamplingOptions(labels=("planet",)).resolve()
-    with pytest.raises(UsageError, match="--labels tench: no class names are known here; give a number from 0 to 9"):
-        SamplingOptions(num_classes=10, labels=("tench",)).resolve()
-    with pytest.raises(UsageError, match="--labels: give at least one"):
-        SamplingOptions(labels=()).resolve()
+    assert GridOptions(labels=["tench"]).resolve().labels == (0,)
+    with pytest.raises(UsageError, match="labels=planet: no class has that name"):
+        GridOptions(labels=("planet",)).resolve()
+    with pytest.raises(UsageError, match="labels=tench: no class names are known here; give a number from 0 to 9"):
+        GridOptions(num_classes=10, labels=("tench",)).resolve()
+    with pytest.raises(UsageError, match="labels: give at least one"):
+        GridOptions(labels=()).resolve()
 
 
 def test_names_need_neither_torch_nor_torchvision():
@@ -78,4 +78,4 @@ def test_names_need_neither_torch_nor_torchvision():
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "207\n"
     bare = code.replace("import sys", "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]")
     done = subprocess.run([sys.executable, "-c", bare], cwd=ROOT, capture_output=True, text=True)
-    assert "--labels golden retriever: no class names are known here; give a number" in done.stderr
+    assert "labels=golden retriever: no class names are known here; give a number" in done.stderr

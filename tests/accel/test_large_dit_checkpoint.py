@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from accel import engine
 from accel.errors import UsageError
 from accel.network import MODELS, Plain
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 from accel.weights.checkpoint import Checkpoint
 from large_dit import DiT_Llama
 from models import attention
@@ -23,7 +23,7 @@ DEMO = "Large-DiT-Demo/2"
 
 def options(ckpt, **more):
     given = dict(model=DEMO, ckpt=str(ckpt), vae="ema", labels=(1, 2), num_sampling_steps=2, device="cpu")
-    return SamplingOptions(**{**given, **more}).resolve()
+    return GridOptions(**{**given, **more}).resolve()
 
 
 def load(ckpt, **more):
@@ -129,7 +129,7 @@ def test_another_network_and_other_classes_are_named(folder):
 
 
 def test_published_weights_are_not_fetched_by_name():
-    resolved = SamplingOptions(model="Large-DiT-3B/2").resolve()
+    resolved = GridOptions(model="Large-DiT-3B/2").resolve()
     assert (resolved.image_size, resolved.num_classes, resolved.vae) == (256, 1000, "ema")
     with pytest.raises(UsageError, match="--ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
         engine.open_checkpoint(resolved)

@@ -5,7 +5,7 @@ import json
 import torch
 from jobs import run
 
-from accel.parallel.planner import Layout
+from accel.parallel.layouts import Layout
 from bench import many_gpus
 
 

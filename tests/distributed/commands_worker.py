@@ -38,7 +38,7 @@ if __name__ == "__main__":
     Engine.__init__, Plain.forward_blocks, vae.load_vae = prepare_and_note, evaluate_and_note, load_vae_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
-        processes.launched_job = lambda program: nullcontext(job)
+        processes.launched_job = lambda *_: nullcontext(job)
         for command in json.loads(sys.argv[1]):
             print("sample_ddp.py", *command, file=sys.stderr)  # the last is the one that fails
             sys.argv = ["sample_ddp.py", *command]

@@ -91,7 +91,7 @@ def test_the_failing_rank_s_traceback_comes_first(ending, rank):
         ([WORKER, "on_one"], r"job_worker.py: rank 1 on \S+: --ckpt x: no such file"),
         ([WORKER, "crash"], r"job_worker.py: rank 1 of 2 on \S+: ZeroDivisionError: of rank 1"),
         ([WORKER, "stopped"], "job_worker.py: stopped; start again"),
-        (["sample_ddp.py", "--sample-dir", "x"], "sample_ddp.py: --sample-dir: is for the folder of an FID job.*"),
+        (["sample_ddp.py", "--sample-dir", "x"], "sample_ddp.py: --sample-dir: is for an FID job.*"),
     ],
 )
 def test_the_last_line_under_torchrun_is_the_error(command, last):

@@ -8,7 +8,7 @@ import pytest
 from jobs import run
 
 from accel.parallel.exchanges import traffic
-from accel.parallel.planner import Layout
+from accel.parallel.layouts import Layout
 
 T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: values that the output has a token, p·p·2C
 

@@ -10,7 +10,7 @@ import torch
 import evaluate
 from accel.errors import UsageError
 from accel.forecast import settings_of, write_plan
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 from accel.vae import to_grid
 from accel.weights.checkpoint import Checkpoint
 from scripts import verify
@@ -158,7 +158,7 @@ def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_p
 
 def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
     """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
-    options = SamplingOptions(model="DiT-Demo/2", num_sampling_steps=12).resolve()
+    options = GridOptions(model="DiT-Demo/2", num_sampling_steps=12).resolve()
     write_plan(
         tmp_path / "plan.json", settings_of(options, Checkpoint(options.ckpt)), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
     )

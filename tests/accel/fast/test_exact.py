@@ -11,7 +11,7 @@ from accel import engine, precision
 from accel.errors import UsageError
 from accel.graphs import Replayed
 from accel.kernels.cuda import HAS_TRITON
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 
 
 def bound(own):
@@ -161,7 +161,7 @@ def test_weights_of_any_scale():
 def test_overflow_names_the_layer(tmp_path):
     check_overflow_names_the_layer("cuda")
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    options = SamplingOptions(
+    options = GridOptions(
         model="DiT-Demo/2",
         ckpt=str(tmp_path / "large.pt"),
         num_sampling_steps=5,

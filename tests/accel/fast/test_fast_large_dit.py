@@ -12,7 +12,7 @@ from accel.errors import UsageError
 from accel.fast import load
 from accel.fast.large_dit import FastLargeDiT
 from accel.network import Plain
-from accel.options import SamplingOptions
+from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint
@@ -100,7 +100,7 @@ def test_exact_and_other_models_are_refused():
     with pytest.raises(ValueError, match="'exact' is for DiT only"):
         network_of(build(), "exact")
     with pytest.raises(UsageError, match="--precision exact: is for DiT only; use --precision fp32"):
-        SamplingOptions(model="Large-DiT-3B/2", precision="exact").resolve()
+        GridOptions(model="Large-DiT-3B/2", precision="exact").resolve()
     with pytest.raises(ValueError, match="Linear: is not a DiT: no blocks.0.attn.*no layers.0.attention.wq"):
         accelerate(torch.nn.Linear(3, 3))
 
@@ -187,7 +187,7 @@ def test_the_engine_samples_in_half(tmp_path):
     options = dict(model="Large-DiT-Demo/2", ckpt=str(tmp_path / "demo.pt"), output_type="latent", sampler="ddim")
     latents = {}
     for precision in ("fp32", "fp16"):
-        resolved = SamplingOptions(**options, num_sampling_steps=25, precision=precision).resolve()
+        resolved = GridOptions(**options, num_sampling_steps=25, precision=precision).resolve()
         running = engine.Engine(resolved)
         assert isinstance(running.checkpoint, Checkpoint)
         latents[precision] = running.sample(show=False)

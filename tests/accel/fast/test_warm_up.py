@@ -13,7 +13,7 @@ from accel import engine, fast
 from accel.fast.dit import ExactDiT, FastDiT
 from accel.kernels import ancestral_update, linear, patch_embed, split_linear
 from accel.network import Network
-from accel.options import DistributedOptions, SamplingOptions
+from accel.options import DistributedOptions, GridOptions
 from accel.parallel.planner import Layout
 from accel.parallel.rows import share
 from accel.sampling import upstream_noise
@@ -22,7 +22,7 @@ from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
 COMMON = dict(model="DiT-Demo/2", image_size=64, num_classes=8)  # the latent of `small`
-GRID = SamplingOptions(**COMMON, labels=(1, 2, 3)).resolve()
+GRID = GridOptions(**COMMON, labels=(1, 2, 3)).resolve()
 EIGHT = DistributedOptions(**COMMON, labels=tuple(range(8))).resolve()
 FID, UNGUIDED_FID = (
     DistributedOptions(**COMMON, num_fid_samples=12, per_proc_batch_size=3, cfg_scale=scale).resolve()

@@ -1,0 +1,134 @@
+"""Which ranks compute what of a network evaluation: what users may ask for, and what is worth timing. Imports no
+torch.
+
+Arithmetic leaves few layouts: of those that give a rank no less to do, the one with fewer GPUs, then the one that
+divides tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation).
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from accel.errors import UsageError, shown
+
+EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
+FAMILIES = {"rows", "tokens", "exchange"}, {"weights"}  # names of a layout that go together
+
+
+class Layout(NamedTuple):
+    """What a rank computes of a network evaluation. One rank of each: it has pictures of its own (data parallel)."""
+
+    rows: int = 1  # ranks that divide the batch rows
+    tokens: int = 1  # ranks that divide the tokens of each row
+    exchange: str = "kv"  # between the latter
+    weights: int = 1  # ranks that divide every layer's weights; then neither rows nor tokens are divided
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a network evaluation."""
+        return self.rows * self.tokens * self.weights
+
+    def busy(self, world: int) -> int:
+        """How many of `world` ranks compute."""
+        return self.ranks if self.ranks > 1 else world
+
+    def batch(self, pictures: int, world: int, copies: int) -> tuple[int, int]:
+        """(latents, batch rows of each) of an evaluation on a rank, `copies` batch rows a picture; of ranks that have
+        unlike shares, the largest."""
+        if self.rows * self.tokens > 1:
+            return -(-copies * pictures // self.rows), 1
+        return -(-pictures // (world if self.ranks == 1 else 1)), copies
+
+    def row_tokens(self, pictures: int, world: int, tokens: int) -> int:
+        """Tokens that a rank's GEMMs have at once with guidance: batch rows × its part of the `tokens` of a row."""
+        latents, copies = self.batch(pictures, world, 2)
+        return latents * copies * (tokens // self.tokens)
+
+    def __str__(self):
+        if self.ranks == 1:
+            return "a GPU a picture"
+        if self.weights > 1:
+            return f"weights={self.weights}"
+        return f"rows={self.rows}" + (f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else "")
+
+
+OFF = Layout()
+
+
+def parse(text: str, exchange: str = "kv") -> Layout:
+    """A layout as users write it, rows=2,tokens=2,exchange=kv; exchange: where it names none. Raises UsageError."""
+    items = [item.partition("=")[::2] for item in text.split(",")]
+    given = dict(items)
+    for name, value in items:
+        number = value.isdecimal() and len(value) < 5 and int(value) > 0
+        valid = value in EXCHANGES if name == "exchange" else number
+        if not valid or len(given) < len(items) or not any(given.keys() <= family for family in FAMILIES):
+            wrong = shown("=".join((name or "nothing", value)))
+            raise UsageError(
+                f"`parallel={shown(text)}`: {wrong}: give auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, "
+                "or weights=N"
+            )
+    if "exchange" in given and "tokens" not in given:
+        raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
+    numbers = {name: int(value) for name, value in items if name != "exchange"}
+    return Layout(**{"exchange": given.get("exchange", exchange), **numbers})
+
+
+def check(
+    layout: Layout, tier: str | None, tokens: int | None = None, heads: int | None = None, world: int | None = None
+) -> None:
+    """UsageError if `layout` cannot run, by what is known so far.
+
+    tokens: of a batch row; heads: of the network; world: how many ranks there are.
+    """
+    problem, exchange = None, layout.exchange if layout.tokens > 1 else None
+    if exchange not in (None, "ulysses") and tier == "exact":
+        problem = f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with `precision=exact`"
+    elif layout.weights > 1 and tier == "exact":
+        problem = f"{layout}`: sums in the GEMMs' precision; take `precision=fp32`, tf32 or fp16"
+    elif world and layout.ranks > world:
+        problem = f"{layout}`: needs {layout.ranks} processes, there are {world}"
+    elif heads and heads % layout.weights:
+        problem = f"weights={layout.weights}`: does not divide {heads} heads; {_divisors(heads, world)}"
+    elif tokens and tokens % layout.tokens:
+        problem = f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; {_divisors(tokens, world)}"
+    elif heads and exchange == "ulysses" and heads % layout.tokens:
+        problem = f"tokens={layout.tokens},exchange=ulysses`: does not divide {heads} heads; take exchange=kv"
+    if problem:
+        raise UsageError(f"`parallel={problem}")
+
+
+def _divisors(number, world):
+    return "try " + " or ".join(str(ranks) for ranks in range(1, (world or 8) + 1) if number % ranks == 0)
+
+
+def candidates(
+    pictures: int, world: int, tokens: int, heads: int, host_of: list[str], exchanges: Iterable[str]
+) -> list[Layout]:
+    """The layouts worth timing for so many pictures with guidance, the least parallel first.
+
+    host_of: each rank's host; exchanges: those that these devices and this network can use.
+    """
+
+    def load(layout):
+        return layout.row_tokens(pictures, world, tokens)
+
+    def fits(rows, size):  # tokens stay in a host
+        hosts = [set(host_of[row * size : (row + 1) * size]) for row in range(rows)]
+        return tokens % size == 0 and all(len(those) == 1 for those in hosts)
+
+    meshes = [
+        Layout(rows, size)
+        for rows in range(1, min(world, 2 * pictures) + 1)
+        for size in range(1, world // rows + 1)
+        if rows * size > 1 and fits(rows, size)
+    ]
+    found = [OFF]
+    for layout in sorted(meshes, key=lambda layout: (layout.ranks, load(layout), layout.tokens)):
+        if load(layout) >= load(found[-1]):
+            continue
+        if layout.tokens == 1:
+            found.append(layout)
+            continue
+        usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
+        found += [layout._replace(exchange=name) for name in usable]
+    return found
