@@ -13,14 +13,14 @@ from accel.errors import UsageError
 from accel.fid import Maker
 from accel.fid.folder import CODE, Order
 from accel.flags import flag_names
-from accel.options import DEFAULTS_OF, OF_A_GRID, DistributedOptions
+from accel.options import DEFAULTS_OF, OF_A_GRID, FidOptions
 from accel.weights.identity import CHANNELS
 
 # Recorded as what they came to.
 RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
 
 
-def check(options: DistributedOptions, world: int) -> None:
+def check(options: FidOptions, world: int) -> None:
     """Refuse what can be refused before weights are fetched and read: a UsageError."""
     if not options.world_independent_noise and not -(2**63) <= options.seed * world <= 2**64 - world:
         raise UsageError(
@@ -28,7 +28,7 @@ def check(options: DistributedOptions, world: int) -> None:
         )
 
 
-def order_of(options: DistributedOptions) -> Order:
+def order_of(options: FidOptions) -> Order:
     """What the options ask for."""
     return Order(
         folder=folder_of(options),
@@ -44,7 +44,7 @@ def order_of(options: DistributedOptions) -> Order:
     )
 
 
-def folder_of(options: DistributedOptions) -> Path:
+def folder_of(options: FidOptions) -> Path:
     """The pictures' folder by upstream's rule: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0.
 
     Weights and decoders given as files or folders appear by their last name, the model's own as "pretrained".

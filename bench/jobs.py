@@ -35,7 +35,7 @@ from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.flags import positive
-from accel.options import DEFAULTS_OF, ROOT, DistributedOptions, GridOptions
+from accel.options import DEFAULTS_OF, ROOT, FidOptions, GridOptions
 from bench import harness
 
 
@@ -147,7 +147,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     for name, default, what in (
         ("--repeats", 3 if on_gpu else 1, "runs of each"),
         ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
-        ("--batch", DistributedOptions.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
+        ("--batch", FidOptions.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
     ):
         parser.add_argument(name, type=positive, default=default, help=f"{what} (default: {default})")
     return parser, parser.parse_args()

@@ -30,7 +30,7 @@ from accel.errors import UsageError
 from accel.flags import check_writable, positive
 from accel.graphs import capture
 from accel.network import MODELS, BlockNetwork
-from accel.options import DEFAULTS_OF, EXCHANGES, DistributedOptions
+from accel.options import DEFAULTS_OF, EXCHANGES, GridOptions
 from accel.parallel.exchanges import traffic
 from accel.parallel.planner import OFF, Layout, Planner
 from accel.parallel.processes import Job, launched, launched_job
@@ -45,7 +45,7 @@ PLANS = (
     *(f"rows=2,tokens=2,exchange={name}" for name in EXCHANGES),
     *(f"tokens=4,exchange={name}" for name in EXCHANGES),
 )
-NULL_LABEL, SCALE = 1000, DistributedOptions.cfg_scale
+NULL_LABEL, SCALE = 1000, GridOptions.cfg_scale
 CALLS = 10  # of a collective, timed as one
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
@@ -87,9 +87,7 @@ class Table:
         self.args, self.job, self.device, self.case, self.network = args, job, device, case, network
         self.pictures, latent = case["labels"], case["size"] // 8
         sizes = dict(labels=(0,) * self.pictures, image_size=case["size"])
-        self.planner = Planner(
-            job, DistributedOptions(args.model, device=str(device), precision=case["tier"], **sizes), model
-        )
+        self.planner = Planner(job, GridOptions(args.model, device=str(device), precision=case["tier"], **sizes), model)
         generator = torch.Generator(device).manual_seed(1)
         self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=device)
         self.labels = torch.arange(self.pictures, device=device)
@@ -236,7 +234,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
 def main() -> None:
     parser, args = parse()
     with user_errors(parser):
-        layouts = [Layout(**DistributedOptions(parallel=text).mesh) for text in args.plans]
+        layouts = [Layout(**GridOptions(parallel=text).mesh) for text in args.plans]
         harness.check_sizes(args.model, args.image_size or [])
         if launched()[1] < 2:
             launcher = "torchrun --standalone --nproc_per_node=4 bench/many_gpus.py"

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from accel import accelerate
 from accel.network import Plain
-from accel.options import DistributedOptions
-from accel.parallel.planner import Layout, Planner
+from accel.parallel.groups import Groups
+from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
 from large_dit import DiT_Llama
 
@@ -48,14 +48,12 @@ def main():
             generator = torch.Generator().manual_seed(1)
             x, y = torch.randn(4, 4, SIDE, SIDE, generator=generator), torch.tensor([3, 7, CLASSES, CLASSES])
             t = torch.tensor([500, 20, 500, 20])
-            options = DistributedOptions(labels=(0, 0), image_size=8 * SIDE, device="cpu", precision="fp32")
-            planner = Planner(job, options, model)
+            groups = Groups(job, torch.device("cpu"))
             for layout in LAYOUTS:
-                planner.check(layout)
                 for kind, make in networks(model):
                     alone, network = make(), make()
                     want, whole = evaluate(alone, x, t, y, 4.0), held(network)
-                    shared = planner.apply(network, layout)
+                    shared = groups.apply(network, layout)
                     if job.rank >= layout.ranks:
                         continue
                     got = evaluate(shared, x, t, y, 4.0)

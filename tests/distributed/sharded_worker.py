@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import Plain
-from accel.options import DistributedOptions
-from accel.parallel.planner import Layout, Planner
+from accel.parallel.groups import Groups
+from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
 from models import DiT
 
@@ -77,16 +77,10 @@ def difference(got, want):
     return {"error": float((got - want).norm() / want.norm()), "size": float(want.abs().mean())}
 
 
-def planner_of(job, pictures, model):
-    options = DistributedOptions(labels=(0,) * pictures, image_size=8 * SIDE, device="cpu", precision="fp32")
-    return Planner(job, options, model)
-
-
 def sharded(job, model, generator):
     """Batch rows and tokens over every mesh of two to all ranks."""
-    world = job.world
+    world, groups = job.world, Groups(job, torch.device("cpu"))
     for pictures in (1, 3):
-        planner = planner_of(job, pictures, model)
         x = torch.randn(2 * pictures, 4, SIDE, SIDE, generator=generator)
         t = torch.randint(0, 1000, (2 * pictures,), generator=generator)
         y = torch.randint(0, CLASSES + 1, (2 * pictures,), generator=generator)
@@ -98,7 +92,7 @@ def sharded(job, model, generator):
                     alone = network(model)
                     if tokens > 1 and exchange not in alone.exchanges:
                         continue
-                    shared = planner.apply(alone, layout)
+                    shared = groups.apply(alone, layout)
                     if job.rank >= layout.ranks:
                         continue
                     with Traffic(tokens) as traffic:
@@ -115,7 +109,7 @@ def divided(job, model, generator):
     model = copy.deepcopy(half).float()
     x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
     for ranks in (2, job.world):
-        network = planner_of(job, 1, model).apply(Plain(copy.deepcopy(half)), Layout(weights=ranks))
+        network = Groups(job, torch.device("cpu")).apply(Plain(copy.deepcopy(half)), Layout(weights=ranks))
         if job.rank >= ranks:
             continue
         with CommDebugMode() as calls:

@@ -8,11 +8,11 @@ import torch
 from accel import fid_door
 from accel.errors import UsageError
 from accel.fid.folder import Order
-from accel.options import DistributedOptions
+from accel.options import FidOptions
 
 
 def options(**more):
-    return DistributedOptions(**{"num_fid_samples": 9, **more}).resolve()
+    return FidOptions(**{"num_fid_samples": 9, **more}).resolve()
 
 
 @pytest.mark.parametrize(

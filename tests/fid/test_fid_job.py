@@ -21,7 +21,7 @@ from unprivileged import NOBODY, unprivileged
 
 from accel.errors import STOPPED, USAGE
 from accel.fid_door import folder_of
-from accel.options import DistributedOptions
+from accel.options import FidOptions
 from accel.weights.checkpoint import Checkpoint
 from diffusion import create_diffusion
 from models import DiT_models
@@ -331,7 +331,7 @@ def test_a_picture_that_was_changed_is_named_and_made_again(demo, copy, one):
 def folder_for(samples, demo):
     """The folder that a job of `demo` will use."""
     named = {flag[2:]: value for flag, value in zip(demo[::2], demo[1::2])}
-    options = DistributedOptions(num_fid_samples=1, sample_dir=str(samples), **named).resolve()
+    options = FidOptions(num_fid_samples=1, sample_dir=str(samples), **named).resolve()
     return folder_of(options.complete(Checkpoint(options.ckpt)))
 
 

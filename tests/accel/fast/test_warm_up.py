@@ -13,8 +13,8 @@ from accel import engine, fast
 from accel.fast.dit import ExactDiT, FastDiT
 from accel.kernels import ancestral_update, linear, patch_embed, split_linear
 from accel.network import Network
-from accel.options import DistributedOptions, GridOptions
-from accel.parallel.planner import Layout
+from accel.options import FidOptions, GridOptions
+from accel.parallel.layouts import Layout
 from accel.parallel.rows import share
 from accel.sampling import upstream_noise
 from accel.sampling.ancestral import Ancestral
@@ -23,10 +23,9 @@ from diffusion import create_diffusion
 CPU = torch.device("cpu")
 COMMON = dict(model="DiT-Demo/2", image_size=64, num_classes=8)  # the latent of `small`
 GRID = GridOptions(**COMMON, labels=(1, 2, 3)).resolve()
-EIGHT = DistributedOptions(**COMMON, labels=tuple(range(8))).resolve()
+EIGHT = GridOptions(**COMMON, labels=tuple(range(8))).resolve()
 FID, UNGUIDED_FID = (
-    DistributedOptions(**COMMON, num_fid_samples=12, per_proc_batch_size=3, cfg_scale=scale).resolve()
-    for scale in (1.5, 1.0)
+    FidOptions(**COMMON, num_fid_samples=12, per_proc_batch_size=3, cfg_scale=scale).resolve() for scale in (1.5, 1.0)
 )
 # Options, (latents, batch rows of each) that the engine loads for, pictures of a batch, which of them are this rank's.
 CASES = {
@@ -136,7 +135,7 @@ class OneOfTwo(Network):
 
 
 def test_a_row_of_a_divided_picture(launched):
-    options = DistributedOptions(**COMMON, labels=(3,), parallel="rows=2").resolve()
+    options = GridOptions(**COMMON, labels=(3,), parallel="rows=2").resolve()
     network = load("fp16", options, Layout(rows=2).batch(1, 2, 2))
     warmed_up = set(launched)
     assert noted_run(launched, OneOfTwo(network), options, 1, slice(None)) == warmed_up
