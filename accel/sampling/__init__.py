@@ -54,10 +54,11 @@ def denoise(
     on_step(i, x): called when step i has been queued, with its result x (n, C, L, L).
     """
     y, kinds = guidance.labels(labels), process.every_kind
+    parts = [guidance.at(level) for level in process.levels()]
     indices = torch.arange(process.evaluations, device=z.device)
     scheduled, advance = network.schedule(process.times(), y.tolist(), max(count for _, count in kinds))
 
-    def move(kind, at, y, noise, *state):
+    def move(kind, guidance, at, y, noise, *state):
         return process.move(kind, state, at, noise, Evaluations(scheduled, guidance, at, y))
 
     if network.captures and z.is_cuda:
@@ -68,7 +69,8 @@ def denoise(
         advance(*range(first, first + evaluations))
         drawn = [draw() for _ in range(steps)]  # ahead, in the stream's order
         noise = torch.stack(drawn) if steps > 1 else drawn[0][None]
-        state = move((steps, evaluations), indices[first].expand(len(z)), y, noise, *state)
+        those = tuple(parts[first : first + evaluations])
+        state = move((steps, evaluations), those, indices[first].expand(len(z)), y, noise, *state)
         step, first = step + steps, first + evaluations
         if on_step is not None:
             on_step(step - 1, state[0])

@@ -28,6 +28,9 @@ class Ancestral(Process):
     def times(self) -> list[int]:
         return self.diffusion.timestep_map[::-1]
 
+    def levels(self) -> list[float]:
+        return [time / self.diffusion.original_num_steps for time in self.times()]
+
     def prepare(self, device) -> None:
         self.diffusion.prepare(device)
         self._coefficients(device)
@@ -37,7 +40,7 @@ class Ancestral(Process):
         if evaluate.network.fuses_update and self.diffusion.learns_range:
             from accel.kernels.ancestral_update import ancestral_update  # brings Triton: other tiers need not wait
 
-            guidance, coefficients = evaluate.guidance, self._coefficients(x.device)
+            guidance, coefficients = evaluate.guidance[0], self._coefficients(x.device)
             tokens = evaluate.tokens(x)
             return (ancestral_update(tokens, x, noise[0], t, coefficients, guidance.scale, guidance.channels),)
         return (self._step(lambda x, t: evaluate(x), x, t, noise[0])["sample"],)

@@ -28,6 +28,10 @@ class Unguided:
     scale: ClassVar[float] = 1.0
     channels: ClassVar[int] = 0
 
+    def at(self, level: float) -> "Unguided":
+        """The guidance of an evaluation at a noise level, from 0 at the data to 1 at noise."""
+        return self
+
     def labels(self, y: Tensor) -> Tensor:
         """Labels y (n,) → of the batch rows (N,)."""
         return y
@@ -39,12 +43,22 @@ class Unguided:
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance by `scale` on the first `channels` channels; the others are the conditional row's."""
+    """Classifier-free guidance by `scale` on the first `channels` channels; the others are the conditional row's.
+
+    interval: the noise levels, from 0 at the data to 1 at noise, at which it acts (Kynkäänniemi et al. 2024,
+    arXiv:2404.07724). At others the conditional rows alone are evaluated.
+    """
 
     copies: ClassVar[int] = 2
     scale: float
     null_label: int
     channels: int = CHANNELS
+    interval: tuple[float, float] = (0.0, 1.0)
+
+    def at(self, level: float) -> "Guidance | Unguided":
+        """The guidance of an evaluation at a noise level."""
+        low, high = self.interval
+        return self if low <= level <= high else Unguided()
 
     def labels(self, y: Tensor) -> Tensor:
         """Labels y (n,) → of the batch rows (2n,): those with the null label last."""

@@ -14,23 +14,24 @@ State = tuple[Tensor, ...]  # the latents x (n, C, H, W), and what else a proces
 
 
 class Evaluations:
-    """The network at the evaluations of one move, with its guidance.
+    """The network at the evaluations of one move.
 
-    at (n,): the index of the first of them in the run; labels (N,).
+    guidance: of each. at (n,): the index of the first in the run; labels (N,): those of the guided rows, whose first n
+    are the conditional ones.
     """
 
-    def __init__(self, network: Network, guidance: Guidance | Unguided, at: Tensor, labels: Tensor):
+    def __init__(self, network: Network, guidance: tuple[Guidance | Unguided, ...], at: Tensor, labels: Tensor):
         self.network, self.guidance, self.at, self.labels = network, guidance, at, labels
 
     def __call__(self, x: Tensor, number: int = 0) -> Tensor:
         """The move's evaluation `number` at x (n, C, H, W), guided → (n, C', H, W) in x's dtype."""
         out = unpatchify(self.tokens(x, number), self.network.patch_size)
-        return self.guidance.combine(out).to(x.dtype)
+        return self.guidance[number].combine(out).to(x.dtype)
 
     def tokens(self, x: Tensor, number: int = 0) -> Tensor:
         """The same before guidance and unpatchify, (N, T, p·p·C')."""
-        at = self.at + number if number else self.at
-        return self.network.tokens(x, at.repeat(self.guidance.copies), self.labels)
+        at, copies = self.at + number if number else self.at, self.guidance[number].copies
+        return self.network.tokens(x, at.repeat(copies), self.labels[: copies * len(x)])
 
 
 class Process(ABC):
@@ -59,6 +60,10 @@ class Process(ABC):
     @abstractmethod
     def times(self) -> list[int]:
         """When the network is evaluated, in order, as it takes its t."""
+
+    @abstractmethod
+    def levels(self) -> list[float]:
+        """The noise level of every evaluation, in order: 0 at the data, 1 at noise."""
 
     def prepare(self, device: torch.device) -> None:
         """Upload the tables, so that a move can be captured."""

@@ -22,6 +22,9 @@ class Strides(strides.Strides, Process):
     def times(self) -> list[int]:
         return [timestep for _, timestep in self.timesteps()]
 
+    def levels(self) -> list[float]:
+        return [time / self.diffusion.original_num_steps for time in self.times()]
+
     def prepare(self, device) -> None:
         super().prepare(device)
         self._starts(torch.empty(0, device=device).device)
