@@ -1,6 +1,6 @@
 """Sample pictures from a DiT: python sample.py --image-size 512 --labels 207 360
 
-Arguments → engine → picture, in one process, or with --gpus in one a GPU, which do what `sample_ddp.py` does.
+Flags → values → picture, in one process, or with --gpus in one a GPU, which do what `sample_ddp.py` does.
 """
 
 import sys
@@ -31,26 +31,37 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        if start.STARTED_HERE:
-            return sample(options_from(args), parser)
         options = options_from(args)
+        if start.STARTED_HERE:
+            return sample(options, parser)
         for one in options.for_each_seed():
             require_writable(one.output, one.output_type)
         if (world := start.world_size(args.gpus, options.device)) > 1:
             sys.exit(start.run(world, parser.prog))
-        from accel.engine import Engine  # after the cheap checks: torch is slow to import
+        sample_alone(options)
 
-        engine = Engine(options)
-        print(engine.describe())
-        each, latents = engine.options.for_each_seed(), []
-        for one in each:
-            engine.reconfigure(one)
-            latents.append(engine.sample())
-        engine.release_network()
-        for one, of_seed in zip(each, latents, strict=True):
-            engine.reconfigure(one)
-            engine.save(of_seed)
-        print(f"{', '.join(one.output for one in each)}: {engine.watch} · {start.seconds():.2f} s since start")
+
+def sample_alone(options: GridOptions) -> None:
+    """The picture, by this process."""
+    from accel import door, loading  # after the cheap checks: torch is slow to import
+    from accel.progress import Stopwatch
+
+    watch = Stopwatch(loading.choose_device(options.device))
+    with watch.phase("load"):
+        opened, run, decoder = door.ready(options)
+    print(door.describe(opened.options, run))
+
+    each = opened.options.for_each_seed()
+    door.warm_up(each[0], run, watch)
+    if decoder:
+        decoder.load_ahead()
+    latents = [door.sample(one, run, watch) for one in each]
+    del run
+    loading.free_memory(opened.device)
+
+    for one, of_seed in zip(each, latents, strict=True):
+        door.save(one, of_seed, watch, decoder)
+    print(f"{', '.join(one.output for one in each)}: {watch} · {start.seconds():.2f} s since start")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from accel.options import FidOptions, GridOptions, Options
 from accel.output import require_writable
 
 if TYPE_CHECKING:  # torch is slow to import
-    from accel.engine import Engine
-    from accel.parallel.layouts import Layout
+    from accel.door import Opened
     from accel.parallel.processes import Job
-    from accel.weights.checkpoint import Checkpoint
+    from accel.progress import Stopwatch
+    from accel.run import Run
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
@@ -96,107 +96,94 @@ def stop_at_once(*_) -> None:
     os._exit(STOPPED)
 
 
-def open_weights(options: Options, job: "Job") -> tuple["Checkpoint", Options]:
-    """The weights, fetched, and the options with all that follows from them. What any rank lacks is named before
-    anything is sampled."""
-    from accel.engine import fetch, open_checkpoint
-
-    checkpoint = job.run_collectively(lambda: open_checkpoint(options))
-    # One download where the file system is shared, one a node where it is not.
-    job.run_collectively(lambda: fetch(options, checkpoint), only=0)
-    job.run_collectively(lambda: job.local_rank or fetch(options, checkpoint))
-    return checkpoint, job.run_collectively(lambda: fetch(options, checkpoint))
-
-
-def load(options: Options, job: "Job", batch_rows: int, **how) -> "Engine":
-    """The engine on this rank."""
-    from accel.engine import Engine
-
-    engine = job.run_collectively(lambda: Engine(options, batch_rows, job.from_rank_0, **how))
-    print(f"{engine.describe()} · {job.world} rank{'s' * (job.world > 1)}")
-    return engine
-
-
 def sample_grid(options: GridOptions, job: "Job") -> None:
     """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than
     ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
-    import torch
-
-    from accel.engine import empty_model
-    from accel.network import plain
-    from accel.parallel.groups import Groups
-    from accel.parallel.planner import OFF, Evaluation, check, share_evaluations
+    from accel import door, loading
+    from accel.parallel.planner import share_evaluations
     from accel.parallel.rows import gather_rows, share
-    from accel.precision import default_tier
 
     outputs = [(one.output, one.output_type) for one in options.for_each_seed()]
     job.run_collectively(lambda: [require_writable(*output) for output in outputs], only=0)
-    checkpoint, options = open_weights(options, job)
-    n, each, device = len(options.labels), options.for_each_seed(), torch.device(options.device)
-    model = job.run_collectively(lambda: empty_model(options))
-    tokens, tier = (options.latent_size // options.patch_size) ** 2, options.precision or default_tier(device)
-    evaluation, groups = Evaluation(n, tokens, plain(model).num_heads, tier), Groups(job, device)
-    wanted = wanted_layout(options, job.world)
-    if wanted:
-        job.run_collectively(lambda: check(wanted, evaluation, groups))
+    opened, watch = open_weights(options, job)
+    options, n = opened.options, len(opened.options.labels)
+    evaluation, groups, layout = job.run_collectively(lambda: door.layout_of(opened, job))
     job.open_collectives(options.device)
-    layout = wanted or OFF
-    at_once = min(n, (options.batch_size or n) * layout.busy(job.world) // layout.ranks)  # pictures, of all ranks
-    rows = layout.batch_rows(at_once, job.world) // (1 if options.guided else 2)
-    engine = load(options, job, rows, checkpoint=checkpoint, divided=layout.weights > 1)
-    with engine.watch.phase("plan"):
-        engine.network, layout = share_evaluations(engine.network, evaluation, groups, wanted)
-    if layout.weights > 1:  # each rank has read its part
-        checkpoint.close()
+    with watch.phase("load"):
+        batch = door.share_of(options, job.world, layout)
+        run = job.run_collectively(lambda: door.load(opened, batch, (None, job.from_rank_0)))
+    describe(opened, run, job)
+    with watch.phase("plan"):
+        network, layout = share_evaluations(run.network, evaluation, groups, layout)
+        run = run._replace(network=network)
+        del network
+    if options.divided:  # each rank has read its part
+        opened.weights.close()
 
-    busy = layout.busy(job.world)
+    busy, shared = layout.busy(job.world), layout.ranks > 1
     mine = share(n, busy, job.rank)  # the pictures of this rank
-    if options.decode == "rank0" and job.rank > 0:
-        engine.vae_folder = None  # nothing to load
-    shared, sampled = layout.ranks > 1, []
-    for one in each:
-        engine.reconfigure(one)
-        sampled.append(engine.sample(slice(None) if shared and job.rank < busy else mine, show=job.rank == 0))
-    engine.release_network()
-    into_pictures, side = options.output_type == "image" and options.decode == "each", options.image_size
+    rows = slice(None) if shared and job.rank < busy else mine
+    decoder = door.decoder_of(opened) if options.decode == "each" or job.rank == 0 else None
+    each = options.for_each_seed()
+    door.warm_up(each[0], run, watch, rows)
+    if decoder:
+        decoder.load_ahead()
+    sampled = [door.sample(one, run, watch, rows, show=job.rank == 0) for one in each]
+    del run
+    loading.free_memory(opened.device)
+
+    into_pictures, side = options.into_pictures and options.decode == "each", options.image_size
     if job.rank == 0:  # a file that is being written is removed
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
-    for one, latents in zip(each, sampled, strict=True):
-        engine.reconfigure(one)
+    for one, part in zip(each, sampled, strict=True):
         if shared:
-            job.assert_identical(latents, busy)
-            latents = latents[mine]
-        part = latents
+            job.assert_identical(part, busy)
+            part = part[mine]
         if into_pictures:
-            part = engine.decode(latents) if len(latents) else latents.new_zeros(0, 3, side, side)
-        with engine.watch.phase("gather"):
+            part = door.decode(decoder, part, watch) if len(part) else part.new_zeros(0, 3, side, side)
+        with watch.phase("gather"):
             whole = gather_rows(job, part, n, busy)
         if job.rank == 0:
-            engine.save(pixels=whole) if into_pictures else engine.save(whole)
+            door.save(one, whole, watch, None if into_pictures else decoder)
     if job.rank == 0:
-        print(f"{', '.join(one.output for one in each)}: {engine.watch} · {start.seconds():.2f} s since start")
-
-
-def wanted_layout(options: GridOptions, world: int) -> "Layout | None":
-    """The layout that --parallel names or arithmetic leaves; None if it is to be measured."""
-    from accel.parallel.layouts import OFF
-
-    if not options.guided or options.parallel == "off":
-        return OFF
-    if options.layout is None:  # with a picture for every GPU there is nothing to share
-        return OFF if len(options.labels) >= world else None
-    return options.layout if options.layout.ranks > 1 else OFF
+        print(f"{', '.join(one.output for one in each)}: {watch} · {start.seconds():.2f} s since start")
 
 
 def sample_for_fid(options: FidOptions, job: "Job") -> None:
     """The folder of pictures and its .npz."""
-    from accel import fid
+    from accel import door, fid
 
-    job.run_collectively(lambda: fid.check(options, job.world), only=0)
-    checkpoint, options = open_weights(options, job)
-    with fid.locked(options, job):
-        how = dict(checkpoint=checkpoint, tuner_folders=fid.tuner_folders(options))
-        fid.run(load(options, job, fid.batch_rows(options), **how), job)
+    job.run_collectively(lambda: door.require_seeds(options, job.world), only=0)
+    opened, watch = open_weights(options, job)
+    order = door.order_of(opened.options)
+    with fid.locked(order.folder, job):
+        with watch.phase("load"):
+            batch, tuning = (order.largest_batch, order.copies), (fid.tuner_folders(order.folder), job.from_rank_0)
+            run = job.run_collectively(lambda: door.load(opened, batch, tuning))
+        describe(opened, run, job)
+        decoder = door.decoder_of(opened)
+        settings = job.run_collectively(lambda: door.settings_of(opened, run, decoder, job.world), only=0)
+        fid.run(order, job, settings, door.maker_of(opened.options, run, decoder, watch))
+
+
+def open_weights(options: Options, job: "Job") -> tuple["Opened", "Stopwatch"]:
+    """The weights on every rank. What any rank lacks is named before anything is sampled."""
+    from accel import door, loading
+    from accel.progress import Stopwatch
+
+    device = job.run_collectively(lambda: loading.choose_device(options.device))
+    watch = Stopwatch(device)
+    with watch.phase("load"):
+        weights = job.run_collectively(lambda: door.checkpoint_of(options, device))
+        # One download where the file system is shared, one a node where it is not.
+        return job.run_in_turns(lambda: door.open_weights(options, device, weights)), watch
+
+
+def describe(opened: "Opened", run: "Run", job: "Job") -> None:
+    """Print what is about to be sampled."""
+    from accel import door
+
+    print(f"{door.describe(opened.options, run)} · {job.world} rank{'s' * (job.world > 1)}")
 
 
 if __name__ == "__main__":

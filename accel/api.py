@@ -9,11 +9,13 @@ from tempfile import TemporaryDirectory
 import torch
 from PIL import Image
 
-from accel.engine import Engine, load_network, overflows
+from accel import door
 from accel.errors import UsageError, parameter_names
+from accel.loading import free_memory, load_network, overflows
 from accel.options import MODELS, GridOptions
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
+from accel.run import Run
 from accel.vae import to_grid
 from accel.weights.checkpoint import HUB_ID
 from accel.weights.held import Held
@@ -66,7 +68,7 @@ class Sampler:
             model, options["ckpt"] = None, held.name
         elif model not in (None, *MODELS) and (Path(model).exists() or HUB_ID.fullmatch(model)):
             if "ckpt" in options:
-                raise UsageError(f"ckpt={options['ckpt']}: conflicts with {model}, which are weights too; give one")
+                raise UsageError(f"`ckpt={options['ckpt']}`: conflicts with {model}, which are weights too; give one")
             model, options["ckpt"] = None, model
         if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
             raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
@@ -78,16 +80,16 @@ class Sampler:
             options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
             options = GridOptions(**options).resolve()
             with alone():
-                self._engine = Engine(options, checkpoint=held)
-                self.options = self._engine.options
+                opened, self._run, self._decoder = door.ready(options, weights=held)
+                self.options, self._weights = opened.options, opened.weights
                 if vae == folder:
-                    self._engine.load_decoder()  # while the folder is there
+                    self._decoder.load()  # while the folder is there
                 if held:
-                    self._engine.checkpoint = None  # the network has a copy of the weights by now
+                    self._weights = None  # the network has a copy of them by now
                     if check and held.image_size == self.options.image_size:
                         from accel.accelerated import require_same  # brings Triton, which a name may not need
 
-                        require_same(self._engine.network, held, self._engine.precision)
+                        require_same(self._run.network, held, self._run.tier)
                     held.release()
 
     @parameter_names()
@@ -95,19 +97,19 @@ class Sampler:
         """Take the weights of `model`, of the same shape, in place: pictures are those of a new Sampler, to the bit,
         and captured steps stay valid. Raises ValueError, and keeps the weights it has, for another shape, and for
         weights that overflow its precision."""
-        with self._running() as engine:
-            held, tier, batch = Held(model, copy=True), engine.precision, engine.batch
+        with self._running() as run:
+            held, tier, batch = Held(model, copy=True), run.tier, door.batch_of(self.options)
             if held.of_diffusers != self._of_diffusers:
                 raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
             if self.options.forecast == "plan":
-                raise UsageError("--forecast plan: was made for other weights; make another Sampler without it")
-            options = replace(self.options, weights=held.identify())
-            new = load_network(options, held, tier, engine.device, *batch)
-            engine.network.exchange(new)
-            if TIERS[tier].accelerated and overflows(engine.network, self.options, engine.device, *batch):
-                engine.network.exchange(new)
-                raise UsageError(f"--precision {tier}: overflows on these weights; make another Sampler of them")
-            engine.checkpoint = None
+                raise UsageError("`forecast=plan`: was made for other weights; make another Sampler without it")
+            model = door.empty_model(replace(self.options, weights=held.identify()))
+            new = load_network(held, model, tier, run.device, batch)
+            run.network.exchange(new)
+            if TIERS[tier].accelerated and overflows(run.network, batch, run.device):
+                run.network.exchange(new)
+                raise UsageError(f"`precision={tier}`: overflows on these weights; make another Sampler of them")
+            self._weights = None
 
     @parameter_names()
     def sample(
@@ -121,10 +123,10 @@ class Sampler:
     ) -> list[Image.Image]:
         """One picture a label, (image_size, image_size) RGB. Arguments as `latents` takes them."""
         if self.options.output_type == "latent":
-            raise UsageError("--output-type latent: loads no decoder; drop it, or call latents()")
+            raise UsageError("`output_type=latent`: loads no decoder; drop it, or call latents()")
         latents = self.latents(labels, seed, num_sampling_steps, cfg_scale, progress=progress)
-        with self._running() as engine:
-            pixels = engine.decode(latents)  # (n, 3, H, W)
+        with self._running():
+            pixels = self._decoder.decode(latents)  # (n, 3, H, W)
         return [Image.fromarray(to_grid(one).numpy()) for one in pixels.split(1)]
 
     @parameter_names()
@@ -147,19 +149,20 @@ class Sampler:
         given = dict(seed=seed, num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
         given = {name: value for name, value in given.items() if value is not None}
         options = replace(self.options, labels=labels, **given).resolve()
-        with self._running() as engine:
-            engine.reconfigure(options)
-            with step_bar(options.num_sampling_steps, engine.device, disable=not progress) as queued:
-                latents = engine.run(on_step=lambda index, _: queued(index))
+        with self._running() as run:
+            if (options.num_sampling_steps, options.cfg_scale) != (self._run.process.steps, self._run.guidance.scale):
+                process, guidance = door.process_of(options, self._weights), door.guidance_of(options)
+                self._run = run = run._replace(process=process, guidance=guidance)
+            with step_bar(options.num_sampling_steps, run.device, disable=not progress) as queued:
+                latents = door.latents(options, run, on_step=lambda index, _: queued(index))
             return latents.clone()  # no inference tensor: the caller may want gradients
 
     def close(self) -> None:
         """Free the memory of the network and the decoder. The sampler cannot be used after it."""
         with alone():
-            if self._engine is not None:
-                self._engine.decoder = None
-                self._engine.release_network()
-                self._engine = None
+            if self._run is not None:
+                device, self._run, self._decoder = self._run.device, None, None
+                free_memory(device)
 
     def __enter__(self) -> "Sampler":
         return self
@@ -168,18 +171,18 @@ class Sampler:
         self.close()
 
     @contextmanager
-    def _running(self) -> Iterator[Engine]:
-        """The engine, for this caller alone, with the switches of its tier."""
+    def _running(self) -> Iterator[Run]:
+        """The run, for this caller alone, with the switches of its tier."""
         with alone():
-            if self._engine is None:
+            if self._run is None:
                 raise UsageError("this Sampler is closed; make another")
-            apply_precision(self._engine.precision, self._engine.device)
-            yield self._engine
+            apply_precision(self._run.tier, self._run.device)
+            yield self._run
 
 
 def _written(vae: torch.nn.Module, folder: str) -> str:
     """A decoder that the caller holds, in a folder as --vae takes one."""
     if not hasattr(vae, "save_pretrained"):
-        raise UsageError(f"--vae {type(vae).__name__}: give ema, mse, a folder or an AutoencoderKL")
+        raise UsageError(f"`vae={type(vae).__name__}`: give ema, mse, a folder or an AutoencoderKL")
     vae.save_pretrained(folder)
     return folder

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accel.errors import UsageError, shown
 from accel.flags import checked, flag
@@ -32,9 +32,41 @@ MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # groups of --help
 
 
-#################################################################################
-#                              What every job takes                             #
-#################################################################################
+def _check_sizes(options):
+    if options.weights is None and options.model not in (None, *MODELS):
+        raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(MODELS)}")
+    size, unit = options.image_size, 8 * options.patch_size
+    if size is not None and size % unit:
+        raise UsageError(
+            f"`image_size={size}`: must be a multiple of {unit} (VAE factor 8, patch {options.patch_size})"
+        )
+    _require_seed(options.seed)
+    if options.precision == "exact" and (options.model or "").startswith("Large-DiT"):
+        raise UsageError("`precision=exact`: is for DiT only; use `precision=fp32`, or fp16")
+
+
+def _require_seed(seed):
+    if not -(2**63) <= seed < 2**64:
+        raise UsageError(f"`seed={shown(str(seed))}`: must fit in 64 bits")
+
+
+def _check_process(options):
+    weights, scale = options.weights, options.cfg_scale
+    if not 1 <= scale < float("inf"):
+        raise UsageError(f"`cfg_scale={scale:g}`: must be at least 1 (1 is no guidance)")
+    if weights is not None and not weights.null_class and scale != 1:
+        raise UsageError(
+            f"`cfg_scale={scale:g}`: guidance needs a null class, and these weights were trained without "
+            f"(label table of {options.num_classes} rows); use `cfg_scale=1`"
+        )
+    if not 0 <= options.eta <= 1 or options.eta and options.sampler == "ddpm":
+        raise UsageError(f"`eta={options.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
+    if options.sampler == "ddim" and options.forecast == "plan":
+        raise UsageError("`forecast=plan`: plans are made for `sampler=ddpm`; drop one of them")
+    if weights is not None and not weights.learn_sigma and options.forecast == "plan":
+        raise UsageError("`forecast=plan`: needs weights with learned sigma, which these have not; drop it")
+    if options.forecast_plan is not None and options.forecast != "plan":
+        raise UsageError(f"`forecast_plan={options.forecast_plan}`: is for `forecast=plan`; add that or drop this")
 
 
 @dataclass
@@ -126,6 +158,7 @@ class Options:
     forecast_plan: str = flag(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json", FILES)
     device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one", ADVANCED)
     weights: Any = field(default=None, repr=False)  # no flag: what the weights say of themselves, see `complete`
+    CHECKS: ClassVar = (_check_sizes, _check_process)
 
     def resolve(self) -> "Options":
         """Check types and choices, fill in what the model implies, and check all that can be checked without torch.
@@ -164,12 +197,8 @@ class Options:
 
     def _check(self):
         """Refuse what the values that are known so far forbid."""
-        _check_sizes(self)
-        _check_process(self)
-        self._check_job()
-
-    def _check_job(self):
-        """What the kind of job forbids."""
+        for check in self.CHECKS:
+            check(self)
 
     @property
     def latent_size(self) -> int:
@@ -182,47 +211,44 @@ class Options:
         return self.weights.patch_size if self.weights is not None else int((self.model or "/2").rpartition("/")[2])
 
 
-def _check_sizes(options):
-    if options.weights is None and options.model not in (None, *MODELS):
-        raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(MODELS)}")
-    size, unit = options.image_size, 8 * options.patch_size
-    if size is not None and size % unit:
+def _find_labels(options):
+    classes = options.num_classes
+    if classes is None or options.model is None:
+        return
+    if options.labels is None:
+        options.labels = LABELS if classes == IMAGENET["num_classes"] else tuple(range(min(classes, 8)))
+    if not options.labels:
+        raise UsageError("`labels`: give at least one")
+    options.labels = tuple(find_label(label, options.class_names, classes) for label in options.labels)
+
+
+def _check_seeds(options):
+    seeds = options.seed_list or ()
+    if seeds and options.seed != 0:
+        raise UsageError(f"`seed_list`: conflicts with `seed={options.seed}`; give one")
+    if len(set(seeds)) < len(seeds):
+        raise UsageError("`seed_list`: names a seed twice, and each has a file of its own; name it once")
+    for seed in seeds:
+        _require_seed(seed)
+
+
+def _check_output(options):
+    suffix = ".npy" if options.output_type == "latent" else ".png"
+    options.output = options.output or f"sample{suffix}"
+    if Path(options.output).suffix.lower() != suffix and not is_folder(options.output, options.output_type):
+        folder = ", or name a folder (FOLDER/)" if options.output_type == "image" else ""
         raise UsageError(
-            f"`image_size={size}`: must be a multiple of {unit} (VAE factor 8, patch {options.patch_size})"
+            f"`output={shown(options.output)}`: must end in {suffix} for `output_type={options.output_type}`{folder}"
         )
-    require_seed(options.seed)
-    if options.precision == "exact" and (options.model or "").startswith("Large-DiT"):
-        raise UsageError("`precision=exact`: is for DiT only; use `precision=fp32`, or fp16")
 
 
-def require_seed(seed: int) -> None:
-    """Raise UsageError for a seed that no generator takes."""
-    if not -(2**63) <= seed < 2**64:
-        raise UsageError(f"`seed={shown(str(seed))}`: must fit in 64 bits")
-
-
-def _check_process(options):
-    weights, scale = options.weights, options.cfg_scale
-    if not 1 <= scale < float("inf"):
-        raise UsageError(f"`cfg_scale={scale:g}`: must be at least 1 (1 is no guidance)")
-    if weights is not None and not weights.null_class and scale != 1:
-        raise UsageError(
-            f"`cfg_scale={scale:g}`: guidance needs a null class, and these weights were trained without "
-            f"(label table of {options.num_classes} rows); use `cfg_scale=1`"
-        )
-    if not 0 <= options.eta <= 1 or options.eta and options.sampler == "ddpm":
-        raise UsageError(f"`eta={options.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
-    if options.sampler == "ddim" and options.forecast == "plan":
-        raise UsageError("`forecast=plan`: plans are made for `sampler=ddpm`; drop one of them")
-    if weights is not None and not weights.learn_sigma and options.forecast == "plan":
-        raise UsageError("`forecast=plan`: needs weights with learned sigma, which these have not; drop it")
-    if options.forecast_plan is not None and options.forecast != "plan":
-        raise UsageError(f"`forecast_plan={options.forecast_plan}`: is for `forecast=plan`; add that or drop this")
-
-
-#################################################################################
-#                                    One grid                                   #
-#################################################################################
+def _check_layout(options):
+    if (layout := options.layout) is None:
+        return
+    known = options.image_size is not None and (options.weights is not None or options.model is not None)
+    layouts.check(layout, options.precision, (options.latent_size // options.patch_size) ** 2 if known else None)
+    if not options.guided:
+        raise UsageError(f"`parallel={options.parallel}`: shares evaluations with guidance only; use off")
 
 
 @dataclass
@@ -289,20 +315,22 @@ class GridOptions(Options):
         choices=("image", "latent"),
     )
 
-    def _check_job(self):
-        _find_labels(self)
-        _check_seeds(self)
-        _check_output(self)
-        if (layout := self.layout) is not None:
-            known = self.image_size is not None and (self.weights is not None or self.model is not None)
-            layouts.check(layout, self.precision, (self.latent_size // self.patch_size) ** 2 if known else None)
-            if not self.guided:
-                raise UsageError(f"`parallel={self.parallel}`: shares evaluations with guidance only; use off")
+    CHECKS: ClassVar = (*Options.CHECKS, _find_labels, _check_seeds, _check_output, _check_layout)
 
     @property
     def guided(self) -> bool:
         """Whether the network is evaluated with guidance, on two rows a picture: always, where it can be."""
         return self.weights is None or self.weights.null_class
+
+    @property
+    def into_pictures(self) -> bool:
+        """Whether latents are decoded."""
+        return self.output_type == "image"
+
+    @property
+    def divided(self) -> bool:
+        """Whether each rank reads its part of the weights only."""
+        return self.layout is not None and self.layout.weights > 1
 
     @property
     def layout(self) -> layouts.Layout | None:
@@ -341,42 +369,6 @@ class GridOptions(Options):
         ]
 
 
-def _find_labels(options):
-    classes = options.num_classes
-    if classes is None or options.model is None:
-        return
-    if options.labels is None:
-        options.labels = LABELS if classes == IMAGENET["num_classes"] else tuple(range(min(classes, 8)))
-    if not options.labels:
-        raise UsageError("`labels`: give at least one")
-    options.labels = tuple(find_label(label, options.class_names, classes) for label in options.labels)
-
-
-def _check_seeds(options):
-    seeds = options.seed_list or ()
-    if seeds and options.seed != 0:
-        raise UsageError(f"`seed_list`: conflicts with `seed={options.seed}`; give one")
-    if len(set(seeds)) < len(seeds):
-        raise UsageError("`seed_list`: names a seed twice, and each has a file of its own; name it once")
-    for seed in seeds:
-        require_seed(seed)
-
-
-def _check_output(options):
-    suffix = ".npy" if options.output_type == "latent" else ".png"
-    options.output = options.output or f"sample{suffix}"
-    if Path(options.output).suffix.lower() != suffix and not is_folder(options.output, options.output_type):
-        folder = ", or name a folder (FOLDER/)" if options.output_type == "image" else ""
-        raise UsageError(
-            f"`output={shown(options.output)}`: must end in {suffix} for `output_type={options.output_type}`{folder}"
-        )
-
-
-#################################################################################
-#                                   An FID job                                  #
-#################################################################################
-
-
 @dataclass
 class FidOptions(Options):
     """A folder of many pictures of random classes, by many processes."""
@@ -403,6 +395,9 @@ class FidOptions(Options):
     )
     per_proc_batch_size: int = flag(32, "FID: pictures that a rank makes at a time", SPEED, type=int, bounds=(1, 10**5))
     sample_dir: str = flag("samples", "FID: where the folder is made", FILES)
+
+    into_pictures: ClassVar = True
+    divided: ClassVar = False
 
     @property
     def guided(self) -> bool:

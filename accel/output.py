@@ -1,9 +1,15 @@
 """Where pictures and latents go: names of files, and pixels → PNG, grid, folder; latents → .npy. Imports no torch."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from accel.errors import path_errors
+from accel.files import atomic_write
 from accel.flags import check_writable
 from accel.labels import file_name
+
+if TYPE_CHECKING:  # torch is slow to import
+    from torch import Tensor
 
 
 def is_folder(output: str, kind: str) -> bool:
@@ -26,3 +32,24 @@ def of_seed(output: str, kind: str, seed: int) -> str:
 def require_writable(output: str, kind: str) -> None:
     """Make the output's folder and prove that a file can be written there, before any work is done: else UsageError."""
     check_writable(Path(output, "000.png") if is_folder(output, kind) else output)
+
+
+def save_latents(path: str | Path, latents: "Tensor") -> None:
+    """Write latents as a float32 .npy. The file is whole or absent. Raises UsageError if the disk does not take it."""
+    import numpy as np
+
+    _write(path, lambda file: np.save(file, latents.float().cpu().numpy()))
+
+
+def save_pictures(path: str | Path, pixels: "Tensor") -> None:
+    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures a row; otherwise as `save_latents`."""
+    from PIL import Image
+
+    from accel.vae import to_grid
+
+    _write(path, lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, format="PNG"))
+
+
+def _write(path, save):
+    with path_errors("output", path, "free some space, or choose another path"), atomic_write(path) as file:
+        save(file)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from accel.errors import UsageError
 from accel.gpu import capability
 
 
@@ -50,17 +51,17 @@ def default_tier(device: torch.device) -> str:
     return "fp16" if supports("fp16", device) else "fp32"
 
 
-def require(flag: str, tier: str, device: torch.device) -> None:
-    """Raise ValueError, naming `flag`, for a tier that `device` lacks: nothing falls back in silence."""
+def require(name: str, tier: str, device: torch.device) -> None:
+    """Raise UsageError about the parameter `name` for a tier that `device` lacks: nothing falls back in silence."""
     if tier not in TIERS:
-        raise ValueError(f"{flag} {tier}: choose from {', '.join(TIERS)}")
+        raise UsageError(f"`{name}={tier}`: choose from {', '.join(TIERS)}")
     if not supports(tier, device):
-        raise ValueError(f"{flag} {tier}: {device} has no {TIERS[tier].hardware}; choose fp32")
+        raise UsageError(f"`{name}={tier}`: {device} has no {TIERS[tier].hardware}; choose fp32")
 
 
 def apply_precision(tier: str, device: torch.device) -> None:
-    """Set the process-wide switches of `tier`. Raises ValueError where the hardware lacks it."""
-    require("--precision", tier, device)
+    """Set the process-wide switches of `tier`. Raises UsageError where the hardware lacks it."""
+    require("precision", tier, device)
     torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
     # Only the decoder convolves. Beside half precision TF32 loses nothing there, and unlike float16 it cannot overflow.
     torch.backends.cudnn.allow_tf32 = tier not in ("fp32", "exact")
@@ -74,12 +75,12 @@ def float32_decoder(tier: str, device: torch.device) -> str:
 def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
     """The decoder's arithmetic: `wanted`, or for "auto" fp16 beside the half tiers and float32 beside the others.
 
-    Raises ValueError where the hardware lacks it.
+    Raises UsageError where the hardware lacks it.
     """
     if wanted == "auto":
         half = TIERS[tier].dtype != torch.float32 and supports("fp16", device)
         return "fp16" if half else float32_decoder(tier, device)
-    require("--vae-precision", wanted, device)
+    require("vae_precision", wanted, device)
     return wanted
 
 

@@ -81,6 +81,15 @@ class Job:
             raise _AgreedError("\n".join(lines))
         return result
 
+    def run_in_turns(self, work: Callable[[], Any]) -> Any:
+        """`work()` on rank 0, then on one rank of each other node, then on the others: of a download that it makes one
+        is enough where the file system is shared, one a node where it is not. Otherwise as `run_collectively`."""
+        result = self.run_collectively(work, only=0)
+        for first in (True, False):
+            mine = self.rank > 0 and (self.local_rank == 0) == first
+            result = self.run_collectively(lambda: work() if mine else result)  # noqa: B023 (called at once)
+        return result
+
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
         """What `make()` returns on rank 0, on every rank."""
         return self.all_gather_object(self.run_collectively(make, only=0))[0]

@@ -1,0 +1,134 @@
+"""A device, a tier and weights → a network that is ready to sample."""
+
+import gc
+from typing import NamedTuple
+
+import torch
+
+from accel.errors import UsageError
+from accel.gpu import missing_code
+from accel.network import Network, Plain
+from accel.precision import TIERS, apply_precision, supports
+from accel.weights.checkpoint import Checkpoint
+from accel.weights.held import Held
+
+
+class Batch(NamedTuple):
+    """The network evaluations of a rank, for which a network is warmed up, tuned and checked."""
+
+    latents: int
+    copies: int  # batch rows of a latent
+    guided_channels: int  # of a step's guidance; 0 without
+    side: int  # of a latent
+    num_classes: int
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or a GPU if there is one. Raises UsageError if this machine lacks it."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise UsageError(f"`device={name}`: no such kind of device; try cuda, cuda:1 or cpu") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(f"`device={device}`: torch {torch.__version__} finds no CUDA GPU; use `device=cpu`")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"`device={device}`: this machine has {torch.cuda.device_count()} GPU(s), counted from 0")
+        if remedy := missing_code(device):
+            kind, version = torch.cuda.get_device_name(device), torch.__version__
+            raise UsageError(f"`device={device}`: torch {version} has no code for {kind}; install {remedy}")
+    elif device.type != "cpu" and not (device.type == "mps" and torch.backends.mps.is_available()):
+        raise UsageError(f"`device={device}`: torch {torch.__version__} cannot sample there; use cuda or cpu")
+    return device
+
+
+def load(
+    weights: Checkpoint | Held,
+    model: torch.nn.Module,
+    tier: str,
+    device: torch.device,
+    batch: Batch,
+    *,
+    fixed: bool = True,
+    tuning: tuple = (),
+    divided: bool = False,
+) -> tuple[Network, str]:
+    """(the network, its tier): bf16 where the weights overflow float16 and the tier is not `fixed`.
+
+    model: as the weights are, without values (on the meta device). tuning: arguments of kernels.linear.Tuner. divided:
+    a plain network's weights stay in the file, since ranks will each take their part.
+
+    Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
+    """
+    network = load_network(weights, model, tier, device, batch, tuning, divided)
+    if not divided:
+        weights.close()
+    if not TIERS[tier].accelerated:
+        return network, tier
+    network.tune([batch.latents * batch.copies * (batch.side // network.patch_size) ** 2])
+    if tier == "bf16" or not overflows(network, batch, device):
+        return network, tier
+    if fixed or tier == "exact" or not supports("bf16", device):
+        raise UsageError(f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}")
+    print("these weights overflow float16: sampling in bfloat16")
+    apply_precision("bf16", device)
+    del network  # free its memory first
+    return load(weights, model, "bf16", device, batch, tuning=tuning)
+
+
+def load_network(
+    weights: Checkpoint | Held,
+    model: torch.nn.Module,
+    tier: str,
+    device: torch.device,
+    batch: Batch,
+    tuning: tuple = (),
+    divided: bool = False,
+) -> Network:
+    """The network of a tier, not tuned and not checked. No weights are initialised to be thrown away, and each goes
+    straight from the mapped file to the device."""
+    state = weights.state
+    table = state.get("pos_embed")
+    if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
+        state = {**state, "pos_embed": model.position_table()}
+    if TIERS[tier].accelerated:
+        from accel import fast  # brings Triton; the other tiers need not wait for it
+        from accel.kernels.linear import Tuner
+
+        try:
+            return fast.load(state, model, tier, device, *batch[:3], Tuner(*tuning))
+        except ValueError as error:
+            raise UsageError(f"`ckpt={weights.name}`: {error}") from None
+    if not divided:  # first to the device: of weights in half precision the CPU never holds a float32 copy
+        state = {name: value.to(device).float() for name, value in state.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return Plain(model.eval().requires_grad_(False))
+
+
+@torch.inference_mode()
+def overflows(network: Network, batch: Batch, device: torch.device) -> bool:
+    """Whether `network` gives infinities or NaN on noise, at the first, the middle and the last timestep."""
+    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
+    n, shape = batch.latents, (network.in_channels, batch.side, batch.side)
+    x = torch.randn(n, *shape, generator=generator, device=device)
+    y = torch.arange(n, device=device) % batch.num_classes
+    y = torch.cat([y, y.new_full((n * (batch.copies - 1),), batch.num_classes)])  # the null label
+    # On the rows of the run: other shapes would be compiled and tuned for nothing.
+    outputs = (network.tokens(x, torch.full_like(y, t), y) for t in (999, 500, 0))
+    return not all(out.isfinite().all() for out in outputs)
+
+
+def remedy(network: Network, tier: str, device: torch.device) -> str:
+    """What to do where a tier's values are not finite."""
+    if layer := network.overflowed():
+        return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
+    if tier == "fp16" and supports("bf16", device):
+        return "use `precision=bf16`"
+    return "check the weights" if tier == "fp32" else "use `precision=fp32`"
+
+
+def free_memory(device: torch.device) -> None:
+    """Free the memory of a network that nobody holds any more, its captured steps included."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
