@@ -22,7 +22,8 @@ def small(**changes):
 def inputs(model, n, device="cpu", seed=1):
     """Latents, timesteps and labels of n batch rows; the second half has the null label."""
     generator = torch.Generator().manual_seed(seed)
-    side, classes = model.x_embedder.img_size[0], model.y_embedder.num_classes
+    side = model.input_size if hasattr(model, "input_size") else model.x_embedder.img_size[0]
+    classes = model.y_embedder.num_classes
     x = torch.randn(n, 4, side, side, generator=generator)
     t = torch.randint(0, 1000, (n,), generator=generator)
     y = torch.randint(0, classes, (n,), generator=generator)

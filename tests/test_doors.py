@@ -96,6 +96,7 @@ def test_a_checkpoint_is_enough_for_sampler(own):
             assert same(sampler.latents((3, 1), seed=SEED).numpy(), want), door
 
 
+@pytest.mark.parametrize("own", ["train.py's, ten classes, 64 px", "no null class"], indirect=True)
 def test_a_checkpoint_is_enough_for_ranks(own, tmp_path, tiny_vae):
     """A grid on two ranks, and an FID job, whose labels are those of the model."""
     path, model, flags = own

@@ -197,23 +197,6 @@ def test_sd_vae_ft_at_512px(switches):
 
 
 @pytest.mark.gpu
-def test_the_demos_pictures_pass_the_gate(switches):
-    """64 pictures of one float16 run, decoded in float16 and in float32: each has a hundredth of the allowed error."""
-    import evaluate
-
-    options = GridOptions(model="DiT-Demo/2", labels=tuple(range(8)) * 8, device="cuda", precision="fp16").resolve()
-    run = Engine(options)
-    latents = run.run()
-    got = vae.to_uint8(run.decode(latents)).numpy()
-    assert run.load_decoder().precision == "fp16"
-    precision.apply_precision("fp32", run.device)
-    want = vae.to_uint8(vae.decode(run.load_decoder().plain, latents)).numpy()
-    worst = [min(evaluate.psnr(a, b) for a, b in zip(want, got)), min(evaluate.ssim(a, b) for a, b in zip(want, got))]
-    # Rounding to bytes alone, where a value lies between two, costs to 59 dB.
-    assert worst[0] > 55 and worst[1] > 0.999, worst
-
-
-@pytest.mark.gpu
 def test_a_picture_that_does_not_fit_is_one_line(switches):
     run = Engine(GridOptions(model="DiT-Demo/2", device="cuda", labels=(0,)).resolve())
     run.decode(noise(1, 16, run.device))

@@ -8,8 +8,7 @@ from conftest import ROOT
 from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from accel.errors import UsageError
-from accel.labels import DEMO, class_names, file_name, find_label
-from accel.options import GridOptions
+from accel.labels import class_names, file_name, find_label
 
 
 def test_every_imagenet_name_is_its_number():
@@ -53,18 +52,6 @@ def test_other_labels_are_refused_with_the_nearest_names(label, words):
     with pytest.raises(UsageError, match="labels=") as error:
         find_label(label, _IMAGENET_CATEGORIES, 1000)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
-
-
-def test_options_resolve_names_by_the_model():
-    demo = GridOptions(model="DiT-Demo/2", labels=("Planet", "7", 3)).resolve()
-    assert demo.labels == (0, 7, 3) and DEMO[7] == "mushroom"
-    assert GridOptions(labels=["tench"]).resolve().labels == (0,)
-    with pytest.raises(UsageError, match="labels=planet: no class has that name"):
-        GridOptions(labels=("planet",)).resolve()
-    with pytest.raises(UsageError, match="labels=tench: no class names are known here; give a number from 0 to 9"):
-        GridOptions(num_classes=10, labels=("tench",)).resolve()
-    with pytest.raises(UsageError, match="labels: give at least one"):
-        GridOptions(labels=()).resolve()
 
 
 def test_names_need_neither_torch_nor_torchvision():

@@ -6,16 +6,14 @@ import os
 import pytest
 import torch
 from conftest import fill
-from networks import evaluate
 from safetensors.torch import save_file
 
 from accel import engine
 from accel.errors import UsageError
-from accel.network import MODELS, Plain
+from accel.network import MODELS
 from accel.options import GridOptions
 from accel.weights.checkpoint import Checkpoint
 from large_dit import DiT_Llama
-from models import attention
 
 CPU = torch.device("cpu")
 DEMO = "Large-DiT-Demo/2"
@@ -28,7 +26,7 @@ def options(ckpt, **more):
 
 def load(ckpt, **more):
     resolved, checkpoint = options(ckpt, **more), Checkpoint(ckpt)
-    return engine.load_network(resolved.complete(checkpoint), checkpoint, "fp32", CPU, 4)
+    return engine.load_network(resolved.complete(checkpoint), checkpoint, "fp32", CPU, 2, 2)
 
 
 def demo(**form):
@@ -133,29 +131,3 @@ def test_published_weights_are_not_fetched_by_name():
     assert (resolved.image_size, resolved.num_classes, resolved.vae) == (256, 1000, "ema")
     with pytest.raises(UsageError, match="--ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
         engine.open_checkpoint(resolved)
-
-
-def test_behind_the_protocol():
-    """Part of the tokens, latents repeated: as the module gives all of them at once."""
-    model = demo()
-    network = Plain(model)
-    assert (network.depth, network.width, network.num_heads, network.patch_size) == (10, 192, 2, 2)
-    x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([7, 7, 30, 30]), torch.tensor([1, 2, 8, 8])
-    with torch.no_grad():
-        assert torch.equal(network.forward(torch.cat([x, x]), t, y), model(torch.cat([x, x]), t, y))
-        want = model.forward_with_cfg(torch.cat([x, x]), t, y, 3.0)[:2]
-        assert torch.equal(evaluate(network, torch.cat([x, x]), t, y, 3.0), want)
-        whole, condition = network.embed(x, copies=2), network.condition(t, y)
-        part = slice(16, 48)
-        assert torch.equal(network.embed(x, part, copies=2), whole[:, part])
-        torch.testing.assert_close(network.forward_blocks(whole, condition, attention), network.tokens(x, t, y))
-
-        def attend(qkv, num_heads):  # the other tokens' queries, keys and values come with these
-            return network.attention(qkv, num_heads)
-
-        alone = network.forward_blocks(whole[:, part].clone(), condition, attend=attend, tokens=part)
-        shifted = network.forward_blocks(whole[:, part].clone(), condition, attend=attend, tokens=slice(0, 32))
-        # Only differences of positions count, so tokens that attend to no others do not see where they stand.
-        torch.testing.assert_close(alone, shifted, rtol=1e-3, atol=1e-4)
-        assert not torch.equal(alone, shifted)
-    assert "PlainLargeDiT of 10 blocks of 192" in network.describe() and network.shallow(3).depth == 3

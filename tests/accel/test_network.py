@@ -1,17 +1,21 @@
-"""The reference model behind the protocol: models.DiT to the bit, whole and in the parts that ranks evaluate."""
+"""The reference models behind the protocol, to the bit, whole and in the parts that ranks evaluate."""
 
 import pytest
 import torch
+from conftest import fill
 from networks import evaluate, guided, inputs, small
 
 from accel.network import MODELS, Plain
 from accel.sampling.guidance import Guidance, Unguided
-from models import DiT_models, attention
+from large_dit import DiT_Llama
+from models import DiT_models
 
 
-@pytest.fixture
-def network():
-    return Plain(small())
+@pytest.fixture(params=("DiT", "Large-DiT"))
+def network(request):
+    if request.param == "DiT":
+        return Plain(small())
+    return Plain(fill(DiT_Llama(input_size=8, dim=96, n_layers=2, n_heads=2, num_classes=8, qk_norm=True)))
 
 
 def test_it_is_the_model_to_the_bit(network):
@@ -38,22 +42,21 @@ def test_guidance():
 def test_parts_of_the_network(network):
     """Tokens, blocks, and an attention that is given: what a rank evaluates."""
     x, t, y = inputs(network.model, 4)
-    given = []
+    given, part = [], slice(4, 12)
 
     def attend(qkv, num_heads):
-        given.append((qkv.shape, num_heads))
-        return attention(qkv, num_heads)
+        given.append(qkv.clone())
+        return network.attention(qkv, num_heads)
 
     with torch.no_grad():
-        whole, condition = network.tokens(x, t, y), network.condition(t, y)
-        h = network.embed(x)
-        assert torch.equal(network.embed(x, slice(4, 12), copies=2), torch.cat([h, h])[:, 4:12])
-        assert torch.equal(network.forward_blocks(h, condition, attend), whole)
-        assert given == [((4, 16, 3 * 144), 2)] * 2
+        whole, condition, h = network.tokens(x, t, y), network.condition(t, y), network.embed(x)
+        assert torch.equal(network.embed(x, part, copies=2), torch.cat([h, h])[:, part])
+        assert torch.equal(network.forward_blocks(h.clone(), condition, attend), whole) and len(given) == 2
+        network.forward_blocks(h[:, part].clone(), condition, attend, tokens=part)
+        torch.testing.assert_close(given[2], given[0][:, part])  # rotated by where the tokens stand in the row
         shallow = network.shallow(1)
-        first = network.model.blocks[0](network.embed(x), condition, attention)
-        assert torch.equal(shallow.tokens(x, t, y), network.model.final_layer(first, condition))
-    assert (shallow.depth, network.depth, len(given)) == (1, 2, 2) and shallow.model is network.model
+        assert shallow.tokens(x, t, y).shape == whole.shape and len(given) == 4
+    assert (shallow.depth, network.depth) == (1, 2) and shallow.model is network.model
     assert "1 blocks" in shallow.describe() and "2 blocks" in network.describe()
 
 

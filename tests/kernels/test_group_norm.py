@@ -1,13 +1,9 @@
 """The decoder's kernels against float64, through Triton's interpreter on a CPU and compiled on a GPU."""
 
-import json
-from contextlib import nullcontext
-
 import pytest
 import torch
-from kernel_testing import fresh_process, interpreted
+from kernel_testing import interpreted
 
-from accel.kernels import group_norm as module
 from accel.kernels.group_norm import add, group_norm
 from accel.kernels.group_norm import triton as kernels
 
@@ -93,53 +89,6 @@ def test_interpreted_kernels():
 def test_compiled_kernels(form):
     for shape in (*SHAPES, (128, 32, 512, 512), (512, 32, 64, 64), (256, 32, 255, 130)):
         check(*shape, *form, "cuda", "triton")
-
-
-def count_variants(capability):
-    """How many variants of each kernel there are after compile_ahead, and after a decoder of the published kind and the
-    demo's have asked for theirs; by Triton's own records, without a GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from accel import vae
-    from accel.options import DEMO
-    from accel.vae.decoder import SD_VAE_FT, Decoder
-    from accel.vae.half import HalfDecoder
-
-    class NoGpu:
-        """What Triton asks of a driver in order to compile."""
-
-        launcher_cls = staticmethod(lambda source, metadata: None)
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
-        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
-
-    def count():
-        return {
-            kernel.fn.__name__: sum(len(cache[0]) for cache in kernel.device_caches.values())
-            for kernel in (kernels._add, kernels._join, kernels._normalise)
-        }
-
-    triton.runtime.driver.set_active(NoGpu())
-    torch.cuda.device = torch.cuda.device_of = lambda _: nullcontext()
-    module.compile_ahead(None)
-    counts = [count()]
-    type(kernels._add).__getitem__ = lambda kernel, grid: (
-        lambda *arguments, **constants: kernel.run(*arguments, grid=(1,), warmup=True, **constants)
-    )
-    module._run = lambda backend, x: kernels
-    small = Decoder({**SD_VAE_FT, "block_out_channels": [32, 64, 128, 128]}).requires_grad_(False)
-    for decoder in (small, vae.load_vae(DEMO / "vae", torch.device("cpu"))):
-        with torch.inference_mode():
-            HalfDecoder(decoder)(torch.randn(1, 4, 4, 4))
-        counts.append(count())
-    print(json.dumps(counts))
-
-
-def test_all_that_decoding_launches_is_compiled_ahead(tmp_path):
-    """A decoder of the published kind, and the demo's, add no variant to those that were compiled for an H100."""
-    code = "import test_group_norm; test_group_norm.count_variants(90)"
-    ahead, published, demo = json.loads(fresh_process("-c", code, TRITON_CACHE_DIR=str(tmp_path)))
-    assert ahead == published == demo == {"_add": 4, "_join": 1, "_normalise": 2}
 
 
 def test_no_gpu_rounds_otherwise_for_its_size():

@@ -144,15 +144,6 @@ def test_accuracy(name, arguments, n, switches):
 
 
 @gpu
-def test_the_strict_criterion():
-    """64 pictures of the demo after 250 steps: not one in a hundred pixels off by a level, in any picture."""
-    from bench.steps import Judge
-
-    found = Judge(1, torch.device("cuda")).judge("exact", {})
-    assert found["pictures"] == 64 and found["strict"] and found["worst"]["psnr"] > 60, found
-
-
-@gpu
 def test_weights_of_any_scale():
     check_any_scale("cuda")
 

@@ -1,9 +1,7 @@
 """What loading warms up is what a run then launches: the batch rows of this rank and this batch, nothing else.
 
-On a CPU by notes of what the ops are called with, on a GPU by counting compiled kernels and autotuned GEMMs.
+By notes of what the ops are called with, which needs no GPU.
 """
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +9,11 @@ from networks import sample, small
 
 from accel import engine, fast
 from accel.fast.dit import ExactDiT, FastDiT
-from accel.kernels import ancestral_update, linear, patch_embed, split_linear
+from accel.kernels import ancestral_update, linear, split_linear
 from accel.network import Network
 from accel.options import FidOptions, GridOptions
 from accel.parallel.layouts import Layout
 from accel.parallel.rows import share
-from accel.sampling import upstream_noise
 from accel.sampling.ancestral import Ancestral
 from diffusion import create_diffusion
 
@@ -139,66 +136,3 @@ def test_a_row_of_a_divided_picture(launched):
     network = load("fp16", options, Layout(rows=2).batch(1, 2, 2))
     warmed_up = set(launched)
     assert noted_run(launched, OneOfTwo(network), options, 1, slice(None)) == warmed_up
-
-
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
-
-gpu = pytest.mark.gpu
-
-
-def variants():
-    """How many kernels this process has compiled or loaded, of Triton's and of ours but the GEMMs', which are tuned
-    after loading."""
-    from accel.kernels.adaln import hopper as adaln_hopper
-    from accel.kernels.adaln import triton as adaln
-    from accel.kernels.attention import hopper as attention
-    from accel.kernels.split_attention import hopper as split_attention
-    from accel.kernels.split_attention import triton as split_attention_triton
-    from accel.kernels.split_linear import hopper as split_linear_hopper
-    from accel.kernels.split_linear import triton as split_linear_triton
-
-    ours = adaln_hopper, attention, split_attention, split_linear_hopper
-    triton = (
-        adaln._adaln,
-        patch_embed._patch_embed,
-        ancestral_update._ancestral_update,
-        split_attention_triton._split_attention,
-        split_linear_triton._split_linear,
-    )
-    compiled = sum(len(caches[0]) for kernel in triton for caches in kernel.device_caches.values())
-    return compiled + sum(module._kernel.cache_info().currsize for module in ours)
-
-
-@gpu
-@pytest.mark.parametrize("tier", ("fp16", "exact"))
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_compiles_nothing(case, tier):
-    """After loading, a run compiles and loads no further kernel. Sizes that no other test has, another in each case:
-    what was compiled before would hide what was not warmed up."""
-    options, batch, pictures, rows = CASES[case]
-    index = 2 * list(CASES).index(case) + (tier == "exact")
-    sizes = dict(input_size=20 + 8 * index, hidden_size=72 * (7 + 2 * index), depth=2, num_heads=7 + 2 * index)
-    state, model, before = small(**sizes).state_dict(), small(**sizes).to("meta"), variants()
-    channels = engine.guidance_of(options).channels
-    network = fast.load(state, model, tier, torch.device("cuda"), *batch, channels)
-    loaded = variants()
-    assert loaded >= before + 6  # four of adaLN, patch embedding and update, whose sizes are compiled in
-    z, labels = torch.randn(pictures, 4, sizes["input_size"], sizes["input_size"]).cuda(), torch.arange(pictures).cuda()
-    latents = sample(network, Ancestral(create_diffusion("4")), z, labels, scale_of(options), rows=rows)
-    assert latents.isfinite().all() and variants() == loaded
-
-
-@gpu
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_tunes_nothing(case, tmp_path):
-    """The engine tunes the GEMMs of the rows that are evaluated, and no others."""
-    options, batch, pictures, rows = CASES[case]
-    options = replace(options, image_size=128, precision="fp16", num_sampling_steps=4)
-    run = engine.Engine(options, batch, tuner_folders=[tmp_path])
-    tuned = set(run.network.tuner.chosen)
-    assert {m for m, *_ in tuned} == {batch[0] * batch[1] * 64} and len(tuned) == 4
-    z, labels = torch.randn(pictures, 4, 16, 16).cuda(), torch.arange(pictures).cuda()
-    run.denoise(z[rows], labels[rows], upstream_noise(z, run.guidance.copies, rows))
-    assert set(run.network.tuner.chosen) == tuned
