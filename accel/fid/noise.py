@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from accel.fid.folder import Batches, Order
+from accel.sampling import upstream_noise
 
 Draw = Callable[[], torch.Tensor]  # → the noise of a step, (n, C, L, L)
 Drawn = tuple[torch.Tensor, torch.Tensor, Draw]
@@ -44,11 +45,7 @@ class UpstreamNoise:
         self.next = batch + self.batches.world
         z = torch.randn(n, *order.latent, device=device)
         drawn = torch.randint(0, order.num_classes, (n,), device=device)
-
-        def draw():
-            return torch.randn(order.copies * n, *order.latent, device=device)[:n]
-
-        return z, labels_of(order, self.batches.pictures(batch), drawn), draw
+        return z, labels_of(order, self.batches.pictures(batch), drawn), upstream_noise(z, order.copies)
 
     def state(self) -> str | None:
         """The generator's state after the last batch (hexadecimal)."""

@@ -37,6 +37,14 @@ def by_themselves(world, ending):
     return {rank: job.returncode for rank, job in enumerate(jobs)}, output, error
 
 
+def from_a_pipe(world, *command):
+    """Standard error of a command under torchrun that fails."""
+    launch = [sys.executable, *forks.torchrun(world), *map(str, command)]
+    done = subprocess.run(launch, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
 def root_cause(error):
     return re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", error, re.S).groups()
 
@@ -62,44 +70,35 @@ def test_a_mistake_on_any_rank_ends_all_with_one_line(ending, line):
     assert set(statuses.values()) == {USAGE}
 
 
-def test_a_mistake_is_torchruns_root_cause():
-    statuses, _, error = under_torchrun(3, "on_one")
-    by_rank = error.partition("ChildFailedError")[0]  # once more when torchrun has ended
-    assert len(re.findall("^job_worker.py: rank 1 on .*: --ckpt x: no such file$", by_rank, re.M)) == 1, error
-    assert root_cause(error)[1] == str(USAGE) and set(statuses.values()) <= {USAGE, -signal.SIGTERM}
-    assert "Error:" not in error.split("ChildFailedError")[0], error
-
-
-@pytest.mark.parametrize("ending, rank", [("crash", 1), ("crash_on_0", 0)])
-def test_the_failing_rank_s_traceback_comes_first(ending, rank):
-    """It is torchrun's root cause too; what the others meet because of it is a line each."""
-    _, _, error = under_torchrun(3, ending)
-    first = error.index("Traceback")
-    assert re.search(rf"rank {rank} of 3 on \S+:\n$", error[:first])
-    assert f"ZeroDivisionError: of rank {rank}" in error[first:].split("\n\n")[0]
-    own = error[: error.index("ChildFailedError")]
-    assert set(re.findall(r"^rank (\d): \w+Error.*\(after rank (\d) failed\)$", own, re.M)) <= {
-        (str(other), str(rank)) for other in range(3) if other != rank
-    }
-    assert root_cause(error) == (str(rank), "1")
-    assert f"ZeroDivisionError: of rank {rank}" in error[error.index("Root Cause") :]
-
-
 @pytest.mark.parametrize(
     "command, last",
     [
         ([WORKER, "on_one"], r"job_worker.py: rank 1 on \S+: --ckpt x: no such file"),
-        ([WORKER, "crash"], r"job_worker.py: rank 1 of 2 on \S+: ZeroDivisionError: of rank 1"),
         ([WORKER, "stopped"], "job_worker.py: stopped; start again"),
         (["sample_ddp.py", "--sample-dir", "x"], "sample_ddp.py: --sample-dir: is for an FID job.*"),
     ],
 )
-def test_the_last_line_under_torchrun_is_the_error(command, last):
-    """After torchrun's own forty; a pipe's reader sees it as a terminal's does."""
-    launch = [sys.executable, *forks.torchrun(2), *map(str, command)]
-    done = subprocess.run(launch, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 1 and re.fullmatch(last, lines[-1]), done.stderr
+def test_the_last_line_under_torchrun_says_why(command, last):
+    """After torchrun's own forty; a pipe's reader sees it as a terminal's does. It is no crash."""
+    error = from_a_pipe(2, *command)
+    lines, own = error.splitlines(), error.partition("ChildFailedError")[0]
+    assert re.fullmatch(last, lines[-1]) and len(re.findall(f"^{last}$", own, re.M)) == 1, error
+    assert root_cause(error)[1] == str(STOPPED if "stopped" in last else USAGE) and "Error:" not in own, error
+
+
+@pytest.mark.parametrize("ending, rank", [("crash", 1), ("crash_on_0", 0)])
+def test_the_failing_ranks_traceback_comes_first(ending, rank):
+    """It is torchrun's root cause too; what the others meet because of it is a line each."""
+    error = from_a_pipe(3, WORKER, ending)
+    first, own = error.index("Traceback"), error.partition("ChildFailedError")[0]
+    assert re.search(rf"rank {rank} of 3 on \S+:\n$", error[:first])
+    assert f"ZeroDivisionError: of rank {rank}" in error[first:].split("\n\n")[0]
+    others = re.findall(r"^rank (\d): \w+Error.*\(after rank (\d) failed\)$", own, re.M)
+    assert set(others) <= {(str(other), str(rank)) for other in range(3) if other != rank}
+    assert root_cause(error) == (str(rank), "1")
+    assert f"ZeroDivisionError: of rank {rank}" in error[error.index("Root Cause") :]
+    last = rf"job_worker.py: rank {rank} of 3 on \S+: ZeroDivisionError: of rank {rank}"
+    assert re.fullmatch(last, error.splitlines()[-1]), error
 
 
 @pytest.mark.parametrize("ending", ["killed", "killed_in_wait"])
@@ -164,10 +163,10 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("name", ("gpu7", "mps", "meta", "cuda:x"))
-def test_what_is_not_a_device_is_refused_not_replaced(name):
-    with pytest.raises(UsageError, match=f"--device {name}: .* cuda or cpu"):
-        Job().device(name)
+def test_what_is_not_a_device_is_refused_not_replaced():
+    for name in ("gpu7", "mps", "cuda:x"):
+        with pytest.raises(UsageError, match=f"--device {name}: .* cuda or cpu"):
+            Job().device(name)
     assert Job().device("cpu") == "cpu"
 
 
@@ -199,16 +198,11 @@ STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
         ("RANK=x WORLD_SIZE=2", "RANK is 'x', a launcher sets it to 0 … 1"),
         ("RANK=² WORLD_SIZE=2", "RANK is '²'"),
         ("RANK=2 WORLD_SIZE=2", "RANK is '2'"),
-        ("RANK=-1 WORLD_SIZE=2", "RANK is '-1'"),
         ("RANK=0", "WORLD_SIZE is not set"),
-        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE is '0'"),
         (f"RANK=0 WORLD_SIZE={'9' * 5000}", "WORLD_SIZE is '999"),
-        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=y", "LOCAL_RANK is 'y'"),
         (HERE, "MASTER_PORT is not set"),
-        (f"{HERE} MASTER_PORT=x", "MASTER_PORT is 'x'"),
         (f"{HERE} MASTER_PORT=65536", "MASTER_PORT is '65536'"),
         (f"{STEP} SLURM_STEP_ID=0 SLURM_PROCID=x", "SLURM_PROCID is 'x'"),
-        (f"{STEP} SLURM_STEP_ID=0", "SLURM_PROCID is not set"),
         (f"{STEP} SLURM_STEP_ID=b SLURM_JOB_ID=1 SLURM_PROCID=0", "SLURM_STEP_ID is 'b'"),
     ],
 )
@@ -224,15 +218,8 @@ def test_an_environment_that_no_launcher_makes_is_one_line(variables, words, mon
 @pytest.mark.parametrize("rank", (0, 1))
 def test_srun_without_scontrol(rank, tmp_path, monkeypatch):
     """As in a container without Slurm's commands: rank 0 names what to export."""
-    step = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "n[1-2]",
-        "PATH": str(tmp_path),
-    }
+    own = f"SLURM_STEP_NUM_TASKS=2 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_JOB_ID=7 SLURM_STEP_ID=0"
+    step = dict(one.split("=") for one in f"{own} SLURM_STEP_NODELIST=n[1-2] PATH={tmp_path}".split())
     for name in [name for name in os.environ if name.startswith(("MASTER_", "RANK", "SLURM"))]:
         monkeypatch.delenv(name)
     done = forks.run([ROOT / "sample_ddp.py", "--model", "DiT-Demo/2"], **step)

@@ -76,20 +76,20 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
     """
     monkeypatch.setattr(fid_door.vae, "digest", lambda folder: "of the VAE")
 
-    def settings(world=1, precision="fp32", vae_precision="fp32", digest="a", plan=None, **changes):
+    def settings(world=1, precision="fp32", vae_precision="fp32", digest="a", **changes):
         chosen = options(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
         for name, value in changes.items():
             setattr(chosen, name, value)
         engine = SimpleNamespace(
-            options=chosen, device=torch.device("cpu"), precision=precision, vae_folder="v", plan=plan,
+            options=chosen, device=torch.device("cpu"), precision=precision, vae_folder="v",
             checkpoint=SimpleNamespace(digest=lambda: digest),
-            load_decoder=lambda: SimpleNamespace(precision=vae_precision),
+            load_decoder=lambda: SimpleNamespace(precision=vae_precision), process=SimpleNamespace(setting="plan of 3"),
         )  # fmt: skip
         return fid_door.settings_of(engine, world)
 
-    before, plan = settings(), SimpleNamespace(setting="plan of 3")
+    before = settings()
     assert set(before) == RECORDED and settings() == before and before["--vae (contents)"] == "of the VAE"
-    others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b", plan=plan)
+    others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b", forecast="plan")
     for name, value in {**CHANGES, **others}.items():
         assert settings(**{name: value}) != before, name
     for name in ("ckpt", "vae", "device", "sample_dir"):

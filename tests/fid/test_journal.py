@@ -195,13 +195,8 @@ def test_nothing_of_the_users_is_deleted(folder):
         begun(folder, {"--seed": 1})
     npz.unlink()
     begun(folder, {"--seed": 1})
-    kept = [
-        own,
-        folder / "000001.png",
-        folder / "7.png",
-        folder / ".holiday.png.7.part",
-        npz.with_name(".x.npz.1.part"),
-    ]
+    kept = [folder / name for name in (own.name, "000001.png", "7.png", ".holiday.png.7.part")]
+    kept.append(npz.with_name(".x.npz.1.part"))
     for path in kept:
         path.write_bytes(b"mine")
     for path in (folder / ".000001.png.0123456789abcdef.part", npz.with_name(f".{npz.name}.0123456789abcdef.part")):
