@@ -7,6 +7,7 @@ batch. The null half is never updated, since both halves are evaluated on the sa
 same, and so is DDIM's where η = 0.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 
 import torch
@@ -63,12 +64,17 @@ def denoise(
 
     if network.captures and z.is_cuda:
         process.prepare(z.device)
-        move = network.replayed((process, guidance), move)
+        if process.captured:
+            move = network.replayed((process, guidance), move)
+        else:
+            tokens = network.replayed(tuple(process.times()), scheduled.tokens)
+            scheduled = copy.copy(scheduled)
+            scheduled.tokens = tokens
     state, step, first = process.begin(z), 0, 0
     for steps, evaluations in moves or process.moves:
         advance(*range(first, first + evaluations))
-        drawn = [draw() for _ in range(steps)]  # ahead, in the stream's order
-        noise = torch.stack(drawn) if steps > 1 else drawn[0][None]
+        drawn = [draw() for _ in range(steps * process.draws)]  # ahead, in the stream's order
+        noise = drawn[0][None] if len(drawn) == 1 else torch.stack(drawn) if drawn else z[None, :0]
         those = tuple(parts[first : first + evaluations])
         state = move((steps, evaluations), those, indices[first].expand(len(z)), y, noise, *state)
         step, first = step + steps, first + evaluations

@@ -37,10 +37,12 @@ class Evaluations:
 class Process(ABC):
     """A way from noise to latents. Equal by value: what was captured of one serves its equals.
 
-    moves: their kinds, in order.
+    moves: their kinds, in order. draws: whether a step draws noise. captured: whether a move may be a CUDA graph; else
+    its network evaluations are.
     """
 
     moves: list[Kind]
+    draws = captured = True
 
     @property
     def steps(self) -> int:
@@ -75,5 +77,5 @@ class Process(ABC):
 
     @abstractmethod
     def move(self, kind: Kind, state: State, at: Tensor, noise: Tensor, evaluate: Callable[..., Tensor]) -> State:
-        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step;
-        evaluate: `Evaluations`."""
+        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step, (0, …)
+        where none is drawn; evaluate: `Evaluations`."""

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
+from accel.engine import Engine
 
 from accel import precision, vae
-from accel.engine import Engine
 from accel.options import DEMO, GridOptions, UsageError
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.vae.half import HalfDecoder

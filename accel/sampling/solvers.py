@@ -1,0 +1,80 @@
+"""diffusers' schedulers: the library computes the steps, we the network.
+
+Other pictures than ancestral sampling, in ten to twenty-five evaluations: DPM-Solver++ (Lu et al. 2022,
+arXiv:2211.01095), UniPC (Zhao et al. 2023, arXiv:2302.04867), and whatever else predicts from the noise.
+"""
+
+import inspect
+from typing import Any
+
+from accel.errors import UsageError
+from accel.sampling.process import Kind, Process, State
+from diffusion.gaussian_diffusion import get_named_beta_schedule
+
+SOLVERS = {"dpm++": "DPMSolverMultistepScheduler", "unipc": "UniPCMultistepScheduler"}
+
+
+def make(name: str, **config: Any) -> Any:
+    """The scheduler of a name in SOLVERS with DiT's betas. config: what else its class takes, such as solver_order."""
+    import diffusers  # takes seconds
+
+    betas = get_named_beta_schedule("linear", 1000)
+    return getattr(diffusers, SOLVERS[name])(trained_betas=betas, **config)
+
+
+class _NoGenerator:
+    """In a generator's place: a scheduler that draws noise asks for its device."""
+
+    @property
+    def device(self) -> None:
+        raise UsageError("`sampler`: this scheduler draws noise in its steps; give a deterministic one")
+
+
+class Solver(Process):
+    """Sampling by a scheduler of diffusers that predicts from the noise and draws none.
+
+    scheduler: any with the library's interface, not changed; steps: its num_inference_steps; timesteps: in their place,
+    for those that take them.
+    """
+
+    draws = captured = False
+
+    def __init__(self, scheduler: Any, steps: int, timesteps: list[int] | None = None):
+        if scheduler.config.get("prediction_type", "epsilon") != "epsilon":
+            raise UsageError(f"`sampler`: predicts {scheduler.config.prediction_type}, and a DiT predicts epsilon")
+        self.scheduler = scheduler
+        self.how = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)
+        self.moves: list[Kind] = [(1, 1)] * len(self._begun().timesteps)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
+
+    @property
+    def _values(self):
+        return type(self.scheduler), str(self.scheduler.config), *self.times()
+
+    def _begun(self):
+        """A scheduler of the same kind at its first step."""
+        scheduler = type(self.scheduler).from_config(self.scheduler.config)
+        scheduler.set_timesteps(**self.how)
+        return scheduler
+
+    def times(self) -> list[float]:
+        return self._begun().timesteps.tolist()
+
+    def levels(self) -> list[float]:
+        return [time / self.scheduler.config.num_train_timesteps for time in self.times()]
+
+    def begin(self, x) -> State:
+        scheduler = self._begun()
+        return x * scheduler.init_noise_sigma, scheduler, iter(scheduler.timesteps)
+
+    def move(self, kind, state, at, noise, evaluate) -> State:
+        x, scheduler, times = state
+        t = next(times)
+        eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]  # without the learned variance
+        how = dict(generator=_NoGenerator()) if "generator" in inspect.signature(scheduler.step).parameters else {}
+        return scheduler.step(eps, t, x, **how, return_dict=False)[0], scheduler, times

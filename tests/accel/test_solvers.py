@@ -1,0 +1,115 @@
+"""diffusers' schedulers as processes, against the library driven by hand; guidance intervals."""
+
+import pytest
+import torch
+from networks import sample, small
+
+from accel.errors import UsageError
+from accel.fast.dit import FastDiT
+from accel.network import Plain
+from accel.sampling import denoise, upstream_noise
+from accel.sampling.ancestral import Ancestral
+from accel.sampling.guidance import Guidance
+from accel.sampling.solvers import Solver, make
+from diffusion import create_diffusion
+
+diffusers = pytest.importorskip("diffusers")
+CPU = torch.device("cpu")
+Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
+
+
+def by_hand(scheduler, model, scale, channels):
+    """As the library's pipelines do it."""
+    x = Z * scheduler.init_noise_sigma
+    y = torch.cat([LABELS, torch.full_like(LABELS, 8)])
+    with torch.no_grad():
+        for t in scheduler.timesteps:
+            both = scheduler.scale_model_input(torch.cat([x, x]), t)
+            out = model(both, t.expand(6), y)[:, :4]
+            cond, uncond = out.chunk(2)
+            eps = torch.cat([(uncond + scale * (cond - uncond))[:, :channels], cond[:, channels:]], dim=1)
+            x = scheduler.step(eps, t, x).prev_sample
+    return x
+
+
+@pytest.mark.parametrize("channels", (3, 4))
+@pytest.mark.parametrize(
+    "name, config", [("dpm++", {}), ("dpm++", dict(solver_order=3, use_karras_sigmas=True)), ("unipc", {})]
+)
+def test_latents_are_the_librarys(name, config, channels):
+    scheduler = make(name, **config)
+    scheduler.set_timesteps(7)
+    want = by_hand(scheduler, small(), 3.0, channels)
+    guidance, networks = (
+        Guidance(3.0, 8, channels),
+        (Plain(small()), FastDiT(small().state_dict(), 2, torch.float32, CPU)),
+    )
+    before = torch.get_rng_state()
+    for network in networks:
+        for _ in range(2):  # a second run begins anew
+            got = denoise(network, Solver(make(name, **config), 7), guidance, Z, LABELS, None)
+            assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+    assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn
+
+
+def test_given_timesteps_and_other_classes():
+    """A schedule of the user's; a scheduler that evaluates twice a step."""
+    times = [999, 700, 400, 100, 20]
+    scheduler = make("dpm++")
+    scheduler.set_timesteps(timesteps=times)
+    want, guidance = by_hand(scheduler, small(), 2.0, 3), Guidance(2.0, 8)
+    got = denoise(Plain(small()), Solver(make("dpm++"), 5, times), guidance, Z, LABELS, None)
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+    heun = diffusers.HeunDiscreteScheduler(beta_start=1e-4, beta_end=0.02, beta_schedule="linear")
+    process = Solver(heun, 4)
+    assert process.evaluations == 7
+    heun.set_timesteps(4)
+    want = by_hand(heun, small(), 2.0, 3)
+    got = denoise(Plain(small()), process, guidance, Z, LABELS, None)
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_what_cannot_be_sampled_by_is_a_line():
+    ancestral = diffusers.EulerAncestralDiscreteScheduler()
+    with pytest.raises(UsageError, match="sampler: this scheduler draws noise in its steps"):
+        denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
+    with pytest.raises(UsageError, match="sampler: predicts v_prediction"):
+        Solver(make("dpm++", prediction_type="v_prediction"), 5)
+
+
+def test_solvers_are_values():
+    assert Solver(make("dpm++"), 5) == Solver(make("dpm++"), 5) and hash(Solver(make("unipc"), 5))
+    assert len({Solver(make("dpm++"), 5), Solver(make("dpm++"), 6), Solver(make("dpm++", solver_order=3), 5)}) == 3
+
+
+@pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])
+def test_outside_the_interval_half_the_rows_are_evaluated(process):
+    """At noise levels from 0.3 to 0.7 guided, elsewhere the conditional estimate alone."""
+    network, rows = Plain(small()), []
+    condition = network.condition
+    network.condition = lambda t, y: (rows.append((int(t[0]), len(y))), condition(t, y))[1]
+    guidance = Guidance(3.0, 8, interval=(0.3, 0.7))
+    torch.manual_seed(0)
+    got = denoise(network, process, guidance, Z, LABELS, upstream_noise(Z, 2))
+    assert rows == [(time, 6 if 300 <= time <= 700 else 3) for time in process.times()]
+    assert {n for _, n in rows} == {3, 6}
+    torch.manual_seed(0)
+    whole = sample(network, process, Z, LABELS, 3.0)
+    assert not torch.equal(got, whole) and got.isfinite().all()
+    torch.manual_seed(0)
+    always = denoise(network, process, Guidance(3.0, 8, interval=(0.0, 1.0)), Z, LABELS, upstream_noise(Z, 2))
+    assert torch.equal(always, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("unipc"), 10)])
+def test_captured_is_direct(process):
+    device = torch.device("cuda")
+    direct, captured = (FastDiT(small().state_dict(), 2, torch.float16, device) for _ in range(2))
+    direct.captures, guidance = False, Guidance(3.0, 8, interval=(0.3, 0.7))
+    results = []
+    for network in (direct, captured, captured):
+        torch.manual_seed(0)
+        z = Z.to(device)
+        results.append(denoise(network, process, guidance, z, LABELS.to(device), upstream_noise(z, 2)))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
