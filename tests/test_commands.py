@@ -11,7 +11,7 @@ from conftest import ROOT, fill
 from PIL import Image
 from safetensors.torch import save_file
 
-from accel.engine import Engine
+from accel import door
 from accel.errors import UsageError
 from accel.options import GridOptions
 from accel.output import picture_names
@@ -91,18 +91,20 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
     """The same noise to the bit, so the same pictures: up to float32 rounding, as GEMMs of other sizes add in another
     order. One batch of all is the same to the bit."""
     options = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=4, seed=3)
-    whole = Engine(GridOptions(**options).resolve()).run()
+    opened, run, _ = door.ready(GridOptions(**options).resolve())
+    whole = door.latents(opened.options, run)
     for batch_size, sizes in (1, [1] * 8), (3, [3, 3, 2]), (8, [8]):
-        run = Engine(GridOptions(**options, batch_size=batch_size).resolve())
-        used, seen, p_sample = [], [], run.diffusion.p_sample
+        opened, run, _ = door.ready(GridOptions(**options, batch_size=batch_size).resolve())
+        used, seen, p_sample = [], [], run.process.diffusion.p_sample
 
         def recorded(model, x, t, *, noise, **how):
             used.append((len(x), noise))
             return p_sample(model, x, t, noise=noise, **how)
 
-        monkeypatch.setattr(run.diffusion, "p_sample", recorded)
-        latents = run.run(on_step=lambda index, x: seen.append(index))
-        assert [n for n, _ in used] == [n for n in sizes for _ in range(4)] and run.batch_rows == 2 * batch_size
+        monkeypatch.setattr(run.process.diffusion, "p_sample", recorded)
+        latents = door.latents(opened.options, run, on_step=lambda index, x: seen.append(index))
+        assert [n for n, _ in used] == [n for n in sizes for _ in range(4)]
+        assert door.batch_of(opened.options)[:2] == (batch_size, 2)
         assert seen == list(range(4 * len(sizes)))
         torch.manual_seed(3)
         torch.randn(8, 4, 16, 16)

@@ -165,7 +165,7 @@ def test_a_first_run_names_all_that_is_missing(tmp_path, run):
 
 def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
     """What is computed with on a CPU is a copy; a file that changes while it is read ends the run with a line."""
-    from accel import engine
+    from accel import door
     from accel.options import GridOptions
 
     options = GridOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "a.safetensors"), device="cpu", labels=(1, 2))
@@ -174,17 +174,17 @@ def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
         state = load_file(weights)
         (tmp_path / name).write_bytes(weights.read_bytes()) if name[-1] == "s" else torch.save(state, options.ckpt)
         options.num_sampling_steps, options.output_type = 2, "latent"
-        run = engine.Engine(replace(options).resolve())
-        want = run.run()
+        opened, run, _ = door.ready(replace(options).resolve())
+        want = door.latents(opened.options, run)
         size = os.path.getsize(options.ckpt)
         with open(options.ckpt, "r+b") as file:  # in place: a mapping would see it
             file.seek(size // 2)
             file.write(os.urandom(size // 2))
-        assert torch.equal(run.run(), want)
+        assert torch.equal(door.latents(opened.options, run), want)
         with pytest.raises(UsageError, match="was changed while it was read"):
-            run.checkpoint.digest()
+            opened.weights.digest()
         os.truncate(options.ckpt, 100)  # a mapping would end the process
-        assert torch.equal(run.run(), want)
+        assert torch.equal(door.latents(opened.options, run), want)
 
 
 #################################################################################

@@ -147,7 +147,7 @@ def test_a_large_dit_of_the_callers_own():
 def test_close_frees_the_network():
     sampler = demo()
     sampler.sample(0)
-    network = weakref.ref(sampler._engine.network)
+    network = weakref.ref(sampler._run.network)
     sampler.close()
     sampler.close()
     gc.collect()
@@ -329,7 +329,7 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
 
 
 def graphs_of(sampler):
-    return [id(graph) for one in sampler._engine.network._replayed.values() for graph in one.graphs.values()]
+    return [id(graph) for one in sampler._run.network._replayed.values() for graph in one.graphs.values()]
 
 
 @pytest.mark.gpu

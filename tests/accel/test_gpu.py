@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel import engine, gpu, precision
+from accel import door, gpu, loading, precision
 from accel.errors import UsageError
 from accel.kernels import adaln, attention, cuda, split_attention, split_linear
 from accel.kernels.adaln import hopper as adaln_hopper
@@ -81,13 +81,13 @@ def test_tiers(seen):
     for tier in precision.TIERS:
         options = GridOptions(precision=tier)
         if tier in lacking:
-            with pytest.raises(UsageError, match=f"^--precision {tier}: .* choose fp32$") as refusal:
-                engine.choose_precision(options, GPU)
+            with pytest.raises(UsageError, match=f"^precision={tier}: .* choose fp32$") as refusal:
+                door.choose_precision(options, GPU)
             assert "\n" not in str(refusal.value)
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
-            assert engine.choose_precision(options, GPU) == (tier, "fp16" if half else float32)
+            assert door.choose_precision(options, GPU) == (tier, "fp16" if half else float32)
     precision.apply_precision("fp32", GPU)
 
 
@@ -117,7 +117,7 @@ def machine(monkeypatch):
 )
 def test_a_torch_with_code_for_the_gpu(machine, capability, targets):
     machine(capability, targets)
-    assert engine.choose_device(GridOptions()) == torch.device("cuda")
+    assert loading.choose_device(None) == torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_torch_with_code_for_the_gpu(machine, capability, targets):
 )
 def test_a_torch_without_code_for_the_gpu(machine, capability, targets, remedy):
     machine(capability, targets)
-    want = f"--device cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
+    want = f"device=cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
     with pytest.raises(UsageError) as refusal:
-        engine.choose_device(GridOptions())
+        loading.choose_device(None)
     assert str(refusal.value) == want

@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from accel.engine import Engine
 
-from accel import precision, vae
+from accel import door, precision, vae
 from accel.options import DEMO, GridOptions, UsageError
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.vae.half import HalfDecoder
+from accel.vae.lazy import LazyDecoder
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -100,13 +100,12 @@ def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, c
     options = GridOptions(
         model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
     ).resolve()
-    run = Engine(options)
-    run.decoder_precision = "fp16"  # as on a GPU
+    decoder = door.decoder_of(door.open_weights(options, CPU)._replace(vae_precision="fp16"))  # as on a GPU
     latents = noise(3, 4)
     capsys.readouterr()
-    got = torch.cat([run.decode(latents[:1]), run.decode(latents[1:])])
+    got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])
     [line] = capsys.readouterr().out.splitlines()
-    assert reason in line and "decoding in float32" in line and run.load_decoder().precision == "fp32"
+    assert reason in line and "decoding in float32" in line and decoder.load().precision == "fp32"
     assert torch.equal(got, vae.decode(plain, latents)) and got.isfinite().all()
 
 
@@ -125,10 +124,11 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
 
 def test_a_decoder_that_gives_nan_stops_the_run():
     """As bytes, NaN would be black."""
-    run = Engine(GridOptions(model="DiT-Demo/2", device="cpu", labels=(0,)).resolve())
-    run.load_decoder().plain.decoder.conv_out.bias[1] = float("nan")
-    with pytest.raises(UsageError, match="--vae .*demo/vae: decodes finite latents to pixels that are not finite"):
-        run.decode(noise(1, 4))
+    folder = DEMO / "vae"
+    decoder = LazyDecoder(str(folder), folder, "fp32", "fp32", CPU)
+    decoder.load().plain.decoder.conv_out.bias[1] = float("nan")
+    with pytest.raises(UsageError, match="vae=.*demo/vae: decodes finite latents to pixels that are not finite"):
+        decoder.decode(noise(1, 4))
 
 
 def test_which_arithmetic(monkeypatch):
@@ -143,14 +143,14 @@ def test_which_arithmetic(monkeypatch):
     assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == ["fp32"] * 2 + ["tf32"] * 3
     have.remove("tf32")  # a V100
     assert choose("fp16") == "fp16" and precision.float32_decoder("fp16", CPU) == "fp32"
-    with pytest.raises(ValueError, match="--vae-precision tf32"):
+    with pytest.raises(ValueError, match="vae_precision=tf32"):
         choose("fp16", "tf32")
 
 
 def test_the_cpu_has_no_float16_decoder():
     options = GridOptions(model="DiT-Demo/2", device="cpu", vae_precision="fp16").resolve()
-    with pytest.raises(UsageError, match="--vae-precision fp16: cpu has no"):
-        Engine(options)
+    with pytest.raises(UsageError, match="vae_precision=fp16: cpu has no"):
+        door.open_weights(options, CPU)
 
 
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
@@ -198,14 +198,14 @@ def test_sd_vae_ft_at_512px(switches):
 
 @pytest.mark.gpu
 def test_a_picture_that_does_not_fit_is_one_line(switches):
-    run = Engine(GridOptions(model="DiT-Demo/2", device="cuda", labels=(0,)).resolve())
-    run.decode(noise(1, 16, run.device))
-    run.release_network()
+    device, folder = torch.device("cuda"), DEMO / "vae"
+    decoder = LazyDecoder(str(folder), folder, "fp16", "tf32", device)
+    decoder.decode(noise(1, 16, device))
     free = torch.cuda.memory_reserved() + 2**26
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.get_device_properties(0).total_memory)
     try:
         with pytest.raises(UsageError, match="does not fit in free GPU memory"):
-            run.decode(noise(1, 256, run.device))
+            decoder.decode(noise(1, 256, device))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert run.decode(noise(1, 16, run.device)).isfinite().all()
+    assert decoder.decode(noise(1, 16, device)).isfinite().all()

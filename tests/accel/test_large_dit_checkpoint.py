@@ -8,8 +8,9 @@ import torch
 from conftest import fill
 from safetensors.torch import save_file
 
-from accel import engine
+from accel import door
 from accel.errors import UsageError
+from accel.loading import load_network
 from accel.network import MODELS
 from accel.options import GridOptions
 from accel.weights.checkpoint import Checkpoint
@@ -26,7 +27,8 @@ def options(ckpt, **more):
 
 def load(ckpt, **more):
     resolved, checkpoint = options(ckpt, **more), Checkpoint(ckpt)
-    return engine.load_network(resolved.complete(checkpoint), checkpoint, "fp32", CPU, 2, 2)
+    resolved = resolved.complete(checkpoint)
+    return load_network(checkpoint, door.empty_model(resolved), "fp32", CPU, door.batch_of(resolved))
 
 
 def demo(**form):
@@ -130,4 +132,4 @@ def test_published_weights_are_not_fetched_by_name():
     resolved = GridOptions(model="Large-DiT-3B/2").resolve()
     assert (resolved.image_size, resolved.num_classes, resolved.vae) == (256, 1000, "ema")
     with pytest.raises(UsageError, match="--ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
-        engine.open_checkpoint(resolved)
+        door.checkpoint_of(resolved, CPU)

@@ -12,8 +12,7 @@ from conftest import ROOT
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file
 
-from accel import vae
-from accel.engine import Engine
+from accel import door, vae
 from accel.options import GridOptions
 from models import DiT_models
 from pretrained_models.demo import score, train
@@ -178,8 +177,8 @@ def test_committed_vae_reconstructs_fresh_pictures(fresh):
 
 def test_committed_model_draws_what_it_is_asked_for(judge):
     """All eight classes in fewer steps than the card's figure is for; at most one may be missed."""
-    engine = Engine(GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=40).resolve())
-    answers = judge(engine.decode(engine.run()).clamp(-1, 1))
+    opened, run, decoder = door.ready(GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=40).resolve())
+    answers = judge(decoder.decode(door.latents(opened.options, run)).clamp(-1, 1))
     assert (answers == torch.arange(8)).sum() >= 7, answers
 
 

@@ -1,4 +1,4 @@
-"""One rank that runs several commands of sample_ddp.py and notes what its engine was prepared for and evaluated.
+"""One rank that runs several commands of sample_ddp.py and notes what its network was prepared for and evaluated.
 
 Rank 0 prints JSON: of each command what it printed, and what each rank found.
 """
@@ -9,18 +9,17 @@ from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
 import sample_ddp
-from accel import vae
-from accel.engine import Engine
+from accel import loading, vae
 from accel.network import Plain
 from accel.parallel import processes
 
 found = {}
-prepare, evaluate, load_vae = Engine.__init__, Plain.forward_blocks, vae.load_vae
+prepare, evaluate, load_vae = loading.load, Plain.forward_blocks, vae.load_vae
 
 
-def prepare_and_note(self, options, batch=None, *more, **how):
-    found["prepared"] = batch and batch[0] * batch[1]
-    prepare(self, options, batch, *more, **how)
+def prepare_and_note(weights, model, tier, device, batch, **how):
+    found["prepared"] = batch.latents * batch.copies
+    return prepare(weights, model, tier, device, batch, **how)
 
 
 def evaluate_and_note(self, h, *how):
@@ -35,7 +34,7 @@ def load_vae_and_note(*arguments):
 
 
 if __name__ == "__main__":
-    Engine.__init__, Plain.forward_blocks, vae.load_vae = prepare_and_note, evaluate_and_note, load_vae_and_note
+    loading.load, Plain.forward_blocks, vae.load_vae = prepare_and_note, evaluate_and_note, load_vae_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
         processes.launched_job = lambda *_: nullcontext(job)

@@ -6,27 +6,36 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, fill
 
-from accel import options
+from accel.door import wanted_layout
 from accel.errors import UsageError
 from accel.kernels import FOLDER, version
 from accel.network import Plain
-from accel.options import DistributedOptions
-from accel.parallel.exchanges import EXCHANGES
-from accel.parallel.planner import OFF, Layout, Planner, candidates
+from accel.options import GridOptions
+from accel.parallel import exchanges, layouts
+from accel.parallel.groups import Groups
+from accel.parallel.layouts import OFF, Layout, candidates
+from accel.parallel.planner import Evaluation, check, choose_once, share_evaluations, situation
 from accel.parallel.processes import Job
 from models import DiT
 
 ONE_HOST = ["a"] * 4
-MODEL = fill(DiT(input_size=64, hidden_size=24, depth=3, num_heads=6, num_classes=8))  # 1024 tokens
+SIX_HEADS = 1024, 6  # tokens of a batch row, heads
 
 
-def planner(parallel, job, model=MODEL, **more):
-    side = 8 * model.x_embedder.img_size[0]
-    return Planner(
-        job, DistributedOptions(parallel=parallel, labels=(1,), image_size=side, device="cpu", **more), model
-    )
+def wanted(parallel, world, **more):
+    """The layout of a grid of one picture at 512 px, as the command takes it."""
+    options = GridOptions("DiT-S/2", labels=(1,), parallel=parallel, device="cpu", **more)
+    layout = wanted_layout(options.resolve(), world)
+    if layout:
+        check(layout, Evaluation(1, *SIX_HEADS, options.precision or "fp32"), groups_of(world))
+    return layout
+
+
+def groups_of(world):
+    return Groups(Job(0, world), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +67,8 @@ def planner(parallel, job, model=MODEL, **more):
 )
 def test_refusals(text, message):
     with pytest.raises(UsageError) as error:
-        planner(text, Job(0, 4)).wanted()
-    assert message in str(error.value)
+        wanted(text, 4)
+    assert message in error.value.by_flags()
 
 
 @pytest.mark.parametrize(
@@ -71,53 +80,67 @@ def test_refusals(text, message):
 )
 def test_refusals_of_a_tier(text, tier, message):
     with pytest.raises(UsageError) as error:
-        planner(text, Job(0, 4), precision=tier).wanted()
-    assert message in str(error.value)
+        wanted(text, 4, precision=tier)
+    assert message in error.value.by_flags()
 
 
 def test_what_is_wanted():
     """The layout that the user names; none where it is to be chosen; OFF where there is nothing to share."""
-    assert planner("rows=2,tokens=2", Job(0, 4)).wanted() == Layout(2, 2, "kv")
-    assert planner("tokens=2", Job(0, 4), precision="exact").wanted() == Layout(1, 2, "ulysses")
-    assert planner("auto", Job(0, 4)).wanted() is None
-    assert planner("off", Job(0, 4)).wanted() == planner("auto", Job()).wanted() == OFF
+    assert wanted("rows=2,tokens=2", 4) == Layout(2, 2, "kv")
+    assert wanted("tokens=2", 4, precision="exact") == Layout(1, 2, "ulysses")
+    assert wanted("auto", 4) is None
+    assert wanted("off", 4) == wanted("auto", 1) == OFF
 
 
 def test_the_flag_knows_what_there_is():
-    """accel/options.py is read before torch, so it has names of its own."""
-    assert set(options.EXCHANGES) == set(EXCHANGES)
+    """accel/parallel/layouts.py is read before torch, so it has names of its own."""
+    assert set(layouts.EXCHANGES) == set(exchanges.EXCHANGES)
     for name in Layout._fields:
-        layout = "tokens=2,exchange=kv" if name == "exchange" else f"{name}=2"
-        assert name in DistributedOptions(parallel=layout).mesh
+        text = "tokens=2,exchange=push" if name == "exchange" else f"{name}=2"
+        assert getattr(layouts.parse(text), name) != getattr(OFF, name)
+
+
+def test_what_needs_no_torch_is_refused_by_the_options():
+    for parallel, more in (
+        ("tokens=3", {}),
+        ("tokens=2,exchange=kv", dict(precision="exact")),
+        ("weights=2", dict(precision="exact")),
+    ):
+        with pytest.raises(UsageError, match="^parallel="):
+            GridOptions("DiT-Demo/2", parallel=parallel, **more).resolve()
 
 
 @pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
-    alone, network = planner(text, Job()), Plain(MODEL)
-    assert alone.wanted() == OFF and alone.parallel(network, OFF) == (network, OFF)
+    network, evaluation = (
+        Plain(fill(DiT(input_size=16, hidden_size=24, depth=1, num_heads=6))),
+        Evaluation(1, 64, 6, "fp32"),
+    )
+    assert wanted(text, 1) == OFF and share_evaluations(network, evaluation, groups_of(1), OFF) == (network, OFF)
 
 
 def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     """Layouts are kept between runs; faster kernels, or another exchange, are another choice."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = fill(DiT(input_size=16, hidden_size=24, depth=3, num_heads=6, num_classes=8))
-    alone, network = planner("auto", Job(), model), Plain(model)
-    situation = alone.situation(network)
-    assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in situation and network.describe() in situation
-    chosen, reason = alone.choose_once(network)
+    network = Plain(model)
+    how = network, Evaluation(1, 64, 6, "fp32"), groups_of(1)
+    where = situation(*how)
+    assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in where and network.describe() in where
+    chosen, reason = choose_once(*how)
     assert chosen == OFF and "ms a step estimated" in reason
     file = tmp_path / "dit" / "plans.json"
-    assert json.loads(file.read_text()) == {situation: [list(OFF), reason]}
-    assert alone.choose_once(network) == (OFF, f"{reason}; measured before on this machine ({file})")
+    assert json.loads(file.read_text()) == {where: [list(OFF), reason]}
+    assert choose_once(*how) == (OFF, f"{reason}; measured before on this machine ({file})")
     layouts = 3, [], [1, 1, "kv"], ["1", 1, "kv", 1], [1, 1, "mail", 1], [0, 1, "kv", 1], [1, 1, "kv", 1, 1]
     entries = [*([layout, reason] for layout in layouts), [list(OFF)], [list(OFF), 5], {}, "x"]
-    for damaged in ("{", "[]", "[" * 200_000, *(json.dumps({situation: entry}) for entry in entries)):
+    for damaged in ("{", "[]", "[" * 200_000, *(json.dumps({where: entry}) for entry in entries)):
         file.write_text(damaged)
-        assert "measured before" not in alone.choose_once(network)[1], damaged[:80]
+        assert "measured before" not in choose_once(*how)[1], damaged[:80]
     file.unlink()
     os.mkfifo(file)
-    assert "measured before" not in alone.choose_once(network)[1]
+    assert "measured before" not in choose_once(*how)[1]
     assert file.is_fifo()
     file.unlink()
     (tmp_path / "kernel.cu").write_text("slow")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from networks import build, error, evaluate, guided, inputs, network_of
 
-from accel import engine, precision
+from accel import door, precision
 from accel.errors import UsageError
 from accel.graphs import Replayed
 from accel.kernels.cuda import HAS_TRITON
@@ -160,8 +160,8 @@ def test_overflow_names_the_layer(tmp_path):
         precision="exact",
         output=str(tmp_path / "x.npy"),
     ).resolve()
-    with pytest.raises(UsageError, match="--precision exact: .*blocks.1.mlp.fc1 gives values .*; use --precision fp32"):
-        engine.Engine(options)
+    with pytest.raises(UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"):
+        door.ready(options)
 
 
 def kernels(call):

@@ -7,7 +7,7 @@ from networks import evaluate, network_of, sample
 from reference_networks import large_dit, relative_error
 from test_large_dit import FORMS, batch, build
 
-from accel import accelerate, engine
+from accel import accelerate, door
 from accel.errors import UsageError
 from accel.fast import load
 from accel.fast.large_dit import FastLargeDiT
@@ -15,7 +15,6 @@ from accel.network import Plain
 from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
-from accel.weights.checkpoint import Checkpoint
 from accel.weights.identity import shapes_only
 from diffusion import create_diffusion
 from large_dit import DiT_Llama, Large_DiT_models
@@ -179,7 +178,7 @@ def test_loading_holds_no_float32_copy_on_the_gpu():
 
 
 @pytest.mark.gpu
-def test_the_engine_samples_in_half(tmp_path):
+def test_a_run_in_half(tmp_path):
     model = Large_DiT_models["Large-DiT-Demo/2"]()
     for name, value in model.named_parameters():
         value.data.normal_(1.0 if "norm.weight" in name else 0.0, 0.03)
@@ -188,7 +187,6 @@ def test_the_engine_samples_in_half(tmp_path):
     latents = {}
     for precision in ("fp32", "fp16"):
         resolved = GridOptions(**options, num_sampling_steps=25, precision=precision).resolve()
-        running = engine.Engine(resolved)
-        assert isinstance(running.checkpoint, Checkpoint)
-        latents[precision] = running.sample(show=False)
+        opened, run, _ = door.ready(resolved)
+        latents[precision] = door.latents(opened.options, run)
     assert relative_error(latents["fp16"], latents["fp32"].double()) < 1e-2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from networks import sample, small
 
-from accel import engine, fast
+from accel import door, fast, loading
 from accel.fast.dit import ExactDiT, FastDiT
 from accel.kernels import ancestral_update, linear, split_linear
 from accel.network import Network
@@ -83,7 +83,7 @@ def launched(monkeypatch):
 
 
 def load(tier, options, batch):
-    channels = engine.guidance_of(options).channels
+    channels = door.guidance_of(options).channels
     network = fast.load(small().state_dict(), small().to("meta"), tier, CPU, *batch, channels)
     network.fuses_update = True  # as on a GPU; here by the reference implementation
     return network
@@ -108,7 +108,7 @@ def test_what_is_warmed_up_is_what_runs(case, tier, launched):
     run = noted_run(launched, network, options, pictures, rows)
     assert run == warmed_up
     launched.clear()
-    assert not engine.overflows(network, options, CPU, *batch)
+    assert not loading.overflows(network, door.batch_of(options, batch), CPU)
     assert launched == {note for note in run if note[0] != "update"}
 
 

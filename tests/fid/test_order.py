@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel import fid_door
+from accel import door
 from accel.errors import UsageError
 from accel.fid.folder import Order
 from accel.options import FidOptions
@@ -27,16 +27,16 @@ def options(**more):
     ],
 )
 def test_the_folder_has_upstreams_name(flags, name):
-    assert fid_door.folder_of(options(sample_dir="x", **flags)).as_posix() == f"x/{name}"
+    assert door.folder_of(options(sample_dir="x", **flags)).as_posix() == f"x/{name}"
 
 
 def test_an_order_is_what_the_flags_say():
     chosen = options(model="DiT-Demo/2", per_proc_batch_size=6, seed=2, balanced_labels=True)
-    folder = fid_door.folder_of(chosen)
-    assert fid_door.order_of(chosen) == Order(folder, 9, 6, 2, 8, 128, (4, 16, 16), balanced=True)
+    folder = door.folder_of(chosen)
+    assert door.order_of(chosen) == Order(folder, 9, 6, 2, 8, 128, (4, 16, 16), balanced=True)
     unguided = options(model="DiT-Demo/2", cfg_scale=1.0, world_independent_noise=True)
-    folder = fid_door.folder_of(unguided)
-    assert fid_door.order_of(unguided) == Order(folder, 9, 32, 0, 8, 128, (4, 16, 16), copies=1, independent=True)
+    folder = door.folder_of(unguided)
+    assert door.order_of(unguided) == Order(folder, 9, 32, 0, 8, 128, (4, 16, 16), copies=1, independent=True)
 
 
 @pytest.mark.parametrize("seed, world, fits", [
@@ -47,13 +47,13 @@ def test_the_last_ranks_seed_has_to_fit_into_64_bits(seed, world, fits):
     chosen = options()
     chosen.seed = seed
     if fits:
-        fid_door.check(chosen, world)
+        door.require_seeds(chosen, world)
         torch.Generator().manual_seed(seed * world + world - 1)
         return
-    with pytest.raises(UsageError, match=f"--global-seed {seed}: times {world} ranks"):
-        fid_door.check(chosen, world)
+    with pytest.raises(UsageError, match=f"^seed={seed}: times {world} ranks"):
+        door.require_seeds(chosen, world)
     chosen.world_independent_noise = True
-    fid_door.check(chosen, world)
+    door.require_seeds(chosen, world)
 
 
 CHANGES = {
@@ -74,18 +74,16 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
 
     The names stay, or no job that an earlier version began is resumed.
     """
-    monkeypatch.setattr(fid_door.vae, "digest", lambda folder: "of the VAE")
+    monkeypatch.setattr(door.vae, "digest", lambda folder: "of the VAE")
 
     def settings(world=1, precision="fp32", vae_precision="fp32", digest="a", **changes):
         chosen = options(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
         for name, value in changes.items():
             setattr(chosen, name, value)
-        engine = SimpleNamespace(
-            options=chosen, device=torch.device("cpu"), precision=precision, vae_folder="v",
-            checkpoint=SimpleNamespace(digest=lambda: digest),
-            load_decoder=lambda: SimpleNamespace(precision=vae_precision), process=SimpleNamespace(setting="plan of 3"),
-        )  # fmt: skip
-        return fid_door.settings_of(engine, world)
+        opened = SimpleNamespace(options=chosen, weights=SimpleNamespace(digest=lambda: digest))
+        run = SimpleNamespace(device=torch.device("cpu"), tier=precision, process=SimpleNamespace(setting="plan of 3"))
+        decoder = SimpleNamespace(folder="v", load=lambda: SimpleNamespace(precision=vae_precision))
+        return door.settings_of(opened, run, decoder, world)
 
     before = settings()
     assert set(before) == RECORDED and settings() == before and before["--vae (contents)"] == "of the VAE"

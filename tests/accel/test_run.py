@@ -1,4 +1,4 @@
-"""The engine: what it refuses and when, what it checks of weights and latents, what loading costs."""
+"""Options to a run: what is refused and when, what is checked of weights and latents, what loading costs."""
 
 import resource
 from dataclasses import replace
@@ -9,10 +9,12 @@ import pytest
 import torch
 from networks import build, large_inside, small
 
-from accel import engine, vae
+from accel import door, loading, vae
 from accel.errors import UsageError
 from accel.fast.dit import FastDiT
+from accel.loading import Batch, overflows
 from accel.options import FidOptions, GridOptions
+from accel.progress import Stopwatch
 from models import DiT_models
 
 CPU = torch.device("cpu")
@@ -21,11 +23,6 @@ CPU = torch.device("cpu")
 def options_of(weights, kind=GridOptions, **more):
     common = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", num_sampling_steps=5)
     return kind(**{**common, **more}).resolve()
-
-
-def load(options):
-    checkpoint = engine.open_checkpoint(options)
-    return engine.load_network(options.complete(checkpoint), checkpoint, "fp32", CPU, 2)
 
 
 #################################################################################
@@ -38,13 +35,13 @@ def load(options):
     [
         (dict(model="DiT-XL/3"), "model=DiT-XL/3: unknown"),
         (dict(ckpt="no/such.pt"), "--ckpt no/such.pt"),
-        (dict(precision="exact"), "--precision exact: cpu has no float16 tensor cores .*; choose fp32"),
-        (dict(vae_precision="fp16"), "--vae-precision fp16"),
+        (dict(precision="exact"), "precision=exact: cpu has no float16 tensor cores .*; choose fp32"),
+        (dict(vae_precision="fp16"), "vae_precision=fp16"),
         (
             dict(model="DiT-S/8", image_size=144),
             "image_size=144: must be a multiple of 64 .*patch 8",
         ),
-        (dict(device="tpu"), "--device tpu: .*try cuda"),
+        (dict(device="tpu"), "device=tpu: .*try cuda"),
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
@@ -56,14 +53,14 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, w
         monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr(vae, "FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
-        engine.Engine(options_of(weights, **{"vae": "ema", **wrong}))
+        door.ready(options_of(weights, **{"vae": "ema", **wrong}))
 
 
 def test_loading_imports_no_compiler():
     """Making the network on the meta device, to check the weights against, must not cost seconds."""
     code = (
-        "import sys, torch\nfrom accel import engine\nfrom accel.options import GridOptions\n"
-        "run = engine.Engine(GridOptions(model='DiT-Demo/2', device='cpu').resolve())\n"
+        "import sys, torch\nfrom accel import door\nfrom accel.options import GridOptions\n"
+        "_, run, _ = door.ready(GridOptions(model='DiT-Demo/2', device='cpu').resolve())\n"
         "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))"
     )
     done = forks.run(["-c", code])
@@ -78,12 +75,11 @@ def test_loading_costs_the_file(tmp_path):
         shapes = {name: tensor.shape for name, tensor in DiT_models["DiT-B/2"](input_size=64).state_dict().items()}
     torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
     code = (
-        "import resource, sys, torch; from accel import engine; from accel.options import GridOptions\n"
-        f"options = GridOptions('DiT-B/2', ckpt={str(path)!r}, device='cpu').resolve()\n"
+        "import resource, sys, torch; from accel import door; from accel.options import GridOptions\n"
+        f"options = GridOptions('DiT-B/2', ckpt={str(path)!r}, device='cpu', output_type='latent').resolve()\n"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "weights = engine.open_checkpoint(options)\n"
-        "network = engine.load_network(options.complete(weights), weights, 'fp32', torch.device('cpu'), 1, 2)\n"
-        "total = sum(p.sum().item() for p in network.model.parameters())\n"
+        "_, run, _ = door.ready(options)\n"
+        "total = sum(p.sum().item() for p in run.network.model.parameters())\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)"
     )
     done = forks.run(["-c", code])
@@ -98,36 +94,38 @@ def test_loading_costs_the_file(tmp_path):
 
 
 def test_runs_repeat_and_ranks_have_their_rows(weights):
-    run = engine.Engine(options_of(weights, labels=(1, 5, 2), output_type="latent"))
-    latents = run.run()
-    assert latents.shape == (3, 4, 16, 16) and torch.equal(run.run(), latents)
-    part = run.run(slice(1, 3))  # fewer rows: other GEMMs, which add in another order
-    assert (part - latents[1:]).abs().max() <= 1e-5 * latents.abs().max() and not len(run.run(slice(3, 3)))
-    assert "3 labels" in run.describe() and "5 steps" in run.describe() and "fp32" in run.describe()
+    opened, run, _ = door.ready(options_of(weights, labels=(1, 5, 2), output_type="latent"))
+    how = (1, 5, 2), 0
+    latents = run.latents(*how)
+    assert latents.shape == (3, 4, 16, 16) and torch.equal(run.latents(*how), latents)
+    part = run.latents(*how, slice(1, 3))  # fewer rows: other GEMMs, which add in another order
+    assert (part - latents[1:]).abs().max() <= 1e-5 * latents.abs().max()
+    assert not len(run.latents(*how, slice(3, 3)))
+    line = door.describe(opened.options, run)
+    assert "3 labels" in line and "5 steps" in line and "fp32" in line
 
 
 def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
-    run = engine.Engine(options_of(weights, labels=(1,), output_type="latent"))
+    _, run, _ = door.ready(options_of(weights, labels=(1,), output_type="latent"))
     condition = run.network.condition
     run.network.condition = lambda t, y: condition(t, y) * (float("nan") if t[0] < 600 else 1)
-    with pytest.raises(UsageError, match="--precision fp32: .* not finite from step 3 of 5 on; check the weights"):
-        run.run()
-    run.precision = "fp16"  # on a GPU, with bfloat16 and, like a V100, without
+    with pytest.raises(UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"):
+        run.latents((1,), 0)
+    run = run._replace(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
     for supported, remedy in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(engine.precision, "supports", lambda tier, device, supported=supported: supported)
-        with pytest.raises(UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use --precision {remedy}"):
-            run.run()
+        monkeypatch.setattr(loading, "supports", lambda tier, device, supported=supported: supported)
+        with pytest.raises(UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use precision={remedy}"):
+            run.latents((1,), 0)
 
 
 def test_the_check_for_overflow_leaves_the_random_stream_alone():
     """By the reference implementations: float16 overflows where bfloat16 and float32 do not. The run's noise is the
     same whether or not there was a check."""
-    options = GridOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
     states = small().state_dict(), large_inside(small()).state_dict()
     before, found = torch.get_rng_state(), []
     for state in states:
         networks = (FastDiT(state, 2, dtype, CPU) for dtype in (torch.float16, torch.bfloat16, torch.float32))
-        found.append([engine.overflows(network, options, CPU, 1, 2) for network in networks])
+        found.append([overflows(network, Batch(1, 2, 3, 8, 8), CPU) for network in networks])
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 
 
@@ -146,29 +144,30 @@ TOO_LARGE = {
 @pytest.mark.parametrize("kind", TOO_LARGE)
 def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monkeypatch):
     cls, more, message = TOO_LARGE[kind]
-    options = options_of(weights, cls, **more)
+    opened = door.open_weights(options_of(weights, cls, **more), CPU)
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")
 
     with pytest.raises(UsageError, match=message):
         if where == "loading":
-            monkeypatch.setattr(engine, "load_network", full)
-        run = engine.Engine(options)
+            monkeypatch.setattr(loading, "load_network", full)
+        run = door.load(opened, (3, 2))
         run.network.tokens = full
-        run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), None)
+        with door.enough_memory(opened.options):
+            run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), None)
 
 
 @pytest.mark.parametrize("kind", ["image", "latent"])
 def test_a_disk_that_is_full_is_a_line(kind, weights, tmp_path):
     """Here a limit on the size of files."""
     output = tmp_path / ("x.png" if kind == "image" else "x.npy")
-    run = engine.Engine(options_of(weights, output_type=kind, output=str(output)))
+    options = options_of(weights, output_type=kind, output=str(output))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(UsageError, match=f"--output {output}: .*; free some space, or choose another path"):
-            run.save(torch.randn(8, 4, 16, 16), torch.randn(8, 3, 128, 128))
+        with pytest.raises(UsageError, match=f"output={output}: .*; free some space, or choose another path"):
+            door.save(options, torch.randn(8, 3, 128, 128), Stopwatch(CPU))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
@@ -183,20 +182,18 @@ def test_a_disk_that_is_full_is_a_line(kind, weights, tmp_path):
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
     options = options_of(tmp_path / "large.pt", device="cuda", output_type="latent", output=str(tmp_path / "x.npy"))
-    chosen = engine.Engine(replace(options))
-    assert chosen.precision == "bf16" and "overflow" in capsys.readouterr().out and chosen.run().isfinite().all()
-    with pytest.raises(UsageError, match="--precision fp16: overflows.*bf16"):
-        engine.Engine(replace(options, precision="fp16"))
+    _, run, _ = door.ready(options)
+    assert run.tier == "bf16" and "overflow" in capsys.readouterr().out and run.latents((1,), 0).isfinite().all()
+    with pytest.raises(UsageError, match="precision=fp16: overflows.*bf16"):
+        door.ready(replace(options, precision="fp16"))
 
 
 @pytest.mark.parametrize("bad", (999, 500, 0))
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
 def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
-    options = GridOptions(model="DiT-Demo/2", labels=(3,), image_size=64, device="cpu").resolve()
-
     def tokens(x, t, y):
         out = torch.ones(len(y), 4, 8)
         out[-1, -1, -1] = value if int(t[0]) == bad else 1
         return out
 
-    assert engine.overflows(SimpleNamespace(tokens=tokens, in_channels=4), options, CPU, 1, 2)
+    assert overflows(SimpleNamespace(tokens=tokens, in_channels=4), Batch(1, 2, 3, 8, 8), CPU)
