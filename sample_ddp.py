@@ -80,12 +80,12 @@ def sample(options: Options, parser: OneLineParser) -> None:
     if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
-    from accel.parallel.processes import launched_job  # after the cheap checks: torch is slow to import
+    from accel.parallel.processes import launched_job, own_device  # after the cheap checks: torch is slow to import
 
     with launched_job(parser.prog, parser.worded) as job:
         if fid:
             job.stop_on_signals(*STOP_SIGNALS)
-        options.device = job.device(options.device)
+        options.device = own_device(job, options.device)
         (sample_for_fid if fid else sample_grid)(options, job)
 
 

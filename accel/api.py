@@ -42,7 +42,7 @@ class Sampler:
     number of pictures, steps and guidance, then replayed. Callers in several threads, of this and of other Samplers,
     are served one at a time. torch's global generators and backend switches are left as they were, and the caller's
     autocast, inference mode and default dtype change nothing. Raises ValueError (accel.errors.UsageError): one line
-    that names the flag of that name and the remedy.
+    that names the parameter and the remedy.
     """
 
     @parameter_names()
@@ -57,12 +57,8 @@ class Sampler:
         check: bool = True,
         **options,
     ):
-        held = None
-        if model is not None and not isinstance(model, (str, Path)):
-            if wrong := [name for name in ("ckpt", "forecast", "forecast_plan") if name in options]:
-                raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
-            with alone():
-                held = Held(model, copy=True)
+        held = None if model is None or isinstance(model, (str, Path)) else _held(model, options)
+        if held:
             if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
                 vae = vae or model.vae  # a pipeline's
             model, options["ckpt"] = None, held.name
@@ -178,6 +174,14 @@ class Sampler:
                 raise UsageError("this Sampler is closed; make another")
             apply_precision(self._run.tier, self._run.device)
             yield self._run
+
+
+def _held(model, options):
+    """A DiT that the caller holds, its weights copied."""
+    if wrong := [name for name in ("ckpt", "forecast", "forecast_plan") if name in options]:
+        raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
+    with alone():
+        return Held(model, copy=True)
 
 
 def _written(vae: torch.nn.Module, folder: str) -> str:

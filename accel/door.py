@@ -125,7 +125,7 @@ def process_of(options: Options, weights: Checkpoint | Held) -> Process:
     """The options' process. Raises UsageError about a plan that is not for it."""
     diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.weights.learn_sigma)
     if options.forecast == "plan":
-        return Strides(diffusion, read_plan(plan_path(options, weights), plan_settings(options, weights)))
+        return Strides(diffusion, plan_of(options, weights))
     return Ddim(diffusion, options.eta) if options.sampler == "ddim" else Ancestral(diffusion)
 
 
@@ -300,6 +300,11 @@ def share_of(options: GridOptions, world: int, layout: Layout | None) -> tuple[i
 def plan_path(options: Options, weights: Checkpoint) -> Path:
     """Where the plan of the weights lies: --forecast-plan, or beside the checkpoint."""
     return Path(options.forecast_plan) if options.forecast_plan is not None else plan_beside(weights.path)
+
+
+def plan_of(options: Options, weights: Checkpoint) -> list[Kind]:
+    """The strides of the options' plan. Raises UsageError as read_plan does."""
+    return read_plan(plan_path(options, weights), plan_settings(options, weights))
 
 
 def plan_settings(options: Options, weights: Checkpoint) -> dict:

@@ -33,7 +33,7 @@ from accel.network import MODELS, BlockNetwork
 from accel.options import DEFAULTS_OF, EXCHANGES, GridOptions
 from accel.parallel.exchanges import traffic
 from accel.parallel.planner import OFF, Layout, Planner
-from accel.parallel.processes import Job, launched, launched_job
+from accel.parallel.processes import Job, launched, launched_job, own_device
 from accel.parallel.rows import share
 from bench import harness
 from bench.steps import Judge
@@ -242,7 +242,7 @@ def main() -> None:
     with launched_job("many_gpus.py") as job:
         job.run_collectively(lambda: args.output and check_writable(args.output), only=0)
         args.output = args.output if job.rank == 0 else None
-        name = job.device(args.device)
+        name = own_device(job, args.device)
         device = torch.device(name)
         on_gpu = device.type == "cuda"
         args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")

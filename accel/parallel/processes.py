@@ -107,39 +107,6 @@ class Job:
                 f"ranks ended with different latents (checksums {', '.join(digests)}): are their GPUs of one kind?"
             )
 
-    def device(self, wanted: str | None) -> str:
-        """This rank's device: the CPU, or a GPU that no other rank has.
-
-        Raises UsageError for a rank without a GPU, for ranks that share one, and for what is neither cuda nor cpu.
-        """
-        kind, _, number = (wanted or "cuda").partition(":")
-        if kind not in ("cuda", "cpu") or number and not number.isdecimal():
-            raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
-        if kind == "cpu":
-            return "cpu"
-        if number and self.world > 1:
-            raise UsageError(f"`device={wanted}`: every rank takes its own GPU; choose them with CUDA_VISIBLE_DEVICES")
-        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = int(number or self.local_rank % max(visible, 1))  # srun may show a task its own GPU only, as number 0
-        if number and index >= visible:
-            raise UsageError(f"`device={wanted}`: this machine has {visible} GPU(s), counted from 0")
-        gpu = str(torch.cuda.get_device_properties(index).uuid) if visible else None
-        gpus = self.all_gather_object((self.host, gpu))
-        if not wanted and not any(gpu for _, gpu in gpus):
-            return "cpu"
-
-        def own():
-            if not visible:
-                raise UsageError("no GPU; start as many processes as there are GPUs, or use `device=cpu`")
-            if gpus.count(gpus[self.rank]) > 1:
-                raise UsageError(
-                    "several ranks on one GPU; start one a GPU (--gpus, --nproc_per_node, --ntasks-per-node)"
-                )
-            torch.cuda.set_device(index)
-            return f"cuda:{index}"
-
-        return self.run_collectively(own)
-
     def open_collectives(self, device: str) -> None:
         """Start to connect NCCL in a thread: it takes a second, which the loading of weights hides."""
         if self.world > 1 and torch.device(device).type == "cuda":
@@ -200,6 +167,38 @@ class Job:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         dist.destroy_process_group()
+
+
+def own_device(job: Job, wanted: str | None) -> str:
+    """This rank's device: the CPU, or a GPU that no other rank has.
+
+    Raises UsageError for a rank without a GPU, for ranks that share one, and for what is neither cuda nor cpu.
+    """
+    kind, _, number = (wanted or "cuda").partition(":")
+    if kind not in ("cuda", "cpu") or number and not number.isdecimal():
+        raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
+    if kind == "cpu":
+        return "cpu"
+    if number and job.world > 1:
+        raise UsageError(f"`device={wanted}`: every rank takes its own GPU; choose them with CUDA_VISIBLE_DEVICES")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(number or job.local_rank % max(visible, 1))  # srun may show a task its own GPU only, as number 0
+    if number and index >= visible:
+        raise UsageError(f"`device={wanted}`: this machine has {visible} GPU(s), counted from 0")
+    gpu = str(torch.cuda.get_device_properties(index).uuid) if visible else None
+    gpus = job.all_gather_object((job.host, gpu))
+    if not wanted and not any(gpu for _, gpu in gpus):
+        return "cpu"
+
+    def own():
+        if not visible:
+            raise UsageError("no GPU; start as many processes as there are GPUs, or use `device=cpu`")
+        if gpus.count(gpus[job.rank]) > 1:
+            raise UsageError("several ranks on one GPU; start one a GPU (--gpus, --nproc_per_node, --ntasks-per-node)")
+        torch.cuda.set_device(index)
+        return f"cuda:{index}"
+
+    return job.run_collectively(own)
 
 
 def launched() -> tuple[int, int, int]:

@@ -13,10 +13,11 @@ from jobs import run
 from networks import build, sample, small
 from safetensors.torch import save_file
 
+from accel.door import plan_of, plan_path, plan_settings
 from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
 from accel.fast.dit import FastDiT
-from accel.forecast import KIND, plan_path, read_plan, settings_of, write_plan
+from accel.forecast import KIND, write_plan
 from accel.network import Plain
 from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral
@@ -45,7 +46,7 @@ def plan(weights):
     """A plan beside the weights."""
     options, checkpoint = options_of(weights), Checkpoint(str(weights))
     path = plan_path(options, checkpoint)
-    write_plan(path, settings_of(options, checkpoint), STRIDES, {})
+    write_plan(path, plan_settings(options, checkpoint), STRIDES, {})
     yield path
     path.unlink()
 
@@ -119,22 +120,22 @@ def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
 
 
 def test_plan_beside_the_weights_is_read(weights, plan):
-    assert plan.name == "demo.forecast.json" and read_plan(options_of(weights), Checkpoint(str(weights))) == STRIDES
+    assert plan.name == "demo.forecast.json" and plan_of(options_of(weights), Checkpoint(str(weights))) == STRIDES
 
 
 REFUSED = {
-    "no file": (None, "no such file; make one with scripts/calibrate.py, or use --forecast off"),
+    "no file": (None, "no such file; make one with scripts/calibrate.py, or use forecast=off"),
     "not json": ("{", "cannot be read"),
     "another file": ("{}", f"is not a {KIND}"),
     "a pipe": (os.mkfifo, "cannot be read (is a folder, a pipe"),
-    "strings for numbers": ({"num_sampling_steps": "10"}, "--num-sampling-steps 10, not 10"),
+    "strings for numbers": ({"num_sampling_steps": "10"}, "num_sampling_steps=10, not 10"),
     "strides of strings": ({"strides": [["1", "1"], [9, 2]]}, "strides must be pairs"),
     "no gain": ({"strides": [[1, 1], [2, 2], [7, 2]]}, "[1, 1] or up to two evaluations"),
     "weights": ({"weights": "0" * 16}, "made for other weights"),
-    "steps": ({"num_sampling_steps": 250}, "--num-sampling-steps 250, not 10"),
-    "guidance": ({"cfg_scale": 1.5}, "--cfg-scale 1.5, not 4.0"),
-    "model": ({"model": "DiT-XL/2"}, "--model DiT-XL/2, not DiT-Demo/2"),
-    "size": ({"image_size": 256}, "--image-size 256, not 128"),
+    "steps": ({"num_sampling_steps": 250}, "num_sampling_steps=250, not 10"),
+    "guidance": ({"cfg_scale": 1.5}, "cfg_scale=1.5, not 4.0"),
+    "model": ({"model": "DiT-XL/2"}, "model=DiT-XL/2, not DiT-Demo/2"),
+    "size": ({"image_size": 256}, "image_size=256, not 128"),
     "first": ({"strides": [[2, 1], [8, 2]]}, "must begin with [1, 1] and make 10 steps"),
     "sum": ({"strides": [[1, 1], [8, 2]]}, "make 10 steps"),
     "an older plan": ({"kind": "forecast plan, version 1"}, f"is not a {KIND}"),
@@ -150,8 +151,8 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
     elif change is not None:
         change = json.dumps({**json.loads(plan.read_text()), **change}) if isinstance(change, dict) else change
         file.write_bytes(change.encode() if isinstance(change, str) else change)
-    with pytest.raises(UsageError, match="^--forecast-plan .*" + re.escape(words)) as error:
-        read_plan(options_of(weights, forecast_plan=str(file)), Checkpoint(str(weights)))
+    with pytest.raises(UsageError, match="^forecast_plan=.*" + re.escape(words)) as error:
+        plan_of(options_of(weights, forecast_plan=str(file)), Checkpoint(str(weights)))
     assert "\n" not in str(error.value)
 
 
@@ -160,7 +161,7 @@ def test_the_demos_plan_is_for_the_demo():
     evaluations."""
     options = GridOptions(model="DiT-Demo/2", forecast="plan").resolve()
     checkpoint = Checkpoint(options.ckpt)
-    strides = read_plan(options, checkpoint)
+    strides = plan_of(options, checkpoint)
     plan = json.loads(plan_path(options, checkpoint).read_text())
     evidence = plan["evidence"]
     assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from accel.forecast import settings_of
+from accel.door import plan_settings
 from accel.options import GridOptions
 from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
@@ -72,7 +72,7 @@ def test_a_plan_that_sample_follows(tmp_path, here):
     assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(count for _, count in made["strides"])
     assert made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
     weights = Checkpoint(ROOT / "pretrained_models/demo/dit.safetensors")
-    assert made["weights"] == settings_of(GridOptions(model="DiT-Demo/2").resolve(), weights)["weights"]
+    assert made["weights"] == plan_settings(GridOptions(model="DiT-Demo/2").resolve(), weights)["weights"]
     program, *typed = done.stdout.splitlines()[-1].removeprefix("python ").split()
     assert typed == [*map(str, demo), "--forecast", "plan", "--forecast-plan", str(plan)]
     done = here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy")

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import evaluate
+from accel.door import plan_settings
 from accel.errors import UsageError
-from accel.forecast import settings_of, write_plan
+from accel.forecast import write_plan
 from accel.options import GridOptions
 from accel.vae import to_grid
 from accel.weights.checkpoint import Checkpoint
@@ -160,7 +161,7 @@ def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
     """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
     options = GridOptions(model="DiT-Demo/2", num_sampling_steps=12).resolve()
     write_plan(
-        tmp_path / "plan.json", settings_of(options, Checkpoint(options.ckpt)), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
+        tmp_path / "plan.json", plan_settings(options, Checkpoint(options.ckpt)), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
     )
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
     flags = ["--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "plan", "--forecast-plan"]
