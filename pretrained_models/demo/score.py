@@ -16,10 +16,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
 
-from accel import vae
+from accel import door, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
-from accel.engine import Engine
 from accel.flags import check_writable, positive
+from accel.options import GridOptions
+from accel.progress import Stopwatch
+from accel.run import Run
+from accel.vae.lazy import LazyDecoder
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 
 NONE = len(CLASSES)
@@ -76,11 +79,12 @@ def fit(device: torch.device, seed: int, per_class: int, steps: int) -> tuple[nn
     return net, right, refused
 
 
-def recognised(engine: Engine, args: argparse.Namespace) -> tuple[dict, torch.Tensor]:
-    """The figures for the pictures of `engine`, and those pictures."""
-    options = engine.options
-    pixels = engine.decode(engine.sample())
-    net, right, refused = fit(engine.device, options.seed + 1, args.fit_pictures, args.fit_steps)
+def recognised(
+    options: GridOptions, run: Run, decoder: LazyDecoder, args: argparse.Namespace
+) -> tuple[dict, torch.Tensor]:
+    """The figures for the pictures of a run, and those pictures."""
+    pixels = decoder.decode(door.sample(options, run, Stopwatch(run.device)))
+    net, right, refused = fit(run.device, options.seed + 1, args.fit_pictures, args.fit_steps)
     answers = torch.cat([net(part.clamp(-1, 1)).argmax(1) for part in pixels.split(64)])
     truth = torch.tensor(options.labels, device=answers.device)
 
@@ -97,10 +101,10 @@ def recognised(engine: Engine, args: argparse.Namespace) -> tuple[dict, torch.Te
         "cfg_scale": options.cfg_scale,
         "steps": options.num_sampling_steps,
         "seed": options.seed,
-        "precision": engine.precision,
+        "precision": run.tier,
         "date": date.today().isoformat(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU",
+        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU",
     }
     return figures, pixels
 
@@ -117,13 +121,13 @@ def main() -> None:
     add("--grid", type=Path, metavar="PNG", help="file for the first 64 generated pictures, eight a row")
     args = parser.parse_args()
     with user_errors(parser):
-        for flag, path in (("--output", args.figures), ("--grid", args.grid)):
+        for name, path in (("figures", args.figures), ("grid", args.grid)):
             if path is not None:
-                check_writable(path, flag)
+                check_writable(path, name)
         args.labels = tuple(index % len(CLASSES) for index in range(args.count))
-        engine = Engine(options_from(args))
-        print(engine.describe())
-        figures, pixels = recognised(engine, args)
+        opened, run, decoder = door.ready(options_from(args))
+        print(door.describe(opened.options, run))
+        figures, pixels = recognised(opened.options, run, decoder, args)
         if args.grid:
             Image.fromarray(vae.to_grid(pixels[:64], columns=8).numpy()).save(args.grid)
         if args.figures:

@@ -19,7 +19,6 @@ from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wai
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, unprivileged
 
-from accel.door import folder_of
 from accel.errors import STOPPED, USAGE
 from diffusion import create_diffusion
 from models import DiT_models
