@@ -45,7 +45,7 @@ def tables(text: str) -> list[list[list[str]]]:
 
 def commands(page: Path) -> Iterator[tuple[list[str], str]]:
     """(words, comment) of every command: lines of bash blocks, and code in tables that begins with a program."""
-    lines = "\n".join(code_blocks(page.read_text(), "bash")).splitlines()
+    lines = "\n".join(code_blocks(page.read_text(), "bash")).replace("\\\n", " ").splitlines()
     lines += [f"{code}  # {row[-1]}" for table in tables(prose(page)) for row in table for code in _programs(row[0])]
     for line in lines:
         command, _, comment = line.partition("#")
