@@ -10,10 +10,8 @@ from safetensors.torch import save_file
 
 from accel import door
 from accel.errors import UsageError
-from accel.loading import load_network
 from accel.network import MODELS
 from accel.options import GridOptions
-from accel.weights.checkpoint import Checkpoint
 from large_dit import DiT_Llama
 
 CPU = torch.device("cpu")
@@ -26,9 +24,8 @@ def options(ckpt, **more):
 
 
 def load(ckpt, **more):
-    resolved, checkpoint = options(ckpt, **more), Checkpoint(ckpt)
-    resolved = resolved.complete(checkpoint)
-    return load_network(checkpoint, door.empty_model(resolved), "fp32", CPU, door.batch_of(resolved))
+    opened = door.open_weights(options(ckpt, output_type="latent", **more), CPU)
+    return door.load(opened).network
 
 
 def demo(**form):

@@ -155,7 +155,7 @@ def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monke
         run = door.load(opened, (3, 2))
         run.network.tokens = full
         with door.enough_memory(opened.options):
-            run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), None)
+            run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), lambda: torch.randn(3, 4, 16, 16))
 
 
 @pytest.mark.parametrize("kind", ["image", "latent"])
