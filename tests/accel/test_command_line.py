@@ -52,22 +52,6 @@ def test_a_command_leaves_out_what_it_has_no_use_for(capsys):
     assert "--labels" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--ckpt", "a.pt", "--ckpt", "b.pt"], "--ckpt b.pt: conflicts with --ckpt a.pt; give one"),
-        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
-        (["--lables", 3], "unrecognized arguments: --lables"),
-        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_status_2(arguments, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parsed(*arguments)
-    error = capsys.readouterr().err
-    assert stop.value.code == USAGE and error.startswith("command: ") and error.count("\n") == 1 and words in error
-
-
 def test_the_same_flag_twice_is_no_mistake():
     assert parsed("--ckpt", "a.pt", "--ckpt", "a.pt")[1].ckpt == "a.pt"
 

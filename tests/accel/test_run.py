@@ -33,7 +33,6 @@ def options_of(weights, kind=GridOptions, **more):
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (dict(model="DiT-XL/3"), "model=DiT-XL/3: unknown"),
         (dict(ckpt="no/such.pt"), "--ckpt no/such.pt"),
         (dict(precision="exact"), "precision=exact: cpu has no float16 tensor cores .*; choose fp32"),
         (dict(vae_precision="fp16"), "vae_precision=fp16"),
@@ -41,7 +40,6 @@ def options_of(weights, kind=GridOptions, **more):
             dict(model="DiT-S/8", image_size=144),
             "image_size=144: must be a multiple of 64 .*patch 8",
         ),
-        (dict(device="tpu"), "device=tpu: .*try cuda"),
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
