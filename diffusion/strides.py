@@ -70,7 +70,7 @@ class Strides:
         for k, evaluations in self.kinds:
             if not (k == evaluations == 1 or 1 <= evaluations <= 2 and evaluations < k):
                 raise ValueError(f"strides: {k} steps by {evaluations} evaluations is not a kind of stride")
-        self.tables = {kind: self._plan(*kind) for kind in self.kinds}
+        self.tables = {kind: _tables_of(diffusion, *kind) for kind in self.kinds}
         self._device_tables = {}
 
     def __eq__(self, other: object) -> bool:
@@ -79,42 +79,6 @@ class Strides:
 
     def __hash__(self) -> int:
         return hash((self.diffusion, *self.moves))
-
-    def _plan(self, k, evaluations):
-        """For strides of one kind from every t: arrays (T, ...), float64, `timestep` int64; zeros where fewer than k
-        steps are left."""
-        d, steps = self.diffusion, self.diffusion.num_timesteps
-        c1, c2, abar, trained = (
-            d.posterior_mean_coef1,
-            d.posterior_mean_coef2,
-            d.alphas_cumprod,
-            d.original_alphas_cumprod,
-        )
-        level = (1 - trained) / trained  # tau of the trained process
-        mean, first = np.zeros((steps, k)), np.zeros((steps, k))  # of x_s in u* and in p_1
-        widen, root, noise = (
-            np.zeros((steps, evaluations)),
-            np.ones((steps, evaluations)),
-            np.zeros((steps, evaluations)),
-        )
-        seen, timestep = np.zeros((steps, evaluations, k)), np.zeros((steps, evaluations), dtype=np.int64)
-        for t in range(k - 1, steps):
-            s = np.arange(t, t - k, -1)
-            tau = (1 - abar[s]) / abar[s]
-            w = c1[s] * np.append(np.cumprod(c2[s[:0:-1]])[::-1], 1.0)  # eq. 2
-            w = w / w.sum()
-            points = [w] if evaluations == 1 else [w - _axis(w, tau), w + _axis(w, tau)]
-            for i, a in enumerate(points):
-                theta = a @ np.minimum.outer(tau, tau) @ a
-                at = np.clip(a @ tau, tau[-1], tau[0])  # a large step may throw a point off the path's ends
-                timestep[t, i] = d.timestep_map[t] if k == 1 else np.abs(np.log(level / at)).argmin()
-                widen[t, i] = np.sqrt(level[timestep[t, i]] / theta)
-                root[t, i], noise[t, i] = np.sqrt(trained[timestep[t, i]]), np.sqrt(1 - trained[timestep[t, i]])
-                seen[t, i] = (a @ np.arange(k) - np.arange(k)).clip(
-                    0, 1
-                )  # how much of each step's noise is in the point
-            mean[t], first[t] = w / np.sqrt(abar[s]), points[0] / np.sqrt(abar[s])
-        return dict(mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep)
 
     def timesteps(self) -> list[tuple[int, int]]:
         """Of every evaluation of a run, in order: t at the start of its stride, and the original timestep of its
@@ -199,6 +163,41 @@ class Strides:
         share = 1 - torch.exp(d._at("posterior_log_variance_clipped", t, x) - log_variance)
         news = share.clamp(min=0) * step / d._at("posterior_mean_coef1", t, x)
         return d._posterior_mean(x0, x, t) + step, news
+
+
+def _tables_of(d, k, evaluations):
+    """For strides of one kind of diffusion d, from every t: arrays (T, ...), float64, `timestep` int64; zeros where
+    fewer than k steps are left."""
+    steps = d.num_timesteps
+    c1, c2, abar, trained = (
+        d.posterior_mean_coef1,
+        d.posterior_mean_coef2,
+        d.alphas_cumprod,
+        d.original_alphas_cumprod,
+    )
+    level = (1 - trained) / trained  # tau of the trained process
+    mean, first = np.zeros((steps, k)), np.zeros((steps, k))  # of x_s in u* and in p_1
+    widen, root, noise = (
+        np.zeros((steps, evaluations)),
+        np.ones((steps, evaluations)),
+        np.zeros((steps, evaluations)),
+    )
+    seen, timestep = np.zeros((steps, evaluations, k)), np.zeros((steps, evaluations), dtype=np.int64)
+    for t in range(k - 1, steps):
+        s = np.arange(t, t - k, -1)
+        tau = (1 - abar[s]) / abar[s]
+        w = c1[s] * np.append(np.cumprod(c2[s[:0:-1]])[::-1], 1.0)  # eq. 2
+        w = w / w.sum()
+        points = [w] if evaluations == 1 else [w - _axis(w, tau), w + _axis(w, tau)]
+        for i, a in enumerate(points):
+            theta = a @ np.minimum.outer(tau, tau) @ a
+            at = np.clip(a @ tau, tau[-1], tau[0])  # a large step may throw a point off the path's ends
+            timestep[t, i] = d.timestep_map[t] if k == 1 else np.abs(np.log(level / at)).argmin()
+            widen[t, i] = np.sqrt(level[timestep[t, i]] / theta)
+            root[t, i], noise[t, i] = np.sqrt(trained[timestep[t, i]]), np.sqrt(1 - trained[timestep[t, i]])
+            seen[t, i] = (a @ np.arange(k) - np.arange(k)).clip(0, 1)  # how much of each step's noise is in the point
+        mean[t], first[t] = w / np.sqrt(abar[s]), points[0] / np.sqrt(abar[s])
+    return dict(mean=mean, first=first, widen=widen, root=root, noise=noise, later=1 - seen, timestep=timestep)
 
 
 def _axis(w, tau):

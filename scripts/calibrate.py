@@ -29,13 +29,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accel.engine import Engine, empty_model, fetch, open_checkpoint
 from accel.sampler import evaluate as evaluate_network
 from tqdm import tqdm
 
 import evaluate
 from accel import precision, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
-from accel.engine import Engine, empty_model, fetch, open_checkpoint
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
 from accel.forecast import StridePlan, plan_path, settings_of, write_plan
