@@ -28,8 +28,10 @@ from accel.progress import Stopwatch, step_bar
 from accel.run import Run, slices
 from accel.sampling import OnStep
 from accel.sampling.ancestral import Ancestral, Ddim
+from accel.sampling.guidance import CHANNELS as CHANNELS_GUIDED
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Kind, Process
+from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
 from accel.sampling.strides import Strides
 from accel.vae.lazy import LazyDecoder
 from accel.weights.checkpoint import Checkpoint, published_name
@@ -118,7 +120,9 @@ def empty_model(options: Options) -> torch.nn.Module:
 
 def guidance_of(options: Options) -> Guidance | Unguided:
     """The options' guidance."""
-    return Guidance(options.cfg_scale, options.num_classes) if options.guided else Unguided()
+    if not options.guided:
+        return Unguided()
+    return Guidance(options.cfg_scale, options.num_classes, options.guidance_channels, options.guidance_interval)
 
 
 def process_of(options: Options, weights: Checkpoint | Held) -> Process:
@@ -126,6 +130,8 @@ def process_of(options: Options, weights: Checkpoint | Held) -> Process:
     diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.weights.learn_sigma)
     if options.forecast == "plan":
         return Strides(diffusion, plan_of(options, weights))
+    if options.sampler in SOLVERS:
+        return Solver(make_scheduler(options.sampler), options.num_sampling_steps)
     return Ddim(diffusion, options.eta) if options.sampler == "ddim" else Ancestral(diffusion)
 
 
@@ -183,10 +189,10 @@ def describe(options: Options, run: Run) -> str:
     gpu, process = run.device.type == "cuda", run.process
     where = torch.cuda.get_device_name(run.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     plan = f" ({process.evaluations} network evaluations)" if process.evaluations < process.steps else ""
-    ddim = "DDIM " * (options.sampler == "ddim")
+    by = "" if options.sampler == "ddpm" else f"{options.sampler.upper()} "
     return (
         f"{options.model} · {options.image_size} px · {options.pictures} · "
-        f"{options.num_sampling_steps} {ddim}steps{plan} · cfg {options.cfg_scale:g} · {run.tier} · "
+        f"{options.num_sampling_steps} {by}steps{plan} · cfg {options.cfg_scale:g} · {run.tier} · "
         f"{where} · torch {torch.__version__}"
     )
 
@@ -324,6 +330,7 @@ def plan_settings(options: Options, weights: Checkpoint) -> dict:
 
 # Recorded as what they came to.
 RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
+LATER = {"guidance_interval", "guidance_channels"}  # than folders that may be resumed: recorded where not the default
 
 
 def require_seeds(options: FidOptions, world: int) -> None:
@@ -351,7 +358,8 @@ def order_of(options: FidOptions) -> "Order":
 
 
 def folder_of(options: FidOptions) -> Path:
-    """The pictures' folder by upstream's rule: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0.
+    """The pictures' folder by upstream's rule: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0, with what
+    upstream has not before the seed.
 
     Weights and decoders given as files or folders appear by their last name, the model's own as "pretrained".
     """
@@ -361,9 +369,13 @@ def folder_of(options: FidOptions) -> Path:
         own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
+    changed = f"-{options.sampler}" * (options.sampler in SOLVERS)
+    if options.guidance_interval != (0, 1):
+        changed += "-interval-{:g}-{:g}".format(*options.guidance_interval)
+    changed += f"-channels-{options.guidance_channels}" * (options.guidance_channels != CHANNELS_GUIDED)
     return Path(options.sample_dir) / (
         f"{options.model.replace('/', '-')}-{name('ckpt')}-size-{options.image_size}-vae-{name('vae')}"
-        f"-cfg-{options.cfg_scale}-seed-{options.seed}"
+        f"-cfg-{options.cfg_scale}{changed}-seed-{options.seed}"
     )
 
 
@@ -383,8 +395,10 @@ def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> d
     from accel.fid.folder import CODE
 
     options, device = opened.options, run.device
-    relevant = [item for item in fields(options) if item.metadata and item.name not in {*RESOLVED, "sample_dir"}]
-    settings = {flag_names(item, ranks=True)[0]: getattr(options, item.name) for item in relevant} | {
+    default = {name for name in LATER if getattr(options, name) == getattr(FidOptions, name)}
+    left_out = {*RESOLVED, *default, "sample_dir"}
+    relevant = [item for item in fields(options) if item.metadata and item.name not in left_out]
+    settings = {flag_names(item, ranks=True)[0]: _plain(getattr(options, item.name)) for item in relevant} | {
         "--precision": run.tier,
         "--ckpt (contents)": opened.weights.digest(),
         "--vae (contents)": vae.digest(decoder.folder),
@@ -400,6 +414,10 @@ def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> d
     if not options.world_independent_noise:
         settings["number of ranks"] = world
     return settings
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value  # as JSON has it
 
 
 def _cpu():

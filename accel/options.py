@@ -59,9 +59,13 @@ def _check_process(options):
             f"`cfg_scale={scale:g}`: guidance needs a null class, and these weights were trained without "
             f"(label table of {options.num_classes} rows); use `cfg_scale=1`"
         )
-    if not 0 <= options.eta <= 1 or options.eta and options.sampler == "ddpm":
+    low, high = options.guidance_interval if len(options.guidance_interval) == 2 else (1, 0)
+    if not 0 <= low < high <= 1:
+        given = " ".join(f"{one:g}" for one in options.guidance_interval)
+        raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
+    if not 0 <= options.eta <= 1 or options.eta and options.sampler != "ddim":
         raise UsageError(f"`eta={options.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
-    if options.sampler == "ddim" and options.forecast == "plan":
+    if options.sampler != "ddpm" and options.forecast == "plan":
         raise UsageError("`forecast=plan`: plans are made for `sampler=ddpm`; drop one of them")
     if weights is not None and not weights.learn_sigma and options.forecast == "plan":
         raise UsageError("`forecast=plan`: needs weights with learned sigma, which these have not; drop it")
@@ -90,11 +94,24 @@ class Options:
     )
     cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", WHAT, type=float)
     num_sampling_steps: int = flag(250, "denoising steps, up to 1000", WHAT, type=int, bounds=(1, 1000))
+    guidance_interval: tuple = flag(
+        (0.0, 1.0),
+        "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
+        "on half the rows",
+        WHAT,
+        nargs=2,
+        type=float,
+        metavar=("LOW", "HIGH"),
+    )
+    guidance_channels: int = flag(
+        3, "latent channels that are guided: 3, as published, or all 4, as diffusers does", WHAT, choices=(3, 4)
+    )
     sampler: str = flag(
         "ddpm",
-        "ddpm: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few steps such as 25",
+        "ddpm: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few steps such as 25; dpm++, "
+        "unipc: diffusers' solvers, for 10 to 25 steps: other pictures",
         WHAT,
-        choices=("ddpm", "ddim"),
+        choices=("ddpm", "ddim", "dpm++", "unipc"),
     )
     eta: float = flag(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", WHAT, type=float)
     seed: int = flag(

@@ -10,7 +10,8 @@ from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.guidance import Guidance
-from accel.sampling.solvers import Solver, make
+from accel.sampling.solvers import Solver
+from accel.sampling.solvers import make_scheduler as make
 from diffusion import create_diffusion
 
 diffusers = pytest.importorskip("diffusers")
