@@ -6,13 +6,13 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import fields
 
 from accel.errors import INTERRUPTED, USAGE, UsageError, shown
 from accel.flags import flag_names
 from accel.options import GridOptions, Options
 
-OF_FLAGS = "names", "ranks", "group", "bounds"  # of a field, and none of argparse's
+OF_FLAGS = "names", "ranks", "ranks_only", "group", "bounds"  # of a field, and none of argparse's
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
 
 
@@ -64,11 +64,10 @@ def add_arguments(
         if item.name in leave_out or not item.metadata or not names:
             continue
         argument = {key: value for key, value in item.metadata.items() if key not in OF_FLAGS}
-        if item.default is None and not argument.keys() & {"nargs", "type", "choices", "action"}:
-            argument["action"] = _Once
-        if item.default not in (None, MISSING) and "action" not in argument:
+        if not argument.keys() & {"action", "nargs"}:
+            argument |= {"action": _Once} if item.default is None and item.type is str else {"type": item.type}
+        if item.type is not bool and item.default is not None:
             argument["help"] += f" (default: {item.default})"
-            argument.setdefault("type", type(item.default))
         group = item.metadata["group"]
         if group not in groups:
             groups[group] = parser.add_argument_group(group)

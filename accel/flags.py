@@ -14,10 +14,10 @@ from accel.errors import UsageError, named, path_errors, shown
 from accel.files import require_writable
 
 
-def flag(default: Any, help: str, group: str, **argument) -> Any:
-    """A field with its flag: `argument` as argparse takes it, `names` for other names than the field's, `ranks` for
-    those in commands of many ranks."""
-    return field(default=default, metadata=dict(help=help, group=group, **argument))
+def flag(default: Any, help: str, **argument) -> Any:
+    """A field with its flag: `argument` as argparse takes it, with the `group` of --help. names: other names than the
+    field's; ranks: those in commands of many ranks; ranks_only: whether others lack it; bounds: the least and most."""
+    return field(default=default, metadata=dict(help=help, **argument))
 
 
 def positive(text: str) -> int:
@@ -31,7 +31,9 @@ def positive(text: str) -> int:
 def flag_names(item: Field, ranks: bool = False) -> tuple[str, ...]:
     """The flags of a field, the main one first; () where it has none. ranks: in a command of many ranks."""
     names = item.metadata.get("names", ("--" + item.name.replace("_", "-"),))
-    return item.metadata.get("ranks", names) if ranks else names
+    if ranks:
+        return item.metadata.get("ranks", names)
+    return () if item.metadata.get("ranks_only") else names
 
 
 def checked(options: object, item: Field) -> Any:

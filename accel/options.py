@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,8 @@ DEFAULTS_OF = {
 }
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
-WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # groups of --help
+GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
+what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
 
 
 def _check_sizes(options):
@@ -77,103 +79,82 @@ def _check_process(options):
 class Options:
     """Those left None follow from `model` (`resolve`) or from the weights (`complete`)."""
 
-    model: str = flag(
+    model: str = what(
         None,
         "network: DiT-XL/2, L, B or S with /2, /4 or /8 for its patches, Large-DiT-600M/2, 3B or 7B; DiT-Demo/2 and "
         "Large-DiT-Demo/2 ship with their weights and run on any machine; default: that of --ckpt, else DiT-XL/2",
-        WHAT,
-        type=str,
+        action="store",
     )
-    image_size: int = flag(
+    image_size: int = what(
         None,
         "side of a picture in pixels, a multiple of 16: what the weights were trained for, other sizes look worse; "
         "default: that of --ckpt, else 512",
-        WHAT,
-        type=int,
         bounds=(1, MOST_PIXELS),
     )
-    cfg_scale: float = flag(4.0, "strength of classifier-free guidance, 1 or more", WHAT, type=float)
-    num_sampling_steps: int = flag(250, "denoising steps, up to 1000", WHAT, type=int, bounds=(1, 1000))
-    guidance_interval: tuple = flag(
+    cfg_scale: float = what(4.0, "strength of classifier-free guidance, 1 or more")
+    num_sampling_steps: int = what(250, "denoising steps, up to 1000", bounds=(1, 1000))
+    guidance_interval: tuple = what(
         (0.0, 1.0),
         "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
         "on half the rows",
-        WHAT,
         nargs=2,
         type=float,
         metavar=("LOW", "HIGH"),
     )
-    guidance_channels: int = flag(
-        3, "latent channels that are guided: 3, as published, or all 4, as diffusers does", WHAT, choices=(3, 4)
+    guidance_channels: int = what(
+        3, "latent channels that are guided: 3, as published, or all 4, as diffusers does", choices=(3, 4)
     )
-    sampler: str = flag(
+    sampler: str = what(
         "ddpm",
         "ddpm: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few steps such as 25; dpm++, "
         "unipc: diffusers' solvers, for 10 to 25 steps: other pictures",
-        WHAT,
         choices=("ddpm", "ddim", "dpm++", "unipc"),
     )
-    eta: float = flag(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", WHAT, type=float)
-    seed: int = flag(
-        0,
-        "seed of the noise: same seed, device and number of GPUs, same pictures",
-        WHAT,
-        type=int,
-        ranks=("--global-seed", "--seed"),
+    eta: float = what(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws")
+    seed: int = what(
+        0, "seed of the noise: same seed, device and number of GPUs, same pictures", ranks=("--global-seed", "--seed")
     )
-    num_classes: int = flag(
-        None,
-        "number of classes that the weights were trained with; default: what --ckpt says, else 1000",
-        WHAT,
-        type=int,
-        bounds=(1, 10**6),
+    num_classes: int = what(
+        None, "classes that the weights were trained with; default: what --ckpt says, else 1000", bounds=(1, 10**6)
     )
 
-    precision: str = flag(
+    precision: str = speed(
         None,
         "fp16: float16 GEMMs with all else in float32, the fast one; bf16: for weights that overflow float16; "
         "tf32: float32 with TF32 GEMMs, as DiT ships; fp32: true float32; exact: fp32's pictures from float16 tensor "
         "cores; default: fp16 on a GPU with tensor cores (bf16 if the weights overflow it), else fp32",
-        SPEED,
         choices=("fp32", "exact", "tf32", "fp16", "bf16"),
     )
-    tf32: bool = flag(
+    tf32: bool = speed(
         None,
         "--tf32 is --precision tf32 where the hardware has it, else fp32; --no-tf32 is --precision fp32",
-        SPEED,
         action=argparse.BooleanOptionalAction,
-        names=(),
-        ranks=("--tf32",),
+        ranks_only=True,
     )
-    vae_precision: str = flag(
+    vae_precision: str = speed(
         "auto",
         "the decoder's arithmetic. fp16: a fraction of the time and memory, used if a check of its weights passes; "
-        "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 for fp16 and bf16, else as "
-        "--precision",
-        SPEED,
+        "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 for fp16 and bf16, else as --precision",
         choices=("auto", "fp32", "tf32", "fp16"),
     )
-    forecast: str = flag(
+    forecast: str = speed(
         "off",
         "off: every step evaluates the network; plan: the steps that scripts/calibrate.py found to be enough for these "
         "weights, whose pictures it checked",
-        SPEED,
         choices=("off", "plan"),
     )
 
-    ckpt: str = flag(
+    ckpt: str = files(
         None,
         "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder in diffusers' layout or "
         "a hub id; default: the published weights for the image size",
-        FILES,
     )
-    vae: str = flag(
+    vae: str = files(
         None,
         "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: that of --ckpt, else ema",
-        FILES,
     )
-    forecast_plan: str = flag(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json", FILES)
-    device: str = flag(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one", ADVANCED)
+    forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
+    device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
     weights: Any = field(default=None, repr=False)  # no flag: what the weights say of themselves, see `complete`
     CHECKS: ClassVar = (_check_sizes, _check_process)
 
@@ -272,63 +253,48 @@ def _check_layout(options):
 class GridOptions(Options):
     """Pictures of chosen classes, in one file or a folder, by one process or many."""
 
-    labels: tuple = flag(
+    labels: tuple = what(
         None,
         'class of each picture, by number or name ("golden retriever"); default: eight ImageNet classes, or the first '
         "eight of a model with other classes",
-        WHAT,
         nargs="+",
         metavar="LABEL",
     )
-    seed_list: tuple = flag(
+    seed_list: tuple = what(
         None,
         "in place of --seed: a grid or folder for each of these seeds, OUTPUT-seed-0.png or OUTPUT/seed-0/",
-        WHAT,
         names=("--seeds",),
         nargs="+",
         type=int,
         metavar="SEED",
     )
-    batch_size: int = flag(
+    batch_size: int = speed(
         None,
         "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures stay the same; default: "
         "all of --labels",
-        SPEED,
-        type=int,
         bounds=(1, 10**9),
     )
-    repeats: int = flag(
-        1, "time the sampling this often after a warm-up: median and spread", SPEED, type=int, bounds=(1, 10**9)
-    )
-    parallel: str = flag(
+    repeats: int = speed(1, "time the sampling this often after a warm-up: median and spread", bounds=(1, 10**9))
+    parallel: str = speed(
         "auto",
         "how GPUs share fewer pictures than there are of them. auto: the fastest layout, measured once a machine; "
         "off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, "
         "and how tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in "
         "one GPU",
-        SPEED,
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
-        names=(),
-        ranks=("--parallel",),
+        ranks_only=True,
     )
-    decode: str = flag(
-        "each",
-        "who decodes: each rank its own pictures, or rank0 all",
-        SPEED,
-        choices=("each", "rank0"),
-        names=(),
-        ranks=("--decode",),
+    decode: str = speed(
+        "each", "who decodes: each rank its own pictures, or rank0 all", choices=("each", "rank0"), ranks_only=True
     )
-    output: str = flag(
+    output: str = files(
         None,
         "file to write, its folders are made; a folder (FOLDER/) gets one PNG a picture, such as "
         "000-207-golden-retriever.png; default: sample.png, or sample.npy for latents",
-        FILES,
     )
-    output_type: str = flag(
+    output_type: str = files(
         "image",
         "image: one PNG, four pictures a row; latent: float32 .npy (n, 4, L, L), no decoder needed",
-        FILES,
         choices=("image", "latent"),
     )
 
@@ -390,28 +356,24 @@ class GridOptions(Options):
 class FidOptions(Options):
     """A folder of many pictures of random classes, by many processes."""
 
-    num_fid_samples: int = flag(
+    num_fid_samples: int = what(
         None,
         "make so many pictures of random classes, one PNG each, and an .npz for FID; default: one grid of --labels",
-        WHAT,
-        type=int,
         bounds=(1, 10**9),
     )
-    world_independent_noise: bool = flag(
+    world_independent_noise: bool = what(
         False,
         "FID: key noise and labels by picture, so that any number of ranks makes the same pictures; default: the usual "
         "stream, a seed a rank",
-        WHAT,
         action="store_true",
     )
-    balanced_labels: bool = flag(
+    balanced_labels: bool = what(
         False,
         "FID: as many pictures of each class, picture i of class i mod --num-classes; default: random classes",
-        WHAT,
         action="store_true",
     )
-    per_proc_batch_size: int = flag(32, "FID: pictures that a rank makes at a time", SPEED, type=int, bounds=(1, 10**5))
-    sample_dir: str = flag("samples", "FID: where the folder is made", FILES)
+    per_proc_batch_size: int = speed(32, "FID: pictures that a rank makes at a time", bounds=(1, 10**5))
+    sample_dir: str = files("samples", "FID: where the folder is made")
 
     into_pictures: ClassVar = True
     divided: ClassVar = False
