@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # torch is slow to import
     from accel.door import Opened
     from accel.parallel.processes import Job
     from accel.progress import Stopwatch
-    from accel.run import Run
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
@@ -112,7 +111,7 @@ def sample_grid(options: GridOptions, job: "Job") -> None:
     with watch.phase("load"):
         batch = door.share_of(options, job.world, layout)
         run = job.run_collectively(lambda: door.load(opened, batch, (None, job.from_rank_0)))
-    describe(opened, run, job)
+    print(door.describe(options, run, job.world))
     with watch.phase("plan"):
         network, layout = share_evaluations(run.network, evaluation, groups, layout)
         run = run._replace(network=network)
@@ -155,15 +154,15 @@ def sample_for_fid(options: FidOptions, job: "Job") -> None:
 
     job.run_collectively(lambda: door.require_seeds(options, job.world), only=0)
     opened, watch = open_weights(options, job)
-    order = door.order_of(opened.options)
+    options, order = opened.options, door.order_of(opened.options)
     with fid.locked(order.folder, job):
         with watch.phase("load"):
             batch, tuning = (order.largest_batch, order.copies), (fid.tuner_folders(order.folder), job.from_rank_0)
             run = job.run_collectively(lambda: door.load(opened, batch, tuning))
-        describe(opened, run, job)
+        print(door.describe(options, run, job.world))
         decoder = door.decoder_of(opened)
         settings = job.run_collectively(lambda: door.settings_of(opened, run, decoder, job.world), only=0)
-        fid.run(order, job, settings, door.maker_of(opened.options, run, decoder, watch))
+        fid.run(order, job, settings, door.maker_of(options, run, decoder, watch))
 
 
 def open_weights(options: Options, job: "Job") -> tuple["Opened", "Stopwatch"]:
@@ -177,13 +176,6 @@ def open_weights(options: Options, job: "Job") -> tuple["Opened", "Stopwatch"]:
         weights = job.run_collectively(lambda: door.checkpoint_of(options, device))
         # One download where the file system is shared, one a node where it is not.
         return job.run_in_turns(lambda: door.open_weights(options, device, weights)), watch
-
-
-def describe(opened: "Opened", run: "Run", job: "Job") -> None:
-    """Print what is about to be sampled."""
-    from accel import door
-
-    print(f"{door.describe(opened.options, run)} · {job.world} rank{'s' * (job.world > 1)}")
 
 
 if __name__ == "__main__":

@@ -184,8 +184,8 @@ def enough_memory(options: Options) -> Iterator[None]:
         raise UsageError(options.smaller_batch) from None
 
 
-def describe(options: Options, run: Run) -> str:
-    """What is about to be sampled, in a line."""
+def describe(options: Options, run: Run, ranks: int | None = None) -> str:
+    """What is about to be sampled, in a line; ranks: how many there are, in a command of many."""
     gpu, process = run.device.type == "cuda", run.process
     where = torch.cuda.get_device_name(run.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     plan = f" ({process.evaluations} network evaluations)" if process.evaluations < process.steps else ""
@@ -193,7 +193,7 @@ def describe(options: Options, run: Run) -> str:
     return (
         f"{options.model} · {options.image_size} px · {options.pictures} · "
         f"{options.num_sampling_steps} {by}steps{plan} · cfg {options.cfg_scale:g} · {run.tier} · "
-        f"{where} · torch {torch.__version__}"
+        f"{where} · torch {torch.__version__}" + (f" · {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
     )
 
 
