@@ -5,8 +5,6 @@ for FID jobs and plans.
 """
 
 import platform
-import statistics
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -215,28 +213,19 @@ def latents(
 
 
 def warm_up(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice(None)) -> None:
-    """Make each kind of move once, where a first one takes longer than others: it compiles and is recorded, and the
-    bar should not learn its pace from it."""
-    if options.repeats > 1 or run.device.type == "cuda" and run.network.captures:
+    """Make each kind of move once where it is recorded, which takes longer than others: the bar should not learn its
+    pace from it."""
+    if run.device.type == "cuda" and run.network.captures:
         with watch.phase("warm-up"):
             for part in slices(rows, len(options.labels), options.batch_size)[:1]:
                 latents(options, run, part, moves=run.process.every_kind)
 
 
 def sample(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice(None), show: bool = True) -> Tensor:
-    """`latents` with a bar, repeated and timed as the options say. show: whether this process prints."""
-    runs, times = options.repeats, []
-    parts = len(slices(rows, len(options.labels), options.batch_size))
-    for index in range(runs):
-        start, name = time.perf_counter(), f"run {index + 1}/{runs}" if runs > 1 else None
-        bar = step_bar(options.num_sampling_steps * parts, run.device, disable=not show, desc=name)
-        with watch.phase("sample"), bar as queued:
-            found = latents(options, run, rows, lambda index, _, queued=queued: queued(index))
-        times.append(time.perf_counter() - start)
-    if runs > 1 and show:
-        median = statistics.median(times)
-        print(f"sampling, {runs} runs after warm-up: median {median:.3f} s, {min(times):.3f} to {max(times):.3f} s")
-    return found
+    """`latents`, timed, with a bar; show: whether this process shows it."""
+    total = options.num_sampling_steps * len(slices(rows, len(options.labels), options.batch_size))
+    with watch.phase("sample"), step_bar(total, run.device, disable=not show) as queued:
+        return latents(options, run, rows, lambda index, _: queued(index))
 
 
 def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: LazyDecoder | None = None) -> None:

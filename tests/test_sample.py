@@ -62,18 +62,6 @@ def test_equals_the_loop_that_people_write(weights, tmp_path, here):
     assert np.abs(theirs).max() > 0.1 and np.array_equal(np.load(tmp_path / "l.npy"), theirs)
 
 
-def test_repeats_time_the_same_picture(weights, tmp_path, here, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    common = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 3, "--labels", 4, "--output-type", "latent"]
-    results = []
-    for repeats in (1, 3):
-        done = here("sample.py", *common, "--repeats", repeats)
-        assert done.returncode == 0 and "· 1 label ·" in done.stdout, done.stderr
-        results.append(np.load("sample.npy"))
-    assert "3 runs after warm-up: median" in done.stdout and "warm-up" in done.stdout.splitlines()[-1]
-    assert np.array_equal(*results)
-
-
 def test_training_checkpoint_and_other_sizes(weights, tmp_path, here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {}, "ema": load_file(weights), "opt": {}}, "train.pt")
@@ -101,7 +89,6 @@ BAD = {
     "no steps": (["--num-sampling-steps", 0], "--num-sampling-steps 0", "1 to 1000"),
     "steps": (["--num-sampling-steps", 1001], "--num-sampling-steps 1001", "1 to 1000"),
     "seed": (["--seed", 2**64], f"--seed {2**64}", "64 bits"),
-    "repeats": (["--repeats", 0], "--repeats", "from 1 to"),
     "suffix": (["--output", "x.jpg"], "--output x.jpg", ".png"),
     "output": (["--output", "/proc/nowhere/x.png"], "--output /proc/nowhere/x.png", "choose another path"),
     "folder": (["--output", ".", "--output-type", "latent"], "--output .", ".npy"),

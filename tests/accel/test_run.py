@@ -99,6 +99,7 @@ def test_runs_repeat_and_ranks_have_their_rows(weights):
     part = run.latents(*how, slice(1, 3))  # fewer rows: other GEMMs, which add in another order
     assert (part - latents[1:]).abs().max() <= 1e-5 * latents.abs().max()
     assert not len(run.latents(*how, slice(3, 3)))
+    assert run.latents(*how, moves=run.process.every_kind).isfinite().all()  # as a warm-up does
     line = door.describe(opened.options, run)
     assert "3 labels" in line and "5 steps" in line and "fp32" in line
 

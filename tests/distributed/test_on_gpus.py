@@ -97,7 +97,7 @@ def test_the_last_exchange_leaves_no_process_behind(demo, tmp_path):
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def test_a_rank_lost_in_a_captured_step(demo, tmp_path):
     """The other waits for it in a kernel of NCCL's, which no exception interrupts: the launcher ends it."""
-    how = ["--parallel", "tokens=2", "--labels", 3, "--num-sampling-steps", 1000, "--repeats", 1000]
+    how = ["--parallel", "tokens=2", "--labels", 3, "--num-sampling-steps", 1000, "--seeds", *range(200)]
     job = start(2, *demo, *how, *LATENT, "--output", tmp_path / "l.npy")
     job.wait_for("parallel:")
     time.sleep(10)
