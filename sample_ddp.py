@@ -151,18 +151,19 @@ def sample_grid(options: GridOptions, job: "Job") -> None:
 def sample_for_fid(options: FidOptions, job: "Job") -> None:
     """The folder of pictures and its .npz."""
     from accel import door, fid
+    from accel.door import fid as fid_door
 
-    job.run_collectively(lambda: door.require_seeds(options, job.world), only=0)
+    job.run_collectively(lambda: fid_door.require_seeds(options, job.world), only=0)
     opened, watch = open_weights(options, job)
-    options, order = opened.options, door.order_of(opened.options)
+    options, order = opened.options, fid_door.order_of(opened.options)
     with fid.locked(order.folder, job):
         with watch.phase("load"):
             batch, tuning = (order.largest_batch, order.copies), (fid.tuner_folders(order.folder), job.from_rank_0)
             run = job.run_collectively(lambda: door.load(opened, batch, tuning))
         print(door.describe(options, run, job.world))
         decoder = door.decoder_of(opened)
-        settings = job.run_collectively(lambda: door.settings_of(opened, run, decoder, job.world), only=0)
-        fid.run(order, job, settings, door.maker_of(options, run, decoder, watch))
+        settings = job.run_collectively(lambda: fid_door.settings_of(opened, run, decoder, job.world), only=0)
+        fid.run(order, job, settings, fid_door.maker_of(options, run, decoder, watch))
 
 
 def open_weights(options: Options, job: "Job") -> tuple["Opened", "Stopwatch"]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel import door
+from accel.door import fid as door
 from accel.errors import UsageError
 from accel.fid.folder import Order
 from accel.options import FidOptions

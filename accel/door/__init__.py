@@ -1,32 +1,28 @@
 """What turns options into values, for the commands, accel.api, scripts/ and bench/: nothing below knows options.
 
-`open_weights`, `load` and `decoder_of` give what a run needs, `latents` or `sample` run it, `save` writes. The rest is
-for FID jobs and plans.
+`open_weights`, `load` and `decoder_of` give what a run needs, `latents` or `sample` run it, `save` writes. FID jobs:
+fid.py.
 """
 
-import platform
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import fields
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel import kernels, loading, output, precision, vae
+from accel import loading, output, precision, vae
 from accel.errors import UsageError
-from accel.flags import flag_names
 from accel.forecast import plan_beside, read_plan
 from accel.loading import Batch
 from accel.network import MODELS
-from accel.options import DEFAULTS_OF, FidOptions, GridOptions, Options
+from accel.options import GridOptions, Options
 from accel.parallel.layouts import OFF, Layout
 from accel.progress import Stopwatch, step_bar
 from accel.run import Run, slices
 from accel.sampling import OnStep
 from accel.sampling.ancestral import Ancestral, Ddim
-from accel.sampling.guidance import CHANNELS as CHANNELS_GUIDED
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Kind, Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
@@ -34,12 +30,10 @@ from accel.sampling.strides import Strides
 from accel.vae.lazy import LazyDecoder
 from accel.weights.checkpoint import Checkpoint, published_name
 from accel.weights.held import Held
-from accel.weights.identity import CHANNELS, shapes_only
+from accel.weights.identity import shapes_only
 from diffusion import create_diffusion
 
 if TYPE_CHECKING:  # what a grid of one process does not wait for
-    from accel.fid import Maker
-    from accel.fid.folder import Order
     from accel.parallel.groups import Groups
     from accel.parallel.planner import Evaluation
     from accel.parallel.processes import Job
@@ -311,106 +305,3 @@ def plan_settings(options: Options, weights: Checkpoint) -> dict:
         "cfg_scale": float(options.cfg_scale),
         "weights": weights.digest(),
     }
-
-
-#################################################################################
-#                                   FID jobs                                    #
-#################################################################################
-
-# Recorded as what they came to.
-RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
-LATER = {"guidance_interval", "guidance_channels"}  # than folders that may be resumed: recorded where not the default
-
-
-def require_seeds(options: FidOptions, world: int) -> None:
-    """Raise UsageError for a seed that gives a rank none."""
-    if not options.world_independent_noise and not -(2**63) <= options.seed * world <= 2**64 - world:
-        raise UsageError(f"`seed={options.seed}`: times {world} ranks it must fit into 64 bits; use a smaller one")
-
-
-def order_of(options: FidOptions) -> "Order":
-    """What the options ask for."""
-    from accel.fid.folder import Order
-
-    return Order(
-        folder=folder_of(options),
-        count=options.num_fid_samples,
-        batch_size=options.per_proc_batch_size,
-        seed=options.seed,
-        num_classes=options.num_classes,
-        image_size=options.image_size,
-        latent=(CHANNELS, options.latent_size, options.latent_size),
-        copies=guidance_of(options).copies,
-        balanced=options.balanced_labels,
-        independent=options.world_independent_noise,
-    )
-
-
-def folder_of(options: FidOptions) -> Path:
-    """The pictures' folder by upstream's rule: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0, with what
-    upstream has not before the seed.
-
-    Weights and decoders given as files or folders appear by their last name, the model's own as "pretrained".
-    """
-
-    def name(flag):
-        value = getattr(options, flag)
-        own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
-        return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
-
-    changed = f"-{options.sampler}" * (options.sampler in SOLVERS)
-    if options.guidance_interval != (0, 1):
-        changed += "-interval-{:g}-{:g}".format(*options.guidance_interval)
-    changed += f"-channels-{options.guidance_channels}" * (options.guidance_channels != CHANNELS_GUIDED)
-    return Path(options.sample_dir) / (
-        f"{options.model.replace('/', '-')}-{name('ckpt')}-size-{options.image_size}-vae-{name('vae')}"
-        f"-cfg-{options.cfg_scale}{changed}-seed-{options.seed}"
-    )
-
-
-def maker_of(options: FidOptions, run: Run, decoder: LazyDecoder, watch: Stopwatch) -> "Maker":
-    """What makes the pictures."""
-    from accel.fid import Maker
-
-    def denoise(*what):
-        with enough_memory(options):
-            return run.denoise(*what)
-
-    return Maker(denoise, lambda latents: decode(decoder, latents, watch), run.device, watch)
-
-
-def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> dict:
-    """All that decides a picture's bits, by the name of its flag where it has one; plain JSON."""
-    from accel.fid.folder import CODE
-
-    options, device = opened.options, run.device
-    default = {name for name in LATER if getattr(options, name) == getattr(FidOptions, name)}
-    left_out = {*RESOLVED, *default, "sample_dir"}
-    relevant = [item for item in fields(options) if item.metadata and item.name not in left_out]
-    settings = {flag_names(item, ranks=True)[0]: _plain(getattr(options, item.name)) for item in relevant} | {
-        "--precision": run.tier,
-        "--ckpt (contents)": opened.weights.digest(),
-        "--vae (contents)": vae.digest(decoder.folder),
-        "--vae-precision": decoder.load().precision,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "torch": torch.__version__,
-        CODE: kernels.version(kernels.FOLDER),
-    }
-    if device.type == "cpu":
-        settings |= {"device": _cpu(), "number of threads": torch.get_num_threads()}
-    if options.forecast == "plan":
-        settings["--forecast"] = run.process.setting
-    if not options.world_independent_noise:
-        settings["number of ranks"] = world
-    return settings
-
-
-def _plain(value):
-    return list(value) if isinstance(value, tuple) else value  # as JSON has it
-
-
-def _cpu():
-    model = platform.processor() or platform.machine()
-    with suppress(OSError, IndexError):
-        model = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,115 @@
+"""From an FID job's options to the values of accel/fid: an order, what makes its pictures, what decides their bits."""
+
+import platform
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from accel import kernels, vae
+from accel.door import Opened, decode, enough_memory, guidance_of
+from accel.errors import UsageError
+from accel.fid import Maker
+from accel.fid.folder import CODE, Order
+from accel.flags import flag_names
+from accel.options import DEFAULTS_OF, FidOptions
+from accel.progress import Stopwatch
+from accel.run import Run
+from accel.sampling.guidance import CHANNELS as CHANNELS_GUIDED
+from accel.sampling.solvers import SOLVERS
+from accel.vae.lazy import LazyDecoder
+from accel.weights.identity import CHANNELS
+
+# Recorded as what they came to.
+RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
+LATER = {"guidance_interval", "guidance_channels"}  # than folders that may be resumed: recorded where not the default
+
+
+def require_seeds(options: FidOptions, world: int) -> None:
+    """Raise UsageError for a seed that gives a rank none."""
+    if not options.world_independent_noise and not -(2**63) <= options.seed * world <= 2**64 - world:
+        raise UsageError(f"`seed={options.seed}`: times {world} ranks it must fit into 64 bits; use a smaller one")
+
+
+def order_of(options: FidOptions) -> Order:
+    """What the options ask for."""
+    return Order(
+        folder=folder_of(options),
+        count=options.num_fid_samples,
+        batch_size=options.per_proc_batch_size,
+        seed=options.seed,
+        num_classes=options.num_classes,
+        image_size=options.image_size,
+        latent=(CHANNELS, options.latent_size, options.latent_size),
+        copies=guidance_of(options).copies,
+        balanced=options.balanced_labels,
+        independent=options.world_independent_noise,
+    )
+
+
+def folder_of(options: FidOptions) -> Path:
+    """The pictures' folder by upstream's rule: samples/DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0, with what
+    upstream has not before the seed.
+
+    Weights and decoders given as files or folders appear by their last name, the model's own as "pretrained".
+    """
+
+    def name(flag):
+        value = getattr(options, flag)
+        own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
+        return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
+
+    changed = f"-{options.sampler}" * (options.sampler in SOLVERS)
+    if options.guidance_interval != (0, 1):
+        changed += "-interval-{:g}-{:g}".format(*options.guidance_interval)
+    changed += f"-channels-{options.guidance_channels}" * (options.guidance_channels != CHANNELS_GUIDED)
+    return Path(options.sample_dir) / (
+        f"{options.model.replace('/', '-')}-{name('ckpt')}-size-{options.image_size}-vae-{name('vae')}"
+        f"-cfg-{options.cfg_scale}{changed}-seed-{options.seed}"
+    )
+
+
+def maker_of(options: FidOptions, run: Run, decoder: LazyDecoder, watch: Stopwatch) -> Maker:
+    """What makes the pictures."""
+
+    def denoise(*what):
+        with enough_memory(options):
+            return run.denoise(*what)
+
+    return Maker(denoise, lambda latents: decode(decoder, latents, watch), run.device, watch)
+
+
+def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> dict:
+    """All that decides a picture's bits, by the name of its flag where it has one; plain JSON."""
+    options, device = opened.options, run.device
+    default = {name for name in LATER if getattr(options, name) == getattr(FidOptions, name)}
+    left_out = {*RESOLVED, *default, "sample_dir"}
+    relevant = [item for item in fields(options) if item.metadata and item.name not in left_out]
+    settings = {flag_names(item, ranks=True)[0]: _plain(getattr(options, item.name)) for item in relevant} | {
+        "--precision": run.tier,
+        "--ckpt (contents)": opened.weights.digest(),
+        "--vae (contents)": vae.digest(decoder.folder),
+        "--vae-precision": decoder.load().precision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        CODE: kernels.version(kernels.FOLDER),
+    }
+    if device.type == "cpu":
+        settings |= {"device": _cpu(), "number of threads": torch.get_num_threads()}
+    if options.forecast == "plan":
+        settings["--forecast"] = run.process.setting
+    if not options.world_independent_noise:
+        settings["number of ranks"] = world
+    return settings
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value  # as JSON has it
+
+
+def _cpu():
+    model = platform.processor() or platform.machine()
+    with suppress(OSError, IndexError):
+        model = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"
