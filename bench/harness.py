@@ -1,5 +1,6 @@
 """What every benchmark shares: flags, provenance, timing, random weights, networks. All that knows the core is here."""
 
+import copy
 import json
 import os
 import re
@@ -10,27 +11,31 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
-from accel.sampler import denoise
 from tqdm import tqdm
 
 import accel
-from accel import engine, gpu, precision, vae
+from accel import door, gpu, loading, precision, vae
 from accel.errors import UsageError
 from accel.fast import family_of
-from accel.fast.dit import Optimisations
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.graphs import Replayed
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
-from accel.network import MODELS, Network, guide, plain
+from accel.kernels.linear import Tuner
+from accel.network import MODELS, Network, Plain, unpatchify
 from accel.options import ROOT, GridOptions
+from accel.sampling import denoise, upstream_noise
+from accel.sampling.ancestral import Ancestral
+from accel.sampling.guidance import Guidance
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as
 from diffusion import create_diffusion
+from large_dit import DiT_Llama
 
 #################################################################################
 #                       Flags, provenance, the JSON file                        #
@@ -66,7 +71,7 @@ def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) 
 
 def require_gpu(args: Namespace, what: str) -> torch.device:
     """The GPU whose `what` is measured. Raises UsageError without one, or if --output cannot be written."""
-    device = engine.choose_device(args)
+    device = loading.choose_device(args.device)
     if device.type != "cuda":
         raise UsageError(f"--device {device}: a GPU's {what}")
     if args.output:
@@ -81,14 +86,14 @@ def prepare(args: Namespace) -> torch.device:
 
     Raises UsageError for a size that does not fit the network or an output that cannot be written.
     """
-    device = engine.choose_device(args)
+    device = loading.choose_device(args.device)
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
     implied = options_of(args)
     if args.ckpt:
-        implied = implied.complete(engine.open_checkpoint(implied))
-    engine.empty_model(implied)
+        implied = implied.complete(door.checkpoint_of(implied, device))
+    door.empty_model(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
     if args.output:
         check_writable(args.output)
@@ -106,7 +111,7 @@ def options_of(args: Namespace) -> GridOptions:
 def check_sizes(model: str | None, sizes: list[int]) -> None:
     """Raises UsageError for a side in pixels that a model does not take."""
     for size in sizes:
-        engine.empty_model(GridOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
+        door.empty_model(GridOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
@@ -272,8 +277,9 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
         size, norms = args.image_size // 8, dict(qk_norm=True) if args.model.startswith("Large") else {}
         return random_network(args.model, device, input_size=size, num_classes=args.num_classes, **norms)
     options = options_of(args)
-    checkpoint = engine.open_checkpoint(options)
-    return engine.load_network(options.complete(checkpoint), checkpoint, "fp32", device, batch_rows=2).model
+    weights = door.checkpoint_of(options, device)
+    options = options.complete(weights)
+    return loading.load_network(weights, door.empty_model(options), "fp32", device, door.batch_of(options)).model
 
 
 def random_decoder(device: torch.device) -> Decoder:
@@ -316,57 +322,78 @@ BACKENDS = {  # of a tier's switches
 PLAIN = dict(hoist=False, adaln="torch", gemm="torch", embed_update="torch", graph=False)  # no optimisation
 
 
-def build(model: torch.nn.Module, tier: str, device: torch.device, **switches) -> Network:
+def build(
+    model: torch.nn.Module,
+    tier: str,
+    device: torch.device,
+    tuner: Tuner | None = None,
+    *,
+    hoist: bool = True,
+    adaln: str = "auto",
+    attention: str = "auto",
+    gemm: str = "auto",
+    embed_update: str = "auto",
+    graph: bool = True,
+) -> Network:
     """The network of a tier with the weights of `model`, of MODELS, and the tier's process-wide switches set.
 
-    switches: of an accelerated tier: a backend by its name in BACKENDS; hoist: whether a sampling run computes the
-    conditioning of its steps ahead; graph: whether a step is a CUDA graph. By default all is optimised.
+    Of an accelerated tier: backends by their names in BACKENDS; hoist: whether a sampling run computes the conditioning
+    of its steps ahead; graph: whether a step is a CUDA graph.
     """
     if device.type == "cuda":
         precision.apply_precision(tier, device)
     if not precision.TIERS[tier].accelerated:
-        return plain(model)
-    return family_of(model).build(model.state_dict(), model, tier, device, Optimisations(**switches))
+        return Plain(model)
+    network = family_of(model).build(model.state_dict(), model, tier, device, tuner, gemm)
+    network.hoists, network.captures = hoist, graph
+    network.fuses_update &= embed_update != "torch"
+    norm = "adaln_split" if tier == "exact" else "adaln"
+    for op, backend in ((norm, adaln), ("attention", attention), ("patch_embed", embed_update)):
+        setattr(network, op, partial(getattr(network, op), backend=backend))
+    return network
 
 
-def rival(what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Network:
-    """`model` as others run it in `dtype`, which may change it: eager, compile or max-autotune (torch.compile),
-    diffusers.
+class Rival(Plain):
+    """A plain network as others run it in `dtype`: eager, compile or max-autotune (torch.compile), diffusers. `model`
+    becomes of that dtype; guidance and update are those of our loop.
 
-    The blocks of a Large-DiT are compiled one by one and share a compilation, the whole keeps the compiler busy for
-    many minutes; a CUDA graph then holds a step. diffusers' timestep frequencies differ (shift 1), and so its output.
+    The blocks of a Large-DiT are compiled one by one and share a compilation, since the whole keeps the compiler busy
+    for many minutes; a CUDA graph then holds a step. diffusers' timestep frequencies differ (shift 1), and so its
+    output.
     """
-    network, large = plain(model), hasattr(model, "layers")
-    if what == "diffusers":
-        from diffusers import DiTTransformer2DModel
 
-        state = model.state_dict()
-        with torch.device(device):
-            network.rival = DiTTransformer2DModel.from_config(config_of(state))
-        network.rival.load_state_dict(to_diffusers(state))
-        network.rival.to(dtype).eval().requires_grad_(False)
-    elif what == "eager" or large:
-        network.rival = model.to(dtype).forward
-    else:
-        mode = "default" if what == "compile" else what
-        network.rival = torch.compile(model.to(dtype).forward, mode=mode, dynamic=False)
-    if large and what != "eager":
-        for layer in model.layers:
-            layer.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
-        network.rival = Replayed(network.rival)
+    def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
+        super().__init__(model.to(dtype))
+        self.evaluate = super().tokens
+        if what == "diffusers":
+            from diffusers import DiTTransformer2DModel
+
+            state = model.state_dict()
+            with torch.device(device):
+                self.transformer = DiTTransformer2DModel.from_config(config_of(state))
+            self.transformer.load_state_dict(to_diffusers(state))
+            self.transformer.to(dtype).eval().requires_grad_(False)
+            self.evaluate = self._diffusers
+        elif what != "eager" and isinstance(model, DiT_Llama):
+            for block in model.blocks:
+                block.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
+            self.evaluate = Replayed(self.evaluate)
+        elif what != "eager":
+            self.evaluate = torch.compile(self.evaluate, mode=what.replace("compile", "default"), dynamic=False)
 
     @torch.no_grad()
-    def forward(x, t, y):
-        given = x.to(dtype)
-        out = network.rival(given, t, class_labels=y).sample if what == "diffusers" else network.rival(given, t, y)
-        return out.to(x.dtype, copy=True)  # the compiler's graph will overwrite it
+    def _diffusers(self, x, t, y):
+        out = self.transformer(torch.cat([x] * (len(y) // len(x))), timestep=t, class_labels=y).sample
+        p = self.patch_size  # (N, C, H, W) → (N, T, p·p·C)
+        return out.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
-    def forward_with_cfg(x, t, y, cfg_scale):
-        half = x[: len(x) // 2]
-        return guide(forward(torch.cat([half, half]), t, y), cfg_scale)
+    def tokens(self, x, t, y) -> torch.Tensor:
+        return self.evaluate(x.to(self.dtype), t, y).to(x.dtype, copy=True)  # the compiler's graph will overwrite it
 
-    network.forward, network.forward_with_cfg = forward, forward_with_cfg
-    return network
+    def schedule(self, times, labels, at_once=1) -> tuple[Network, Callable[..., None]]:
+        table, network = torch.tensor(times, device=next(self.parameters()).device), copy.copy(self)
+        network.tokens = lambda x, index, y: self.tokens(x, table[index], y)
+        return network, lambda *evaluations: None
 
 
 def sampling(
@@ -376,14 +403,16 @@ def sampling(
     cfg_scale: float,
     null_label: int,
     steps: str = "250",
-    **how,
+    rows: slice = slice(None),
+    generator: torch.Generator | None = None,
 ) -> Callable:
-    """Ancestral sampling with guidance as `loop(on_step)` → latents. how: `generator` of the steps' noise, and `rows`
-    of the batch that this process computes."""
-    diffusion = create_diffusion(steps)
+    """Ancestral sampling with guidance as `loop(on_step)` → latents. rows: those of the batch that this process
+    computes; generator: of the steps' noise."""
+    process, guidance = Ancestral(create_diffusion(steps)), Guidance(cfg_scale, null_label)
 
     def loop(on_step=None):
-        return denoise(network, diffusion, z, labels, cfg_scale, null_label, on_step=on_step, **how)
+        draw = upstream_noise(z, guidance.copies, rows, generator)
+        return denoise(network, process, guidance, z[rows], labels[rows], draw, on_step=on_step)
 
     return loop
 
@@ -397,6 +426,8 @@ def batch(network: Network, args: Namespace, device: torch.device) -> Callable:
 
 
 def guided(network: Network, z: torch.Tensor, labels: torch.Tensor, cfg_scale: float, null_label: int) -> torch.Tensor:
-    """A guided evaluation at timestep 500, of float64's precision."""
-    y = torch.cat([labels, torch.full_like(labels, null_label)])
-    return network.forward_with_cfg(torch.cat([z, z]), torch.full_like(y, 500), y, cfg_scale).double()
+    """A guided evaluation at timestep 500, as float64."""
+    guidance = Guidance(cfg_scale, null_label)
+    y = guidance.labels(labels)
+    out = network.tokens(z, torch.full_like(y, 500), y)
+    return guidance.combine(unpatchify(out, network.patch_size)).double()

@@ -18,7 +18,7 @@ import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,14 @@ from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
 from accel.graphs import capture
-from accel.network import MODELS, BlockNetwork
-from accel.options import DEFAULTS_OF, EXCHANGES, GridOptions
+from accel.kernels.linear import Tuner
+from accel.network import MODELS, BlockNetwork, Network
+from accel.options import DEFAULTS_OF, GridOptions
+from accel.parallel import layouts, planner
 from accel.parallel.exchanges import traffic
-from accel.parallel.planner import OFF, Layout, Planner
+from accel.parallel.groups import Groups
+from accel.parallel.layouts import EXCHANGES, OFF, Layout
+from accel.parallel.planner import Evaluation
 from accel.parallel.processes import Job, launched, launched_job, own_device
 from accel.parallel.rows import share
 from bench import harness
@@ -68,12 +72,18 @@ def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, a
     return times(window)
 
 
-def runnable(planner: Planner, layouts: list[Layout]) -> Iterator[Layout]:
-    """Those that can run here, in the planner's tier."""
-    for layout in dict.fromkeys(layouts):
+def runnable(evaluation: Evaluation, groups: Groups, wanted: list[Layout]) -> Iterator[Layout]:
+    """Those layouts that can run here."""
+    for layout in dict.fromkeys(wanted):
         with suppress(UsageError):
-            planner.check(layout)
+            planner.check(layout, evaluation, groups)
             yield layout
+
+
+def laid_out(network: BlockNetwork, evaluation: Evaluation, groups: Groups, layout: Layout) -> Network:
+    """The network as this rank has it, its GEMMs chosen. Every rank calls it, since every rank makes the groups."""
+    planner.tune(network, evaluation, groups.job, [layout])
+    return groups.apply(network, layout)
 
 
 def name_of(layout: Layout, ranks: int, pictures: int) -> str:
@@ -83,24 +93,24 @@ def name_of(layout: Layout, ranks: int, pictures: int) -> str:
 class Table:
     """All layouts for one network, size and number of labels."""
 
-    def __init__(self, args: Namespace, job: Job, device: torch.device, case: dict, network: BlockNetwork, model):
-        self.args, self.job, self.device, self.case, self.network = args, job, device, case, network
+    def __init__(self, args: Namespace, groups: Groups, case: dict, network: BlockNetwork):
+        self.args, self.groups, self.case, self.network, self.job = args, groups, case, network, groups.job
         self.pictures, latent = case["labels"], case["size"] // 8
-        sizes = dict(labels=(0,) * self.pictures, image_size=case["size"])
-        self.planner = Planner(job, GridOptions(args.model, device=str(device), precision=case["tier"], **sizes), model)
-        generator = torch.Generator(device).manual_seed(1)
-        self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=device)
-        self.labels = torch.arange(self.pictures, device=device)
+        tokens = (latent // network.patch_size) ** 2
+        self.evaluation = Evaluation(self.pictures, tokens, network.num_heads, case["tier"])
+        generator = torch.Generator(groups.device).manual_seed(1)
+        self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=groups.device)
+        self.labels = torch.arange(self.pictures, device=groups.device)
         self.alone = None  # one GPU's output
 
-    def settings(self, layouts: list[Layout]) -> Iterator[tuple[Layout, int]]:
+    def settings(self, wanted: list[Layout]) -> Iterator[tuple[Layout, int]]:
         """What is timed: (layout, ranks). One GPU, pictures for each number of ranks, then the layouts that make
         sense."""
         world = self.job.world
         for ranks in (1, 2, 4, 8):
             if ranks <= world and (self.pictures >= ranks or ranks == world and self.pictures > 1):
                 yield OFF, ranks
-        for layout in runnable(self.planner, layouts):
+        for layout in runnable(self.evaluation, self.groups, wanted):
             # One that leaves ranks with padding alone, or that a GPU a picture makes pointless, shows nothing.
             shares = self.pictures < layout.ranks or layout.tokens == 1
             if layout.rows <= 2 * self.pictures and shares:
@@ -109,27 +119,26 @@ class Table:
     def measure(self, layout: Layout, ranks: int) -> dict:
         """A row: `layout`, or pictures for `ranks` where it is OFF."""
         active, pictures = self.job.rank < ranks, self.pictures
-        self.planner.tune(self.network, [layout])
         # A copy, which shares the weights: the graphs of this layout go when it goes.
-        network = self.planner.apply(self.network.shallow(self.network.depth), layout)
+        network = laid_out(self.network.shallow(self.network.depth), self.evaluation, self.groups, layout)
         rows = share(pictures, ranks, self.job.rank) if layout == OFF and active else slice(None)
         loop = harness.sampling(network, self.z, self.labels, SCALE, NULL_LABEL, rows=rows)
         row = self.case | dict(gpus=ranks, plan=name_of(layout, ranks, pictures))
-        row |= step_time(loop, self.args, self.job, self.device, active and len(self.labels[rows]) > 0)
+        row |= step_time(loop, self.args, self.job, self.groups.device, active and len(self.labels[rows]) > 0)
         if ranks == 1 or active and layout != OFF:
             out = harness.guided(network, self.z, self.labels, SCALE, NULL_LABEL)
             self.alone = out if ranks == 1 else self.alone
             row["error"] = float((out - self.alone).norm() / self.alone.norm())
         if layout.tokens > 1:
             element = precision.TIERS[self.case["tier"]].dtype.itemsize  # exact: two float16
-            batch_rows, tokens = layout.batch_rows(pictures, ranks), self.planner.tokens // layout.tokens
-            sent = traffic(layout.exchange, batch_rows, tokens, layout.tokens, self.network.width, element)
+            (latents, copies), tokens = layout.batch(pictures, ranks, 2), self.evaluation.tokens // layout.tokens
+            sent = traffic(layout.exchange, latents * copies, tokens, layout.tokens, self.network.width, element)
             row["collectives"], row["bytes"] = sent
         return row
 
     def auto(self, rows: list[dict]) -> dict:
         """What --parallel auto chooses, and its speed among the timed `rows`."""
-        chosen, reason = self.planner.choose(self.network)
+        chosen, reason = planner.choose(self.network, self.evaluation, self.groups)
         name = name_of(chosen, self.job.world, self.pictures)
         ms = next((row["ms"] for row in rows if row["plan"] == name), None)
         best = min(row["ms"] for row in rows)
@@ -137,14 +146,15 @@ class Table:
         return self.case | dict(plan="auto", chosen=name, reason=reason, **figures)
 
 
-def share_pictures(args: Namespace, job: Job, device: torch.device, layouts: list[Layout], record: dict) -> None:
+def share_pictures(args: Namespace, groups: Groups, wanted: list[Layout], record: dict) -> None:
     """Fill `record` with the layouts of every tier, size and number of labels."""
+    job, device = groups.job, groups.device
     for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
         model = harness.random_network(args.model, device, input_size=size // 8, num_classes=NULL_LABEL)
-        network = harness.build(model, tier, device)
+        network = harness.build(model, tier, device, Tuner(share=job.from_rank_0))
         for labels in args.labels:
-            table, rows = Table(args, job, device, dict(tier=tier, size=size, labels=labels), network, model), []
-            for layout, ranks in tqdm([*table.settings(layouts)], desc="layouts", leave=False, disable=job.rank > 0):
+            table, rows = Table(args, groups, dict(tier=tier, size=size, labels=labels), network), []
+            for layout, ranks in tqdm([*table.settings(wanted)], desc="layouts", leave=False, disable=job.rank > 0):
                 row = table.measure(layout, ranks)
                 rows.append(row)
                 row["speedup"] = rows[0]["ms"] / row["ms"]
@@ -161,22 +171,17 @@ def share_pictures(args: Namespace, job: Job, device: torch.device, layouts: lis
         del model, network
 
 
-def judge_layouts(args: Namespace, job: Job, device: torch.device, layouts: list[Layout], record: dict) -> None:
+def judge_layouts(args: Namespace, groups: Groups, wanted: list[Layout], record: dict) -> None:
     """Every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
-    judge = Judge(1, device)
+    judge, alike = Judge(1, groups.device), dict(tuner=Tuner(share=groups.job.from_rank_0))
     for tier in args.precision:
-        options = replace(judge.options, precision=tier, labels=tuple(judge.labels.tolist()), device=str(device))
-        planner = Planner(job, options, judge.model)
-        for layout in runnable(planner, [OFF, *layouts]):
-
-            def shared(network, planner=planner, layout=layout):
-                planner.tune(network, [layout])
-                return planner.apply(network, layout)
-
-            if job.rank >= layout.ranks:  # idle, but every rank makes the groups
-                shared(harness.build(judge.model, tier, device))
+        evaluation = Evaluation(len(judge.labels), judge.model.x_embedder.num_patches, judge.model.num_heads, tier)
+        for layout in runnable(evaluation, groups, [OFF, *wanted]):
+            shared = partial(laid_out, evaluation=evaluation, groups=groups, layout=layout)
+            if groups.job.rank >= layout.ranks:  # idle
+                shared(harness.build(judge.model, tier, groups.device, **alike))
                 continue
-            result = judge.judge(tier, {}, share=shared)
+            result = judge.judge(tier, alike, share=shared)
             record["judged"].append(dict(tier=tier, plan=name_of(layout, 1, 0), **result))
             verdict = ", ".join(f"{name} {'PASS' if result[name] else 'FAIL'}" for name in ("contest", "strict"))
             print(f"{tier} {layout}: worst picture {result['worst']['psnr']:.1f} dB, {verdict}", flush=True)
@@ -234,7 +239,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
 def main() -> None:
     parser, args = parse()
     with user_errors(parser):
-        layouts = [Layout(**GridOptions(parallel=text).mesh) for text in args.plans]
+        wanted = [layouts.parse(text) for text in args.plans]
         harness.check_sizes(args.model, args.image_size or [])
         if launched()[1] < 2:
             launcher = "torchrun --standalone --nproc_per_node=4 bench/many_gpus.py"
@@ -259,8 +264,8 @@ def main() -> None:
         else:
             record |= dict(gpus=job.world, model=args.model, load_seconds=args.load, plans=[], judged=[])
             if args.gate:
-                judge_layouts(args, job, device, layouts, record)
-            share_pictures(args, job, device, layouts, record)
+                judge_layouts(args, Groups(job, device), wanted, record)
+            share_pictures(args, Groups(job, device), wanted, record)
         harness.write(args.output, record)
 
 

@@ -155,7 +155,7 @@ def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
     for what in args.vs:
         precision.apply_precision("fp16", device)
         torch._dynamo.reset()
-        make = partial(harness.rival, what, harness.model_of(args, device), torch.float16, device)
+        make = partial(harness.Rival, what, harness.model_of(args, device), torch.float16, device)
         mode = "diffusers' DiTTransformer2DModel" if what == "diffusers" else what.replace("compile", "default")
         yield rung(f"fp16 + {mode}" if what in ("diffusers", "eager") else f"fp16 + torch.compile {mode}", make)
 

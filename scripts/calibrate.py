@@ -29,18 +29,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accel.engine import Engine, empty_model, fetch, open_checkpoint
-from accel.sampler import evaluate as evaluate_network
 from tqdm import tqdm
 
 import evaluate
-from accel import precision, vae
+from accel import door, loading, precision, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
-from accel.forecast import StridePlan, plan_path, settings_of, write_plan
+from accel.forecast import write_plan
+from accel.network import unpatchify
 from accel.options import DEMO, GridOptions
-from diffusion.strides import Strides
+from accel.sampling.ancestral import Ancestral
+from accel.sampling.process import Kind
+from accel.sampling.strides import Strides
+from accel.weights.checkpoint import Checkpoint
 
 FIRST_SEED = 10_000  # of the recorded pictures; the held-out seeds follow it
 LONGEST = 8  # steps of a stride
@@ -54,12 +56,17 @@ SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 class Bench:
     """Float32 with all evaluations, the calibrated tier, and the pictures of both; `batch` pictures at a time."""
 
-    def __init__(self, options: GridOptions, batch: int):
-        self.options, self.batch = options, batch
-        self.fast = Engine(options, 2 * batch)
-        self.tier, self.device, self.diffusion = self.fast.precision, self.fast.device, self.fast.diffusion
-        # Loaded last: its tier's switches, with which strides are measured, stay set.
-        self.reference = self.fast if self.tier == "fp32" else Engine(replace(options, precision="fp32"), 2 * batch)
+    def __init__(self, options: GridOptions, device: torch.device, batch: int):
+        self.options, self.batch, self.device = options, batch, device
+        latents = batch, door.guidance_of(options).copies
+        self.opened = door.open_weights(options, device)
+        self.fast = self.reference = door.load(self.opened, latents)
+        self.tier, self.diffusion = self.fast.tier, self.fast.process.diffusion
+        reference = self.opened
+        if self.tier != "fp32":  # loaded last: its tier's switches, with which strides are measured, stay set
+            reference = door.open_weights(replace(options, precision="fp32"), device)
+            self.reference = door.load(reference, latents)
+        self.decoder = door.decoder_of(reference)
 
     def draws(self, seeds: range, each: int) -> tuple[torch.Tensor, torch.Tensor, Callable]:
         """z (n, 4, L, L), labels (n,) and the draw of a step's noise for `each` pictures a seed, a generator a seed."""
@@ -72,30 +79,31 @@ class Bench:
         labels = torch.tensor(self.options.labels, device=self.device)
         return draw(), labels[torch.arange(len(seeds) * each, device=self.device) % len(labels)], draw
 
-    def pictures(self, seeds: range, each: int, plan: StridePlan | None = None) -> np.ndarray:
+    def pictures(self, seeds: range, each: int, plan: list[Kind] | None = None) -> np.ndarray:
         """(n, H, W, 3) uint8: float32's pictures with all evaluations, or the tier's by `plan`."""
-        engine, parts, at_once = self.fast if plan else self.reference, [], max(1, self.batch // each)
-        precision.apply_precision(engine.precision, self.device)
+        run, parts, at_once = self.fast if plan else self.reference, [], max(1, self.batch // each)
+        run = run._replace(process=Strides(self.diffusion, plan) if plan else Ancestral(self.diffusion))
+        precision.apply_precision(run.tier, self.device)
         batches = [seeds[first : first + at_once] for first in range(0, len(seeds), at_once)]
-        name = f"{plan.evaluations} evaluations" if plan else "all evaluations"
+        name = f"{run.process.evaluations} evaluations"
         for some in tqdm(batches, desc=name, unit="batch", leave=False):
-            z, labels, draw = self.draws(some, each)
-            parts.append(engine.denoise(z, labels, guided=self.options.cfg_scale > 1, draw=draw, plan=plan))
+            with door.enough_memory(self.options):
+                parts.append(run.denoise(*self.draws(some, each)))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return self.decoded(torch.cat(parts))
 
     def decoded(self, latents: torch.Tensor) -> np.ndarray:
-        return vae.to_uint8(self.reference.decode(latents)).numpy()
+        return vae.to_uint8(self.decoder.decode(latents)).numpy()
 
-    def strides(self, labels: torch.Tensor, kinds: list) -> Callable:
+    def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
         """(i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a float32 run. A state is
         x, m and values, as Strides.stride gives them."""
-        options, y, scale, strides = self.options, labels, None, Strides(self.diffusion, kinds)
-        if options.cfg_scale > 1:
-            y, scale = torch.cat([labels, torch.full_like(labels, options.num_classes)]), options.cfg_scale
+        guidance, network, strides = self.reference.guidance, self.reference.network, Strides(self.diffusion, kinds)
+        y = guidance.labels(labels)
 
         def model(x, t):
-            return evaluate_network(self.reference.network, x, t, y, scale)
+            tokens = network.tokens(x, t.repeat(guidance.copies), y)
+            return guidance.combine(unpatchify(tokens, network.patch_size)).to(x.dtype)
 
         def stride(i, state, noise, evaluations=1):
             x, m, values = state
@@ -146,13 +154,13 @@ def record(bench: Bench, seeds: range, each: int) -> dict:
     return dict(states=states, noise=torch.stack(noises), labels=labels)
 
 
-def kinds_up_to(longest: int) -> list[tuple[int, int]]:
+def kinds_up_to(longest: int) -> list[Kind]:
     """The kinds of stride to choose from: (steps, evaluations)."""
     return [(k, calls) for k in range(1, longest + 1) for calls in (1, 2) if (k, calls) == (1, 1) or calls < k]
 
 
 @torch.inference_mode()
-def costs(bench: Bench, run: dict) -> dict[tuple[int, int], np.ndarray]:
+def costs(bench: Bench, run: dict) -> dict[Kind, np.ndarray]:
     """Kind of stride → (T,): mean square error of x after one that begins at step i, inf where there is none; of at
     most --batch pictures."""
     steps, kinds = bench.diffusion.num_timesteps, kinds_up_to(LONGEST)
@@ -190,7 +198,7 @@ def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
     return np.exp(smooth)[: steps + 1]
 
 
-def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[Kind]]:
     """Evaluations → strides of the plan whose summed cost times sensitivity is least; its first is one step."""
     steps = len(table[1, 1])
     least = {1: {1: (0.0, [(1, 1)])}}  # step reached → evaluations → loss, strides
@@ -209,7 +217,7 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[tuple[int
 #################################################################################
 
 
-def calibrate(args: Namespace, options: GridOptions, path: Path) -> None:
+def calibrate(args: Namespace, options: GridOptions, device: torch.device, path: Path) -> None:
     """Write a plan for `options` to `path`; `args` as add_flags has them.
 
     Raises UsageError if the tier misses the margin even with all evaluations.
@@ -219,7 +227,7 @@ def calibrate(args: Namespace, options: GridOptions, path: Path) -> None:
     def say(text):
         print(f"{time.perf_counter() - started:6.1f} s  {text}", flush=True)
 
-    bench = Bench(options, args.batch)
+    bench = Bench(options, device, args.batch)
     run = record(bench, range(FIRST_SEED, FIRST_SEED + 1), args.pictures)
     table = costs(bench, run)
     plans = best_plans(table, sensitivities(bench, run, table))
@@ -227,8 +235,7 @@ def calibrate(args: Namespace, options: GridOptions, path: Path) -> None:
     seeds, tried = range(FIRST_SEED + 1, FIRST_SEED + 1 + args.seeds), []
 
     def judge(evaluations, want, thorough=False):
-        plan = StridePlan(bench.diffusion, plans[evaluations])
-        figures = compare(want, bench.pictures(seeds, args.each, plan), thorough)
+        figures = compare(want, bench.pictures(seeds, args.each, plans[evaluations]), thorough)
         kept = {name: value for name, value in figures.items() if "_psnr" not in name}
         tried.append(dict(evaluations=evaluations, seeds=[seeds[0], seeds[-1]], **kept))
         say(
@@ -269,7 +276,7 @@ def calibrate(args: Namespace, options: GridOptions, path: Path) -> None:
         torch=torch.__version__,
         calibration=dict(seed=FIRST_SEED, pictures=args.pictures, longest=LONGEST),
     )
-    write_plan(path, settings_of(options, bench.fast.checkpoint), plans[chosen], evaluate.json_ready(evidence))
+    write_plan(path, door.plan_settings(options, bench.opened.weights), plans[chosen], evaluate.json_ready(evidence))
     steps = options.num_sampling_steps
     say(f"{path}: {chosen} evaluations for {steps} steps, {steps / chosen:.2f}× fewer")
 
@@ -288,7 +295,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint; the demo's: output/)")
 
 
-def check(args: Namespace, options: GridOptions) -> Path:
+def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
     """The file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
@@ -297,8 +304,8 @@ def check(args: Namespace, options: GridOptions) -> Path:
     if options.num_sampling_steps <= PROBE[0]:
         steps = f"--num-sampling-steps {options.num_sampling_steps}"
         raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
-    empty_model(options)
-    path = Path(args.plan) if args.plan else plan_path(options, open_checkpoint(options))
+    door.empty_model(options)
+    path = Path(args.plan) if args.plan else door.plan_path(options, weights)
     if args.plan is None and path.parent == DEMO:  # which ships with its own
         path = Path("output") / path.name
     check_writable(path, "--plan")
@@ -314,11 +321,12 @@ def main() -> None:
     add_flags(own)
     _, sampling = own.parse_known_args(sys.argv[1:])
     with user_errors(parser):
-        options = options_from(args)
-        options = fetch(options, open_checkpoint(options))
-        path = check(args, options)
-        calibrate(args, options, path)
-        beside = path == plan_path(options, open_checkpoint(options))  # where it is looked for anyway
+        options, device = options_from(args), loading.choose_device(args.device)
+        weights = door.checkpoint_of(options, device)
+        options = door.fetch(options, weights)
+        path = check(args, options, weights)
+        calibrate(args, options, device, path)
+        beside = path == door.plan_path(options, weights)  # where it is looked for anyway
         plan = ["--forecast", "plan", *([] if beside else ["--forecast-plan", str(path)])]
         print("python sample.py", shlex.join([*sampling, *plan]))
 

@@ -32,11 +32,10 @@ from PIL import Image
 from tqdm import tqdm
 
 import evaluate
-from accel import engine, precision, vae
+from accel import door, loading, precision, vae
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
-from accel.forecast import read_plan
 from accel.options import GridOptions
 from accel.progress import step_bar
 from bench import harness
@@ -47,17 +46,17 @@ AGAIN = "fp32 again"  # what a device without other tiers is compared with: itse
 def sample(options: GridOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
     """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    run, grids, times = engine.Engine(options, 2 * len(options.labels)), {}, []
-    run.run(**dict(plan=run.plan.each_kind_once()) if run.plan else dict(steps=3))
+    (opened, run, decoder), grids, times = door.ready(options), {}, []
+    door.latents(opened.options, run, moves=run.process.every_kind)
     for seed in seeds:
-        run.options.seed = seed
+        seeded = replace(opened.options, seed=seed)
         harness.synchronize(device)
         start = time.perf_counter()
         with step_bar(options.num_sampling_steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
-            latents = run.run(on_step=lambda index, _, queued=queued: queued(index))
+            latents = door.latents(seeded, run, on_step=lambda index, _, queued=queued: queued(index))
         harness.synchronize(device)
         times.append(time.perf_counter() - start)
-        grids[seed] = vae.to_grid(run.decode(latents)).numpy()
+        grids[seed] = vae.to_grid(decoder.decode(latents)).numpy()
     return grids, times
 
 
@@ -185,7 +184,7 @@ def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torc
         try:
             grids[tier], times = sample(replace(options, precision=one.partition(" ")[0]), seeds, device, tier)
         except UsageError as error:  # such as weights that overflow float16
-            record["tiers"].append(dict(tier=tier, refused=str(error)))
+            record["tiers"].append(dict(tier=tier, refused=error.by_flags()))
         else:
             speedup = reference["median"] / statistics.median(times)
             record["tiers"].append(dict(tier=tier, seconds=median_and_range(times), speedup=speedup))
@@ -255,7 +254,7 @@ def main() -> None:
     parser.add_argument("--commit", help="commit to record (default: git's)")
     args = parser.parse_args()
     with user_errors(parser):
-        device, out = engine.choose_device(args), Path(args.output)
+        device, out = loading.choose_device(args.device), Path(args.output)
         tiers = choose_tiers(args.precision, device, args.forecast)
         args.precision = args.output = None
         args.seeds = args.seeds or (3 if device.type == "cuda" else 1)
@@ -263,10 +262,9 @@ def main() -> None:
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
-        checkpoint = engine.open_checkpoint(options)
-        options = engine.fetch(options, checkpoint)
-        if options.forecast == "plan":
-            read_plan(options, checkpoint)
+        weights = door.checkpoint_of(options, device)
+        options = door.fetch(options, weights)
+        door.process_of(options, weights)  # refuses a plan for another run
         sys.exit(conclude(verify(args, options, tiers, device, out)))
 
 
