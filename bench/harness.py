@@ -37,10 +37,6 @@ from bench import seen_as
 from diffusion import create_diffusion
 from large_dit import DiT_Llama
 
-#################################################################################
-#                       Flags, provenance, the JSON file                        #
-#################################################################################
-
 
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
     """The flags that benchmarks share; network, batch: those of one network, of a batch whose steps are timed."""
@@ -139,11 +135,6 @@ def write(path: str | Path | None, record: dict) -> None:
 def safe(name: str) -> str:
     """`name` for a file."""
     return re.sub(r"\W", "-", name)
-
-
-#################################################################################
-#                                    Timing                                     #
-#################################################################################
 
 
 def synchronize(device: torch.device) -> None:
@@ -246,11 +237,6 @@ def elapsed_ms(work: Callable, device: torch.device) -> float:
     return marks.milliseconds()[0]
 
 
-#################################################################################
-#                                    Weights                                    #
-#################################################################################
-
-
 def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
     """A state dict of random, non-zero weights on `model`'s device: GEMMs keep a variance of about one."""
     state = model.state_dict()
@@ -308,10 +294,6 @@ def write_weights(folder: Path, model: torch.nn.Module) -> tuple[Path, Path]:
     save_file(random_decoder(torch.device("cpu")).state_dict(), decoder / vae.FILES[1])
     return ckpt, decoder
 
-
-#################################################################################
-#                              Networks, sampling runs                          #
-#################################################################################
 
 HALF = tuple(name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32)
 SHARED = dict(adaln=adaln.BACKENDS, embed_update=patch_embed.BACKENDS)

@@ -262,20 +262,11 @@ def calibrate(args: Namespace, options: GridOptions, device: torch.device, path:
         if passes(figures) or chosen == max(plans):
             break
         chosen = min(max(plans), chosen + max(1, chosen // 50))
-    evidence = dict(
-        gate="contest, LPIPS not computed",
-        passes=passes(figures),
-        margin_db=args.margin,
-        precision=bench.tier,
-        reference="fp32, all evaluations",
-        seeds=list(seeds),
-        pictures_a_seed=args.each,
-        **figures,
-        tried=tried,
-        gpu=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None,
-        torch=torch.__version__,
-        calibration=dict(seed=FIRST_SEED, pictures=args.pictures, longest=LONGEST),
-    )
+    about = dict(gate="contest, LPIPS not computed", passes=passes(figures), margin_db=args.margin)
+    about |= dict(precision=bench.tier, reference="fp32, all evaluations", seeds=list(seeds), pictures_a_seed=args.each)
+    made = dict(calibration=dict(seed=FIRST_SEED, pictures=args.pictures, longest=LONGEST), torch=torch.__version__)
+    made["gpu"] = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    evidence = about | figures | dict(tried=tried) | made
     write_plan(path, door.plan_settings(options, bench.opened.weights), plans[chosen], evaluate.json_ready(evidence))
     steps = options.num_sampling_steps
     say(f"{path}: {chosen} evaluations for {steps} steps, {steps / chosen:.2f}× fewer")
