@@ -13,6 +13,7 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file
 
 from accel import door, vae
+from accel.network import MODELS
 from accel.options import GridOptions
 from models import DiT_models
 from pretrained_models.demo import score, train
@@ -105,6 +106,12 @@ def test_training_and_score_run_end_to_end(here, tmp_path):
     decoded = vae.decode(decoder, torch.randn(1, 4, 16, 16))
     assert decoded.shape == (1, 3, SIZE, SIZE) and decoded.isfinite().all()
 
+    large = dict(model="Large-DiT-Demo/2", vae=tmp_path / "vae", output=tmp_path / "large", save_dtype="float16")
+    program("train", **large, pictures=1, dit_steps=2, dit_batch=2)
+    state = load_file(tmp_path / "large" / "large-dit.safetensors")
+    MODELS["Large-DiT-Demo/2"](qk_norm=True).load_state_dict(state, strict=True)
+    assert all(value.dtype == torch.float16 for value in state.values()) and not (tmp_path / "large" / "vae").exists()
+
     weights = dict(ckpt=tmp_path / "dit.safetensors", vae=tmp_path / "vae")
     files = dict(output=tmp_path / "score.json", grid=tmp_path / "grid.png")
     program("score", count=4, num_sampling_steps=2, fit_pictures=1, fit_steps=2, **weights, **files)
@@ -112,42 +119,6 @@ def test_training_and_score_run_end_to_end(here, tmp_path):
     assert figures["of"] == 4 and list(figures["by_class"]) == list(CLASSES[:4])
     assert figures["recognised"] == pytest.approx(sum(figures["by_class"].values()) / 4, abs=1e-3)
     assert (tmp_path / "grid.png").stat().st_size > 1000
-
-
-class Tiny(torch.nn.Module):
-    """Another family: a linear map of the latents, shifted by label."""
-
-    def __init__(self):
-        super().__init__()
-        self.x_embedder = torch.nn.Identity()
-        self.blocks = torch.nn.ModuleList([torch.nn.Conv2d(4, 8, 1)])
-        self.labels = torch.nn.Embedding(9, 8)
-
-    def forward(self, x, t, y):
-        return self.blocks[0](self.x_embedder(x)) + self.labels(y)[:, :, None, None]
-
-
-def test_another_network_is_trained_on_the_same_latents(monkeypatch, tmp_path):
-    """By --vae alone, reproducibly, in half precision if asked, and within the time limit."""
-    monkeypatch.setitem(train.NETWORKS, "Tiny-Demo/2", ("tiny", Tiny))
-    monkeypatch.setattr(train, "train_vae", lambda *given: pytest.fail("the VAE was given"))
-
-    def trained(folder, *flags):
-        words = ["--model", "Tiny-Demo/2", "--vae", DEMO / "vae", "--output", tmp_path / folder, "--device", "cpu"]
-        words += ["--pictures", 1, "--dit-batch", 4, *flags]
-        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
-        train.main()
-        report = json.loads((tmp_path / folder / "training.json").read_text())
-        assert sorted(file.name for file in (tmp_path / folder).iterdir()) == ["tiny.safetensors", "training.json"]
-        assert report["vae"]["psnr_db"] > PSNR_BOUND - 2 and report["vae"]["folder"] == str(DEMO / "vae")
-        return report["tiny"]["steps"], load_file(tmp_path / folder / "tiny.safetensors")
-
-    steps, once = trained("once", "--dit-steps", 30)
-    _, half = trained("half", "--dit-steps", 30, "--save-dtype", "float16")
-    assert steps == 30 and all(
-        value.dtype == torch.float16 and torch.equal(value, once[name].half()) for name, value in half.items()
-    )
-    assert trained("short", "--dit-steps", 10**9, "--minutes", 60, 0.01)[0] < 10**6
 
 
 @pytest.mark.parametrize(

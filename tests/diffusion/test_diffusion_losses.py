@@ -1,9 +1,6 @@
-import os
-
 import numpy as np
 import pytest
 import torch
-from forks import free_port
 from reference import Reference, linear_betas, wavy
 
 from diffusion import create_diffusion
@@ -188,22 +185,3 @@ def test_second_moment_resampler():
     loss = torch.tensor([1.0, -2.0, 0.5, 3.0])
     assert (loss[t] * weights).mean() == pytest.approx(loss.mean().item(), abs=0.03)
     assert torch.bincount(t, minlength=4).numpy() / 1e5 == pytest.approx(expected, abs=0.01)
-
-
-def rank_of_two(rank, port, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    sampler = LossSecondMomentResampler(create_diffusion("3"), history_per_term=1)
-    ts, losses = ([0, 2], [4.0, 1.5]) if rank == 0 else ([1], [2.5])  # batches of unequal size
-    sampler.update_with_local_losses(torch.tensor(ts), torch.tensor(losses))
-    results.put((rank, sampler.weights().tolist()))
-    torch.distributed.destroy_process_group()
-
-
-def test_ranks_share_their_losses():
-    results = torch.multiprocessing.get_context("forkserver").SimpleQueue()
-    torch.multiprocessing.start_processes(rank_of_two, (free_port(), results), nprocs=2, start_method="forkserver")
-    weights = dict(results.get() for _ in range(2))
-    expected = 0.999 * np.array([4.0, 2.5, 1.5]) / 8 + 0.001 / 3
-    np.testing.assert_allclose(weights[0], expected)
-    assert weights[0] == weights[1]

@@ -100,16 +100,11 @@ def test_refusals():
         attention(qkv, 1, "hopper")
     with pytest.raises(ValueError, match="backend 'nonsense': one of auto, hopper"):
         attention(qkv, 1, "nonsense")
-    with pytest.raises(ValueError, match="'triton' takes .* 8.9, not torch.float32 and head dim 72 .*; take 'auto'$"):
-        attention(qkv.float(), 1, "triton")
     with pytest.raises(ValueError, match="'triton' takes .* 8.9, not torch.float16 and head dim 36 .*; take 'auto'$"):
         attention(qkv, 2, "triton")
     for given in ((qkv.mT.contiguous().mT, None), (qkv, qkv[..., 72:])):
         with pytest.raises(ValueError, match="backend 'triton' takes contiguous tensors$"):
             module._attend(*given, 1, "triton")
-    for backend in ("cudnn", "efficient"):
-        with pytest.raises(RuntimeError):
-            attention(qkv, 1, backend)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

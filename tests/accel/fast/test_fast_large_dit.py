@@ -7,7 +7,7 @@ from networks import evaluate, network_of, sample
 from reference_networks import large_dit, relative_error
 from test_large_dit import FORMS, batch, build
 
-from accel import accelerate, door
+from accel import accelerate
 from accel.errors import UsageError
 from accel.fast import load
 from accel.fast.large_dit import FastLargeDiT
@@ -17,7 +17,7 @@ from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
 from accel.weights.identity import shapes_only
 from diffusion import create_diffusion
-from large_dit import DiT_Llama, Large_DiT_models
+from large_dit import DiT_Llama
 
 CPU = torch.device("cpu")
 
@@ -175,18 +175,3 @@ def test_loading_holds_no_float32_copy_on_the_gpu():
     x, t, y = batch(model, 2)
     got = network.forward(x.cuda(), t.cuda(), y.cuda())
     assert relative_error(got.cpu(), definition(model, x, t, y)) < 2e-3
-
-
-@pytest.mark.gpu
-def test_a_run_in_half(tmp_path):
-    model = Large_DiT_models["Large-DiT-Demo/2"]()
-    for name, value in model.named_parameters():
-        value.data.normal_(1.0 if "norm.weight" in name else 0.0, 0.03)
-    torch.save(model.state_dict(), tmp_path / "demo.pt")
-    options = dict(model="Large-DiT-Demo/2", ckpt=str(tmp_path / "demo.pt"), output_type="latent", sampler="ddim")
-    latents = {}
-    for precision in ("fp32", "fp16"):
-        resolved = GridOptions(**options, num_sampling_steps=25, precision=precision).resolve()
-        opened, run, _ = door.ready(resolved)
-        latents[precision] = door.latents(opened.options, run)
-    assert relative_error(latents["fp16"], latents["fp32"].double()) < 1e-2
