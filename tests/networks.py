@@ -1,11 +1,14 @@
 """Small networks with random weights, and what to evaluate them on."""
 
+from functools import partial
+
 import torch
 from conftest import fill
 
 from accel.fast import family_of
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
+from diffusion import create_diffusion
 from models import DiT, DiT_models
 
 
@@ -19,11 +22,15 @@ def small(**changes):
     return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
 
 
+def side_of(model):
+    """Of a latent."""
+    return model.input_size if hasattr(model, "input_size") else model.x_embedder.img_size[0]
+
+
 def inputs(model, n, device="cpu", seed=1):
     """Latents, timesteps and labels of n batch rows; the second half has the null label."""
     generator = torch.Generator().manual_seed(seed)
-    side = model.input_size if hasattr(model, "input_size") else model.x_embedder.img_size[0]
-    classes = model.y_embedder.num_classes
+    side, classes = side_of(model), model.y_embedder.num_classes
     x = torch.randn(n, 4, side, side, generator=generator)
     t = torch.randint(0, 1000, (n,), generator=generator)
     y = torch.randint(0, classes, (n,), generator=generator)
@@ -70,6 +77,21 @@ def sample(network, process, z, labels, scale=4.0, null_label=8, rows=slice(None
     guidance = Unguided() if scale is None else Guidance(scale, null_label)
     how = {"draw": upstream_noise(z, guidance.copies, rows, generator), **how}
     return denoise(network, process, guidance, z[rows], labels[rows], **how)
+
+
+@torch.no_grad()
+def upstream(model, labels, seed, steps, scale=4.0, eta=None):
+    """The usual script's latents, on the CPU: seed, z, twice z, the loop over forward_with_cfg, the first half; at
+    scale 1 the loop over the model. eta: DDIM's."""
+    torch.manual_seed(seed)
+    z, y = torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels)
+    diffusion = create_diffusion(str(steps), learn_sigma=model.learn_sigma)
+    loop = diffusion.p_sample_loop if eta is None else partial(diffusion.ddim_sample_loop, eta=eta)
+    if scale == 1:
+        return loop(model, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))
+    z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
+    how = dict(y=y, cfg_scale=scale)
+    return loop(model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=how).chunk(2)[0]
 
 
 def transformer(seed=0, **config):

@@ -1,10 +1,11 @@
-"""--sampler ddim: upstream's ddim_sample_loop with the same seed, for both families, alone and on two ranks."""
+"""Upstream's loops with the same seed, for both families, alone and on two ranks; DDIM's own settings."""
 
 import numpy as np
 import pytest
 import torch
 from conftest import fill
 from jobs import run_each
+from networks import upstream
 from safetensors.torch import save_file
 
 from accel.errors import UsageError
@@ -13,57 +14,37 @@ from accel.network import MODELS, unpatchify
 from accel.options import FidOptions, GridOptions
 from diffusion import create_diffusion
 
-DEMOS = "DiT-Demo/2", "Large-DiT-Demo/2"
 LABELS, STEPS, SEED, SCALE = (1, 5, 7), 25, 3, 2.5
 
 
-@pytest.fixture(scope="module", params=DEMOS)
+@pytest.fixture(scope="module", params=("DiT-Demo/2", "Large-DiT-Demo/2"))
 def demo(request, tmp_path_factory):
     """The flags for a network with random weights, and the network."""
     path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
     model = fill(MODELS[request.param]())
     save_file(model.state_dict(), path)
-    labels = "--labels", *map(str, LABELS)
-    what = "--num-sampling-steps", str(STEPS), "--seed", str(SEED), "--cfg-scale", str(SCALE), "--output-type", "latent"
-    return (
-        "--model",
-        request.param,
-        "--ckpt",
-        str(path),
-        "--device",
-        "cpu",
-        *labels,
-        *what,
-        "--sampler",
-        "ddim",
-    ), model
+    flags = ["--model", request.param, "--ckpt", path, "--device", "cpu", "--labels", *LABELS, "--seed", SEED]
+    return [*flags, "--num-sampling-steps", STEPS, "--cfg-scale", SCALE, "--output-type", "latent"], model
 
 
-def upstream(model, eta):
-    """The usual script: seed, z, twice z, ddim_sample_loop over forward_with_cfg, the first half."""
-    torch.manual_seed(SEED)
-    z = torch.randn(len(LABELS), 4, 16, 16)
-    y = torch.tensor([*LABELS, *[8] * len(LABELS)])
-    loop, how = create_diffusion(str(STEPS)).ddim_sample_loop, dict(y=y, cfg_scale=SCALE)
-    z = torch.cat([z, z])
-    return loop(model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=how, eta=eta).chunk(2)[0]
-
-
-@pytest.mark.parametrize("eta", (0.0, 0.5))
+@pytest.mark.parametrize("eta", (None, 0.0, 0.5))
 def test_equals_the_loop_that_people_write(demo, eta, tmp_path, here):
+    """Bit for bit."""
     flags, model = demo
-    done = here("sample.py", *flags, "--eta", eta, "--output", tmp_path / "l.npy")
+    ddim = [] if eta is None else ["--sampler", "ddim", "--eta", eta]
+    done = here("sample.py", *flags, *ddim, "--output", tmp_path / "l.npy")
     assert done.returncode == 0, done.stderr
-    assert "25 DDIM steps" in done.stdout
-    want = upstream(model, eta).numpy()
+    assert ("25 DDIM steps" in done.stdout) == (eta is not None)
+    want = upstream(model, LABELS, SEED, STEPS, SCALE, eta).numpy()
     assert np.array_equal(np.load(tmp_path / "l.npy"), want) and want.std() > 0.1
 
 
 def test_two_ranks_equal_one(demo, tmp_path):
     flags, model = demo
     layouts = "off", "tokens=2,exchange=kv"
-    run_each(2, *([*flags, "--parallel", one, "--eta", 0.5, "--output", tmp_path / f"{one}.npy"] for one in layouts))
-    want = upstream(model, 0.5)
+    ddim = [*flags, "--sampler", "ddim", "--eta", 0.5]
+    run_each(2, *([*ddim, "--parallel", one, "--output", tmp_path / f"{one}.npy"] for one in layouts))
+    want = upstream(model, LABELS, SEED, STEPS, SCALE, 0.5)
     for one in layouts:
         assert (torch.from_numpy(np.load(tmp_path / f"{one}.npy")) - want).norm() <= 1e-4 * want.norm(), one
 

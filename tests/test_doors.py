@@ -12,13 +12,14 @@ import pytest
 import torch
 from conftest import fill
 from hub import Hub
+from networks import upstream
 from safetensors.torch import load_file, save_file
 
 from accel import Sampler
 from accel.errors import UsageError
+from accel.network import MODELS
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
-from diffusion import create_diffusion
 from models import DiT, DiT_models
 
 STEPS, SEED = 3, 5
@@ -28,6 +29,7 @@ OWN = {
     "S/8, five classes, safetensors": ("DiT-S/8", dict(input_size=16, num_classes=5), "safetensors"),
     "B/4, under DistributedDataParallel": ("DiT-B/4", dict(input_size=16, num_classes=10), "module."),
     "sigma not learned, from Lightning": ("DiT-S/4", dict(input_size=16, num_classes=10, learn_sigma=False), "model."),
+    "Large-DiT, five classes": ("Large-DiT-Demo/2", dict(input_size=16, num_classes=5), "safetensors"),
     "no null class": ("DiT-S/4", dict(input_size=8, num_classes=10, class_dropout_prob=0.0), "training"),
 }
 
@@ -48,26 +50,11 @@ def save(path, name, model, arguments, kind):
 def own(request, tmp_path_factory):
     """(file, module, flags that are needed) of a user's checkpoint."""
     name, arguments, kind = OWN[request.param]
-    model = fill(DiT_models[name](**arguments))
+    model = fill(MODELS[name](**arguments))
     path = tmp_path_factory.mktemp("own") / ("own.safetensors" if kind == "safetensors" else "own.pt")
     save(path, name, model, arguments, kind)
     yield path, model, [] if "class_dropout_prob" not in arguments else ["--cfg-scale", "1"]
     path.unlink()
-
-
-@torch.no_grad()
-def upstream(model, labels, scale):
-    """Latents as upstream's loop gives them, on the CPU."""
-    torch.manual_seed(SEED)
-    side, classes = model.x_embedder.img_size[0], model.y_embedder.num_classes
-    z, y = torch.randn(len(labels), 4, side, side), torch.tensor(labels)
-    how = dict(clip_denoised=False)
-    diffusion = create_diffusion(str(STEPS), learn_sigma=model.learn_sigma)
-    if scale == 1:
-        return diffusion.p_sample_loop(model, z.shape, z, model_kwargs=dict(y=y), **how)
-    z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, classes)])
-    how["model_kwargs"] = dict(y=y, cfg_scale=scale)
-    return diffusion.p_sample_loop(model.forward_with_cfg, z.shape, z, **how).chunk(2)[0]
 
 
 def same(got, want):
@@ -84,13 +71,13 @@ def test_a_checkpoint_is_enough_for_sample_py(own, tmp_path, here):
     done = here("sample.py", "--ckpt", path, *flags, *COMMON, "--seed", SEED, "--output", tmp_path / "x.npy")
     assert done.returncode == 0, done.stderr
     labels = range(min(8, model.y_embedder.num_classes))
-    assert same(np.load(tmp_path / "x.npy"), upstream(model, labels, 1 if flags else 4.0))
+    assert same(np.load(tmp_path / "x.npy"), upstream(model, labels, SEED, STEPS, 1 if flags else 4.0))
 
 
 def test_a_checkpoint_is_enough_for_sampler(own):
     path, model, flags = own
     how = dict(device="cpu", output_type="latent", num_sampling_steps=STEPS, cfg_scale=1.0 if flags else 4.0)
-    want = upstream(model, (3, 1), how["cfg_scale"])
+    want = upstream(model, (3, 1), SEED, STEPS, how["cfg_scale"])
     for door in (dict(model=str(path)), dict(ckpt=path), dict(model=model)):
         with Sampler(**door, **how) as sampler:
             assert same(sampler.latents((3, 1), seed=SEED).numpy(), want), door
@@ -105,7 +92,7 @@ def test_a_checkpoint_is_enough_for_ranks(own, tmp_path, tiny_vae):
     fid = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"]
     grid, job = jobs.run_each(2, [*common, *latents], [*common, *fid])
     assert "2 labels" in grid["text"] and "4 pictures" in job["text"]
-    assert same(np.load(tmp_path / "x.npy"), upstream(model, (3, 1), 1 if flags else 4.0))
+    assert same(np.load(tmp_path / "x.npy"), upstream(model, (3, 1), SEED, STEPS, 1 if flags else 4.0))
     [npz] = (tmp_path / "samples").glob("*.npz")
     pixels = np.load(npz)["arr_0"]
     assert len(pixels) == 4 and pixels.std() > 1
@@ -219,12 +206,12 @@ def test_a_pipelines_folder_is_enough(part, pipeline, tmp_path, here):
     named = ["--labels", "tinca tinca", "goldfish"]
     done = here("sample.py", *flags, *named, "--output-type", "latent", "--output", tmp_path / "x.npy")
     assert done.returncode == 0, done.stderr
-    assert same(np.load(tmp_path / "x.npy"), upstream(module, (0, 1), 4.0))
+    assert same(np.load(tmp_path / "x.npy"), upstream(module, (0, 1), SEED, STEPS, 4.0))
     done = here("sample.py", *flags, *named, "--output", f"{tmp_path}/pictures/")  # by its own decoder
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in (tmp_path / "pictures").iterdir()) == ["000-0-tench.png", "001-1-goldfish.png"]
     with Sampler(str(folder / part), device="cpu", num_sampling_steps=STEPS) as sampler:
-        assert same(sampler.latents(("tench", 1), seed=SEED).numpy(), upstream(module, (0, 1), 4.0))
+        assert same(sampler.latents(("tench", 1), seed=SEED).numpy(), upstream(module, (0, 1), SEED, STEPS, 4.0))
         assert sampler.sample("goldfish")[0].size == (64, 64)
 
 
@@ -286,7 +273,7 @@ def test_the_heads_that_a_config_says_are_computed(tmp_path, here):
     assert done.returncode == 0, done.stderr
     module = DiT_models["DiT-S/4"](input_size=8, num_classes=10, num_heads=12).eval()
     module.load_state_dict(state)
-    assert same(np.load(tmp_path / "x.npy"), upstream(module, (1,), 4.0))
+    assert same(np.load(tmp_path / "x.npy"), upstream(module, (1,), SEED, STEPS, 4.0))
 
 
 #################################################################################

@@ -12,9 +12,6 @@ from networks import build
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from diffusion import create_diffusion
-from models import DiT_models
-
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
 
 
@@ -42,24 +39,16 @@ def test_picture_and_latents_are_the_same_in_two_processes(weights, tiny_vae, tm
     assert image.mode == "RGB" and image.size == (4 * 130 + 2, 2 * 130 + 2) and np.asarray(image).std() > 1
 
 
-@torch.no_grad()
-def upstream(weights):
-    """The usual script: seed, z, twice z, p_sample_loop over forward_with_cfg, the first half."""
-    model = DiT_models["DiT-Demo/2"](input_size=16, num_classes=8)
-    model.load_state_dict(load_file(weights))
-    torch.manual_seed(3)
-    z, y = torch.randn(8, 4, 16, 16), torch.tensor([*range(8), *[8] * 8])
-    z, how = torch.cat([z, z]), dict(clip_denoised=False, model_kwargs=dict(y=y, cfg_scale=2.5))
-    return create_diffusion("6").p_sample_loop(model.eval().forward_with_cfg, z.shape, z, **how).chunk(2)[0]
-
-
-def test_equals_the_loop_that_people_write(weights, tmp_path, here):
-    """Bit for bit."""
-    flags = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 6, "--seed", 3, "--cfg-scale", 2.5]
-    done = here("sample.py", *flags, "--output-type", "latent", "--output", tmp_path / "l.npy")
-    assert done.returncode == 0, done.stderr
-    theirs = upstream(weights).numpy()
-    assert np.abs(theirs).max() > 0.1 and np.array_equal(np.load(tmp_path / "l.npy"), theirs)
+def test_repeats_time_the_same_picture(weights, tmp_path, here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common = [*DEMO, "--ckpt", weights, "--num-sampling-steps", 3, "--labels", 4, "--output-type", "latent"]
+    results = []
+    for repeats in (1, 3):
+        done = here("sample.py", *common, "--repeats", repeats)
+        assert done.returncode == 0 and "· 1 label ·" in done.stdout, done.stderr
+        results.append(np.load("sample.npy"))
+    assert "3 runs after warm-up: median" in done.stdout and "warm-up" in done.stdout.splitlines()[-1]
+    assert np.array_equal(*results)
 
 
 def test_training_checkpoint_and_other_sizes(weights, tmp_path, here, monkeypatch):

@@ -8,7 +8,6 @@ import argparse
 import hashlib
 import pickle
 import re
-import stat
 import time
 import warnings
 import zipfile
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 
 from accel.errors import UsageError, path_errors
-from accel.files import atomic_write, cache_folder, read_small
+from accel.files import atomic_write, cache_folder, open_regular, read_small
 from accel.files import read_json as read_object
 
 SETTLED = 2e9  # ns: two changes of a file that come sooner after one another may have the same time stamp
@@ -119,9 +118,9 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
 def _regular_file(path: Path, flag: str) -> Iterator[None]:
     """A file is read inside. UsageError about `flag` if it is none, or if it cannot be read."""
     with path_errors(flag, path):
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its other end
-            raise UsageError(f"{flag} {path}: is a folder, a pipe, a socket or a device; give a file")
-        path.open("rb").close()  # permissions are checked here: safetensors reports them otherwise
+        open_regular(
+            path
+        ).close()  # pipes and permissions are checked here: torch and safetensors report them otherwise
         yield
 
 

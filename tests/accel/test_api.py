@@ -19,7 +19,6 @@ from accel.errors import UsageError
 from accel.network import KEPT
 from accel.options import DEMO
 from diffusion import create_diffusion
-from large_dit import Large_DiT_models
 from models import DiT, DiT_models
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -130,20 +129,6 @@ def test_it_leaves_no_trace_in_the_process(device):
     assert trace() == before
 
 
-def test_a_large_dit_of_the_callers_own():
-    """Of any size; other modules: tests/test_doors.py."""
-    model = fill(Large_DiT_models["Large-DiT-Demo/2"](input_size=8, n_layers=2))
-    with Sampler(model, output_type="latent", device="cpu", num_sampling_steps=3) as sampler:
-        got = sampler.latents([1], seed=2)
-    torch.manual_seed(2)
-    z = torch.randn(1, 4, 8, 8)
-    z, how = torch.cat([z, z]), dict(y=torch.tensor([1, 8]), cfg_scale=4.0)
-    want = create_diffusion("3").p_sample_loop(
-        model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=how
-    )
-    assert torch.allclose(got, want[:1], atol=1e-4)
-
-
 def test_close_frees_the_network():
     sampler = demo()
     sampler.sample(0)
@@ -168,6 +153,10 @@ def test_close_frees_the_network():
         (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
         (lambda: Sampler(nn.Linear(2, 2)), "Linear: is not a DiT: no blocks.0.attn.qkv.weight"),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)), "take accel.accelerate"),
+        (
+            lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, class_dropout_prob=0)),
+            "guidance needs a null class",
+        ),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"), "ckpt: is for weights on disk"),
     ],
 )
@@ -269,22 +258,6 @@ def test_the_callers_modes_change_nothing(device):
 #################################################################################
 #                       Models of the caller's own, and of diffusers            #
 #################################################################################
-
-
-def test_without_a_null_class_only_without_guidance(monkeypatch):
-    """The table has a row a class. A step then draws n batch rows, as upstream's loop over `forward`."""
-    model = fill(DiT(input_size=8, hidden_size=48, depth=2, num_heads=2, num_classes=10, class_dropout_prob=0))
-    how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
-    with pytest.raises(UsageError, match="cfg_scale=4: guidance needs a null class, .*use cfg_scale=1"):
-        Sampler(model, **how)
-    with Sampler(model, cfg_scale=1.0, **how) as sampler:
-        got = sampler.latents([9, 0], seed=2)
-        with pytest.raises(UsageError, match="needs a null class"):
-            sampler.latents([9], cfg_scale=2.0)
-    torch.manual_seed(2)
-    z, y = torch.randn(2, 4, 8, 8), torch.tensor([9, 0])
-    want = create_diffusion("3").p_sample_loop(model, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))
-    assert torch.allclose(got, want, atol=1e-5)
 
 
 @DEVICES

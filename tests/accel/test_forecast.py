@@ -4,7 +4,6 @@ strides is in tests/diffusion, how plans are found in tests/scripts."""
 import json
 import os
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -187,27 +186,6 @@ def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
     assert "(6 network evaluations)" in one.stdout and "2 ranks" in two
     want, got = np.load(output), np.load(tmp_path / "two.npy")
     assert np.abs(want).max() > 0.5 and np.abs(want - got).max() < 1e-4 * np.abs(want).max()
-
-
-def test_a_job_for_fid_resumes_and_refuses_another_forecast(weights, plan, tiny_vae, tmp_path, here):
-    common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--vae", tiny_vae]
-    common += ["--num-sampling-steps", 10, "--num-fid-samples", 4, "--per-proc-batch-size", 2]
-
-    def job(*more):
-        return here("sample_ddp.py", *common, *more)
-
-    done = job("--forecast", "plan", "--sample-dir", tmp_path / "a")
-    assert done.returncode == 0, done.stderr
-    [npz] = (tmp_path / "a").glob("*.npz")
-    whole = npz.read_bytes()
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    [again] = (tmp_path / "b").glob("*.npz")
-    again.unlink()
-    (tmp_path / "b" / npz.stem / "000002.png").unlink()  # the second batch is not whole
-    refused = job("--sample-dir", tmp_path / "b")
-    assert refused.returncode == 2 and "--forecast off" in refused.stderr and "plan" in refused.stderr, refused.stderr
-    assert job("--forecast", "plan", "--sample-dir", tmp_path / "b").returncode == 0
-    assert again.read_bytes() == whole
 
 
 #################################################################################
