@@ -58,13 +58,13 @@ def locked(folder: Path, job: Job) -> Iterator[None]:
 def _require_access(folder):
     """Raise UsageError where this user may not do what `run` will, before weights are loaded."""
     for place in (folder, folder / ".job", folder.parent):
-        with path_errors("--sample-dir", place, "give yourself the right to write there, or use another"):
+        with path_errors("sample_dir", place, "give yourself the right to write there, or use another"):
             require_writable(place)
     for place in (folder, folder / ".job"):
-        with path_errors("--sample-dir", place, "give yourself the right to list it, or use another"):
+        with path_errors("sample_dir", place, "give yourself the right to list it, or use another"):
             os.listdir(place)
     for record in (folder / ".job").glob("rank-*.jsonl"):
-        with path_errors("--sample-dir", record, "give yourself the right to write it, or use another"):
+        with path_errors("sample_dir", record, "give yourself the right to write it, or use another"):
             open_regular(record, os.O_RDWR | os.O_NOFOLLOW).close()
 
 
@@ -103,7 +103,7 @@ def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
             raise
         remedy = "free some" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
         raise UsageError(
-            f"--sample-dir: {error.strerror} at {error.filename or folder}; {remedy} and start again with the same "
+            f"`sample_dir`: {error.strerror} at {error.filename or folder}; {remedy} and start again with the same "
             "command to resume"
         ) from None
     print(f"{folder}: {batches.total} pictures, {npz_of(folder)}: {order.count} · {maker.watch}")

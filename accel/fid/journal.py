@@ -71,8 +71,8 @@ class Journal:
             earlier = read_json(self.settings)
         except (OSError, ValueError):
             raise UsageError(
-                f"--sample-dir: {self.folder} holds pictures, or its .npz is there, without a record of how they were "
-                f"made ({self.settings} is missing or damaged); move them, or use another --sample-dir"
+                f"`sample_dir`: {self.folder} holds pictures, or its .npz is there, without a record of how they were "
+                f"made ({self.settings} is missing or damaged); move them, or use another `sample_dir`"
             ) from None
         changed = [name for name in {**settings, **earlier} if earlier.get(name) != settings.get(name)]
         if CODE in changed:
@@ -82,7 +82,7 @@ class Journal:
             name = changed[0]  # "off": --forecast is a setting only where it is on
             raise UsageError(
                 f"{name} {settings.get(name, 'off')}: the pictures in {self.folder} were begun with "
-                f"{earlier.get(name, 'off')}; use that, or another --sample-dir"
+                f"{earlier.get(name, 'off')}; use that, or another `sample_dir`"
             )
 
     def read(self) -> Record:
@@ -112,7 +112,7 @@ class Journal:
                     good = False
                 if not good:
                     raise UsageError(
-                        f"--sample-dir: {path}, line {number}: is damaged or another job's; restore the file, or "
+                        f"`sample_dir`: {path}, line {number}: is damaged or another job's; restore the file, or "
                         "delete it and start again: its pictures are made anew"
                     )
                 yield record

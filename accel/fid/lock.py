@@ -21,12 +21,12 @@ def sole_job(folder: Path) -> Iterator[None]:
     A file system without flock gets a line that says so.
     """
     path = folder / ".job" / "lock"
-    with path_errors("--sample-dir", folder):
+    with path_errors("sample_dir", folder):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with path_errors("--sample-dir", path, "remove it, or use another"):
+    with path_errors("sample_dir", path, "remove it, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
     with file:
-        with path_errors("--sample-dir", folder):
+        with path_errors("sample_dir", folder):
             _lock(folder, file)
             file.truncate(0)
             now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -47,7 +47,7 @@ def _lock(folder, file):
             if time.monotonic() > deadline:
                 holder = shown(file.read().decode(errors="replace"), 200)
                 raise UsageError(
-                    f"--sample-dir: {folder} is in use by another job ({holder}); wait for it, or use another"
+                    f"`sample_dir`: {folder} is in use by another job ({holder}); wait for it, or use another"
                 ) from None
         except OSError as error:
             print(f"{folder}: this file system has no locks ({error.strerror}); start one job at a time here")

@@ -67,7 +67,7 @@ def test_another_start_needs_the_same_settings(folder, capsys):
     assert capsys.readouterr().out == ""
     assert begun(folder, {"--seed": 2, CODE: "b"})[1] == {0}
     assert "may differ" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="--seed 3: .* begun with 2; use that, or another --sample-dir"):
+    with pytest.raises(UsageError, match="--seed 3: .* begun with 2; use that, or another sample_dir"):
         begun(folder, {"--seed": 3, CODE: "b"})
     with pytest.raises(UsageError, match="--forecast plan of 4: .* begun with off;"):
         begun(folder, {"--seed": 2, CODE: "b", "--forecast": "plan of 4"})

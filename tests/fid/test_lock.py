@@ -56,7 +56,7 @@ def refusal(folder):
 def test_the_second_job_is_refused_and_the_first_is_named(folder, holder):
     first = holder()
     here = f"(process {first.pid} on {socket.gethostname()} since {time.strftime('%Y-')}"
-    assert f"--sample-dir: {folder} is in use by another job {here}" in refusal(folder)
+    assert f"sample_dir: {folder} is in use by another job {here}" in refusal(folder)
     first.send_signal(signal.SIGSTOP)  # it lives
     assert here in refusal(folder)
     first.send_signal(signal.SIGCONT)
@@ -121,6 +121,6 @@ def test_a_lock_is_never_taken_through_a_link(folder, tmp_path):
     for put in (lambda: place.symlink_to(precious), lambda: os.mkfifo(place), place.mkdir):
         put()
         start = time.monotonic()
-        assert f"--sample-dir {place}: {NO_FILE}; remove it" in refusal(folder)
+        assert f"sample_dir={place}: {NO_FILE}; remove it" in refusal(folder)
         assert time.monotonic() - start < 1 and precious.read_bytes() == b"precious"
         place.rmdir() if place.is_dir() else place.unlink()
