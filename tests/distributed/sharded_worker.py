@@ -5,6 +5,7 @@ Rank 0 prints JSON: what each rank found.
 
 import copy
 import json
+from itertools import product
 
 import torch
 from conftest import fill
@@ -13,12 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel import accelerate
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import Plain
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
+from large_dit import DiT_Llama
 from models import DiT
 
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
@@ -123,11 +126,47 @@ def divided(job, model, generator):
         } | difference(got, evaluate(Plain(model), x, t, y, 4.0))
 
 
+LARGE = (
+    Layout(rows=2),
+    Layout(rows=4),
+    *(Layout(tokens=tokens, exchange=name) for tokens in (2, 4) for name in ("kv", "ulysses")),
+    Layout(rows=2, tokens=2, exchange="kv"),
+    Layout(weights=2),
+    Layout(weights=4),
+)
+
+
+def held(network):
+    """How many numbers of the blocks' GEMMs a rank holds."""
+    if hasattr(network, "model"):
+        parameters = (p for p in network.model.layers.parameters() if p.ndim > 1)
+        return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    return sum(layer.weight.numel() for block in network.blocks for layer in block)
+
+
+def large(job, _, generator):
+    """A Large-DiT, plain and accelerated, by every kind of layout."""
+    x, y = torch.randn(4, 4, 8, 8, generator=generator), torch.tensor([3, 7, CLASSES, CLASSES])
+    t, groups = torch.tensor([500, 20, 500, 20]), Groups(job, torch.device("cpu"))
+    for qk_norm in (True, False):
+        shape = dict(input_size=8, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
+        model = fill(DiT_Llama(**shape, qk_norm=qk_norm))
+        made = {"plain": lambda: Plain(copy.deepcopy(model)), "fast": lambda: accelerate(model, "fp32").network}
+        for layout, (kind, make) in product(LARGE, made.items()):
+            network = make()
+            want, whole = evaluate(make(), x, t, y, 4.0), held(network)
+            shared = groups.apply(network, layout)
+            if job.rank < layout.ranks:
+                got, part = evaluate(shared, x, t, y, 4.0), held(network) / whole
+                about = {"kind": f"large, {kind}", "layout": str(layout), "qk_norm": qk_norm, "part": part}
+                yield about | difference(got, want)
+
+
 def main():
     model = fill(DiT(input_size=SIDE, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
     with launched_job("sharded_worker.py") as job:
         results = []
-        for part in (sharded, divided):
+        for part in (sharded, divided, large):
             results += part(job, model, torch.Generator().manual_seed(1))
         print(json.dumps(job.all_gather_object(results)))
 

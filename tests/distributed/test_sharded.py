@@ -65,3 +65,14 @@ def test_weights_divided(results):
     for row in of_kind(results, "weights"):
         assert 0 < row["part"] - 1 / row["ranks"] < 0.01  # biases of row-wise layers are everywhere
         assert row["calls"] == {"all_reduce": 2 * DEPTH, "all_gather_into_tensor": DEPTH}, row
+
+
+def test_large_dit(results):
+    """Tokens know where they stand in the row, and the norm of queries and keys sees all heads. Ranks that divide the
+    weights hold a part each, others all."""
+    rows = of_kind(results, "large, plain", "large, fast")
+    assert len({(row["layout"], row["kind"], row["qk_norm"]) for row in rows}) == 9 * 2 * 2
+    for row in rows:
+        assert row["size"] > 0.3 and row["error"] < 1e-5, row
+        ranks = int(row["layout"].removeprefix("weights=")) if "weights" in row["layout"] else 1
+        assert row["part"] == (1 if ranks == 1 else pytest.approx(1 / ranks, rel=0.01)), row
