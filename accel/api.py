@@ -20,7 +20,7 @@ from accel.vae import to_grid
 from accel.weights.checkpoint import HUB_ID
 from accel.weights.held import Held
 
-NOT_FOR_PYTHON = "output", "seed_list", "tf32", "parallel", "decode"
+NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel", "decode"
 Labels = int | str | Iterable[int | str]
 
 

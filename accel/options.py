@@ -274,6 +274,7 @@ class GridOptions(Options):
         "all of --labels",
         bounds=(1, 10**9),
     )
+    repeats: int = speed(1, "time the sampling this often after a warm-up: median and spread", bounds=(1, 10**9))
     parallel: str = speed(
         "auto",
         "how GPUs share fewer pictures than there are of them. auto: the fastest layout, measured once a machine; "

@@ -305,7 +305,7 @@ def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    implied = "forecast", "forecast_plan", "output", "output_type", "seed", "seed_list", "sampler", "eta"
+    implied = "forecast", "forecast_plan", "output", "output_type", "repeats", "seed", "seed_list", "sampler", "eta"
     add_arguments(parser, leave_out=implied)
     add_flags(parser)
     args, own = parser.parse_args(), ArgumentParser(add_help=False)

@@ -241,7 +241,7 @@ def conclude(record: dict) -> int:
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, leave_out=("precision", "output", "output_type", "seed", "seed_list"))
+    add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "seed", "seed_list"))
     tiers = tuple(precision.TIERS)
     parser.add_argument(
         "--precision", nargs="+", choices=tiers, help="tiers to verify (default: all that the device has)"

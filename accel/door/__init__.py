@@ -4,6 +4,8 @@
 fid.py.
 """
 
+import statistics
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,19 +209,26 @@ def latents(
 
 
 def warm_up(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice(None)) -> None:
-    """Make each kind of move once where it is recorded, which takes longer than others: the bar should not learn its
-    pace from it."""
-    if run.device.type == "cuda" and run.network.captures:
+    """Make each kind of move once, where a first one takes longer than others: it compiles and is recorded, and the
+    bar should not learn its pace from it."""
+    if options.repeats > 1 or run.device.type == "cuda" and run.network.captures:
         with watch.phase("warm-up"):
             for part in slices(rows, len(options.labels), options.batch_size)[:1]:
                 latents(options, run, part, moves=run.process.every_kind)
 
 
 def sample(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice(None), show: bool = True) -> Tensor:
-    """`latents`, timed, with a bar; show: whether this process shows it."""
-    total = options.num_sampling_steps * len(slices(rows, len(options.labels), options.batch_size))
-    with watch.phase("sample"), step_bar(total, run.device, disable=not show) as queued:
-        return latents(options, run, rows, lambda index, _: queued(index))
+    """`latents` with a bar, repeated and timed as the options say. show: whether this process prints."""
+    total, times = options.num_sampling_steps * len(slices(rows, len(options.labels), options.batch_size)), []
+    for _ in range(options.repeats):
+        start = time.perf_counter()
+        with watch.phase("sample"), step_bar(total, run.device, disable=not show) as queued:
+            found = latents(options, run, rows, lambda index, _, queued=queued: queued(index))
+        times.append(time.perf_counter() - start)
+    if len(times) > 1 and show:
+        spread = f"median {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f} s"
+        print(f"sampling, {len(times)} runs after warm-up: {spread}")
+    return found
 
 
 def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: LazyDecoder | None = None) -> None:

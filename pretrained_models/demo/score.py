@@ -111,7 +111,7 @@ def recognised(
 
 def main() -> None:
     parser = OneLineParser(description="Share of generated demo pictures that a classifier of drawn ones recognises.")
-    add_arguments(parser, leave_out=("labels", "seed_list", "output", "output_type"))
+    add_arguments(parser, leave_out=("labels", "seed_list", "output", "output_type", "repeats"))
     parser.set_defaults(model="DiT-Demo/2", labels=None)
     add = parser.add_argument
     add("--count", type=positive, default=512, help="pictures, all classes in turn (default: %(default)s)")
