@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from accel import door
-from accel.errors import UsageError, parameter_names
+from accel.errors import UsageError
 from accel.loading import free_memory, load_network, overflows
 from accel.options import MODELS, GridOptions
 from accel.precision import TIERS, alone, apply_precision
@@ -45,7 +45,6 @@ class Sampler:
     that names the parameter and the remedy.
     """
 
-    @parameter_names()
     def __init__(
         self,
         model: str | torch.nn.Module | None = None,
@@ -88,7 +87,6 @@ class Sampler:
                         require_same(self._run.network, held, self._run.tier)
                     held.release()
 
-    @parameter_names()
     def refresh(self, model: torch.nn.Module) -> None:
         """Take the weights of `model`, of the same shape, in place: pictures are those of a new Sampler, to the bit,
         and captured steps stay valid. Raises ValueError, and keeps the weights it has, for another shape, and for
@@ -107,7 +105,6 @@ class Sampler:
                 raise UsageError(f"`precision={tier}`: overflows on these weights; make another Sampler of them")
             self._weights = None
 
-    @parameter_names()
     def sample(
         self,
         labels: Labels,
@@ -125,7 +122,6 @@ class Sampler:
             pixels = self._decoder.decode(latents)  # (n, 3, H, W)
         return [Image.fromarray(to_grid(one).numpy()) for one in pixels.split(1)]
 
-    @parameter_names()
     def latents(
         self,
         labels: Labels,

@@ -12,7 +12,6 @@ USAGE = 2  # a mistake in what the user asked for
 STOPPED = 75  # the job was asked to stop and can be continued: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 
-FLAG = r"--([a-z][a-z0-9-]*)( (?=[^\s:;,]))?"  # with the space before its value, if it has one
 PARAMETER = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
@@ -53,28 +52,12 @@ def shown(value: object, most: int = 80) -> str:
 
 
 @contextmanager
-def parameter_names() -> Iterator[None]:
-    """For callers in Python: errors of the block name parameters where commands name flags, --image-size 17 as
-    image_size=17."""
-    try:
-        yield
-    except UsageError as error:
-        text = re.sub(FLAG, lambda flag: flag[1].replace("-", "_") + ("=" if flag[2] else ""), error.marked)
-        raise UsageError(text) from None
-
-
-@contextmanager
 def path_errors(name: str, path: str | Path, remedy: str = "choose another path") -> Iterator[None]:
     """Turn an OSError of the block into a UsageError about `path`, which is the parameter `name`."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{named(name, path)}: {error.strerror or error}; {remedy}") from None
-
-
-def named(name: str, value: object) -> str:
-    """A parameter and its value, marked for a UsageError."""
-    return f"{name} {value}" if name.startswith("--") else f"`{name}={value}`"
+        raise UsageError(f"`{name}={path}`: {error.strerror or error}; {remedy}") from None
 
 
 def say_last(text: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import Field, field
 from pathlib import Path
 from typing import Any
 
-from accel.errors import UsageError, named, path_errors, shown
+from accel.errors import UsageError, path_errors, shown
 from accel.files import require_writable
 
 
@@ -75,6 +75,6 @@ def check_writable(path: str | Path, name: str = "output") -> None:
     path = Path(path)
     with path_errors(name, path):
         if path.exists() and not path.is_file():
-            raise UsageError(f"{named(name, path)}: is a folder, a device or a pipe; name a file")
+            raise UsageError(f"`{name}={path}`: is a folder, a device or a pipe; name a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         require_writable(path.parent)

@@ -299,7 +299,7 @@ def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
     path = Path(args.plan) if args.plan else door.plan_path(options, weights)
     if args.plan is None and path.parent == DEMO:  # which ships with its own
         path = Path("output") / path.name
-    check_writable(path, "--plan")
+    check_writable(path, "plan")
     return path
 
 

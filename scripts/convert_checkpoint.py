@@ -45,7 +45,7 @@ def write_folder(state: dict[str, torch.Tensor], folder: Path, pipeline: bool, v
     (folder / "transformer" / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     if vae:
         (folder / "vae").mkdir()
-        for file in (vae / "config.json", *weight_files(vae, "--vae"), *vae.glob("*.index.json")):
+        for file in (vae / "config.json", *weight_files(vae, "vae"), *vae.glob("*.index.json")):
             shutil.copyfile(file, folder / "vae" / file.name)
 
 
@@ -68,7 +68,7 @@ def write(state: dict[str, torch.Tensor], target: Path, pipeline: bool, vae: Pat
 def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfinite: bool) -> None:
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
-    if mode_of(target, "--output"):
+    if mode_of(target, "output"):
         raise UsageError(f"--output {target}: exists; remove it or choose another name")
     if target.suffix not in (".pt", ".safetensors", ""):
         raise UsageError(f"--output {target}: must end in .pt or .safetensors, or name a folder")

@@ -121,7 +121,7 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
             raise UsageError(
                 f"--inception-weights: download failed ({error}); fetch {URL} by other means and name the file"
             ) from None
-    with path_errors("--inception-weights", path):
+    with path_errors("inception_weights", path):
         return path, hashlib.sha256(path.read_bytes()).hexdigest().startswith(SHA256)
 
 

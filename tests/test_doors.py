@@ -254,7 +254,7 @@ def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert Checkpoint(tmp_path).identify().num_classes == 10
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(UsageError, match="--ckpt .*config.json: ") as error:
+    with pytest.raises(UsageError, match="ckpt=.*config.json: ") as error:
         Checkpoint(tmp_path).identify()
     assert words in str(error.value) and "\n" not in str(error.value)
 

@@ -92,7 +92,7 @@ def test_names(module, tmp_path):
     want = load_file(DEMO / "dit.safetensors")
     got = module.find_model(str(DEMO / "dit.safetensors"))
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
-    with pytest.raises(UsageError, match="--ckpt DiT-S-2.pt: not published"):
+    with pytest.raises(UsageError, match="ckpt=DiT-S-2.pt: not published"):
         module.download_model("DiT-S-2.pt")
 
 

@@ -36,14 +36,14 @@ def find_vae(name: str) -> Path:
     the hub's stabilityai/sd-vae-ft-NAME, which is fetched. Raises UsageError unless it holds a decoder of that kind.
     """
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
-    if not stat.S_ISDIR(mode_of(folder, "--vae")):
+    if not stat.S_ISDIR(mode_of(folder, "vae")):
         if name not in PUBLISHED:
             raise UsageError(
-                f"--vae {name}: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}"
+                f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}"
             )
         remedy = f"put {' and '.join(FILES)} of stabilityai/sd-vae-ft-{name} into {folder}"
-        folder = fetch_from_hub(f"stabilityai/sd-vae-ft-{name}", "", "--vae", remedy)
-    if not mode_of(folder / FILES[0], "--vae") and stat.S_ISDIR(mode_of(folder / "vae", "--vae")):
+        folder = fetch_from_hub(f"stabilityai/sd-vae-ft-{name}", "", "vae", remedy)
+    if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         folder = folder / "vae"
     _open(folder)
     return folder
@@ -61,38 +61,38 @@ def load_vae(folder: Path, device: torch.device | str) -> Decoder:
 
 def digest(folder: Path) -> str:
     """16 hex digits of all the decoder's weights, kept in the cache folder for later runs."""
-    return cached_digest(file_stamps(_files(folder), "--vae"), lambda: _open(folder)[1])
+    return cached_digest(file_stamps(_files(folder), "vae"), lambda: _open(folder)[1])
 
 
 def _files(folder: Path) -> list[Path]:
-    return [folder / FILES[0], *weight_files(folder, "--vae")]
+    return [folder / FILES[0], *weight_files(folder, "vae")]
 
 
 def _open(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """config.json and the decoder's weights, memory-mapped. They are opened once and kept until a file changes."""
     files = _files(folder)
-    return _read(tuple(files), tuple(file_stamps(files, "--vae")))
+    return _read(tuple(files), tuple(file_stamps(files, "vae")))
 
 
 @lru_cache(maxsize=1)
 def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch.Tensor]]:
-    config = read_json(files[0], "--vae")
+    config = read_json(files[0], "vae")
     if config.get("_class_name") != "AutoencoderKL":
-        raise UsageError(f"--vae {files[0]}: describes {config.get('_class_name')}, not AutoencoderKL")
+        raise UsageError(f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL")
     try:
         with shapes_only():
             decoder = Decoder(config)
     except ValueError as error:
-        raise UsageError(f"--vae {files[0]}: {error}, unlike any sd-vae-ft-*; give a VAE of that kind") from None
+        raise UsageError(f"`vae={files[0]}`: {error}, unlike any sd-vae-ft-*; give a VAE of that kind") from None
     state = {}
     for file in files[1:]:
-        state |= read_tensors(file, "--vae")
-    require_floats(state, "--vae", files[1])
+        state |= read_tensors(file, "vae")
+    require_floats(state, "vae", files[1])
     state, want = decoder.renamed(state), decoder.state_dict()
     wrong = [name for name in want if name not in state or state[name].shape != want[name].shape]
     if wrong:
         raise UsageError(
-            f"--vae {files[1]}: these weights are not those of config.json ({len(wrong)} entries differ, "
+            f"`vae={files[1]}`: these weights are not those of config.json ({len(wrong)} entries differ, "
             f"first {wrong[0]}); copy both again"
         )
     return config, state

@@ -49,9 +49,9 @@ class Checkpoint:
         """Where the weights are, or where published weights will be. A hub id is fetched for this."""
         if self._path is None:
             remedy = f"fetch https://huggingface.co/{self.name} by other means and give its folder"
-            self._path = fetch_from_hub(self.name, "transformer/", "--ckpt", remedy)
+            self._path = fetch_from_hub(self.name, "transformer/", "ckpt", remedy)
             if diffusers_layout.has_vae(self._path):
-                fetch_from_hub(self.name, "vae/", "--vae", "give another decoder by --vae")
+                fetch_from_hub(self.name, "vae/", "vae", "give another decoder by `vae`")
         return self._path
 
     def fetch(self) -> Path:
@@ -64,11 +64,11 @@ class Checkpoint:
     def _opened(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         stamps = self._stamp()  # before opening: what is read is of this version, or of a newer one
         self._stamps = self._stamps or stamps
-        with path_errors("--ckpt", self.path):
+        with path_errors("ckpt", self.path):
             layout = next((one for one in LAYOUTS if one.holds(self.path)), None)
             if layout is None:
                 raise UsageError(
-                    f"--ckpt {self.path}: a folder must hold transformer/config.json and its weights (diffusers' "
+                    f"`ckpt={self.path}`: a folder must hold transformer/config.json and its weights (diffusers' "
                     "layout), or consolidated.00-of-01.pth (Large-DiT's)"
                 )
             return layout.read(self.path, self.mapped)
@@ -100,7 +100,7 @@ class Checkpoint:
 
     def _require_unchanged(self):
         if self._stamps not in (None, self._stamp()):
-            raise UsageError(f"--ckpt {self.name}: was changed while it was read; start again when it is whole")
+            raise UsageError(f"`ckpt={self.name}`: was changed while it was read; start again when it is whole")
 
     def digest(self) -> str:
         """16 hex digits of all values but the position table's, which are a function of the grid.
@@ -119,9 +119,9 @@ class Checkpoint:
     def _stamp(self):
         """The version of every file that the weights may come from."""
         path = self.fetch()
-        with path_errors("--ckpt", path):
+        with path_errors("ckpt", path):
             files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        return file_stamps(files, "--ckpt")
+        return file_stamps(files, "ckpt")
 
 
 def published_name(model: str, image_size: int, num_classes: int) -> str:
@@ -129,7 +129,7 @@ def published_name(model: str, image_size: int, num_classes: int) -> str:
     name = f"DiT-XL-2-{image_size}x{image_size}.pt"
     if model != "DiT-XL/2" or name not in pretrained_models or num_classes != 1000:
         raise UsageError(
-            f"--ckpt: no published weights for {model} at {image_size} px with {num_classes} classes "
+            f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} classes "
             f"(there are DiT-XL/2 at 256 and 512); give a file or a folder"
         )
     return name
@@ -143,7 +143,7 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
 def download_model(name: str) -> dict[str, torch.Tensor]:
     """State dict of published weights, as upstream's function of this name gives it. They are downloaded once."""
     if name not in pretrained_models:
-        raise UsageError(f"--ckpt {name}: not published; the names are {', '.join(sorted(pretrained_models))}")
+        raise UsageError(f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}")
     return find_model(name)
 
 
@@ -153,7 +153,7 @@ def fetch_published() -> None:
         try:
             print(Checkpoint(FOLDER / name).fetch())
         except UsageError as error:
-            sys.exit(f"download.py: {error}")
+            sys.exit(f"download.py: {error.by_flags()}")
 
 
 #################################################################################
@@ -164,18 +164,18 @@ def fetch_published() -> None:
 def _locate(name: str) -> Path | None:
     """The path that a name stands for, of published weights also where they will be; None for a hub id."""
     path = Path(name)
-    mode = mode_of(path, "--ckpt")
+    mode = mode_of(path, "ckpt")
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return path
     if mode:
-        raise UsageError(f"--ckpt {name}: is a pipe, a socket or a device; give a file or a folder")
+        raise UsageError(f"`ckpt={name}`: is a pipe, a socket or a device; give a file or a folder")
     published = FOLDER / path.name
     if path.name in pretrained_models and path in (Path(path.name), Path("pretrained_models", path.name), published):
         return published
     if HUB_ID.fullmatch(name) and path.suffix not in FILE_SUFFIXES and not path.parent.exists():
         return None
     names = ", ".join(sorted(pretrained_models))
-    raise UsageError(f"--ckpt {name}: no such file; published names are {names}, a hub id is owner/name")
+    raise UsageError(f"`ckpt={name}`: no such file; published names are {names}, a hub id is owner/name")
 
 
 def _download(target: Path) -> None:
@@ -194,15 +194,15 @@ def _download(target: Path) -> None:
                 raise OSError(f"the connection ended after {file.tell()} of {total} bytes")
     except (OSError, HTTPException) as error:  # URLError, time-outs and a full disk are OSErrors
         raise UsageError(
-            f"--ckpt {target.name}: download failed ({error}); try the hub's copy, --ckpt facebook/"
-            f"{target.stem.rpartition('x')[0]}, or fetch {url} by other means and put it at {target}"
+            f"`ckpt={target.name}`: download failed ({error}); try the hub's copy, "
+            f"`ckpt=facebook/{target.stem.rpartition('x')[0]}`, or fetch {url} by other means and put it at {target}"
         ) from None
 
 
-def fetch_from_hub(repository: str, subfolder: str, flag: str, remedy: str) -> Path:
+def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
     """The local copy of a hub repository: config and weights of `subfolder` ("" or a name with a slash) only.
 
-    What is in the hub's cache is not asked for again. Raises UsageError about `flag`.
+    What is in the hub's cache is not asked for again. Raises UsageError about `parameter`.
     """
     from huggingface_hub import snapshot_download
 
@@ -210,7 +210,7 @@ def fetch_from_hub(repository: str, subfolder: str, flag: str, remedy: str) -> P
         names = "config.json", f"diffusion_pytorch_model{suffix}*", f"diffusion_pytorch_model-*{suffix}"
         wanted = [subfolder + name for name in names] + ["model_index.json"] * bool(subfolder)
         root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
-        diffusers_layout.weight_files(root / subfolder, flag)
+        diffusers_layout.weight_files(root / subfolder, parameter)
         return root
 
     with suppress(Exception):  # not cached, or not whole
@@ -222,5 +222,5 @@ def fetch_from_hub(repository: str, subfolder: str, flag: str, remedy: str) -> P
     except Exception as error:  # a network fails in many ways; the remedy is the same
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise UsageError(
-            f"{flag} {repository}: not here, and fetching it from the hub failed ({reason}); {remedy}"
+            f"`{parameter}={repository}`: not here, and fetching it from the hub failed ({reason}); {remedy}"
         ) from None

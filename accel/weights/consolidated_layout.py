@@ -27,12 +27,12 @@ def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], di
     """(state dict, the arguments of the run: nothing if their file is not there). Raises UsageError about --ckpt, also
     where the arguments are those of another run than the weights."""
     state, _ = training_layout.read(_weights_of(folder), mapped)
-    arguments = read_namespace(folder / ARGUMENTS, "--ckpt") if (folder / ARGUMENTS).exists() else {}
+    arguments = read_namespace(folder / ARGUMENTS, "ckpt") if (folder / ARGUMENTS).exists() else {}
     has = QK_NORM in state
     said = bool(arguments.get("qk_norm", has))
     if said != has:
         raise UsageError(
-            f"--ckpt {folder}: {ARGUMENTS} says {'qk_norm' if said else 'no qk_norm'}, and the weights "
+            f"`ckpt={folder}`: {ARGUMENTS} says {'qk_norm' if said else 'no qk_norm'}, and the weights "
             f"{'have it' if has else 'have none'}; they are of two runs: copy the folder again, or remove {ARGUMENTS}"
         )
     return state, arguments
@@ -45,7 +45,7 @@ def _weights_of(folder):
     parts = sorted(file.name for file in folder.iterdir() if PART.fullmatch(file.name))
     if parts:
         raise UsageError(
-            f"--ckpt {folder}: {parts[0]} holds a part of each tensor, for {int(PART.fullmatch(parts[0])[1])} "
+            f"`ckpt={folder}`: {parts[0]} holds a part of each tensor, for {int(PART.fullmatch(parts[0])[1])} "
             f"processes; join the parts to {WEIGHTS[0]}"
         )
-    raise UsageError(f"--ckpt {folder}: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there")
+    raise UsageError(f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there")

@@ -75,20 +75,20 @@ def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], di
     """(state dict of models.DiT, what the folder says of it). Raises UsageError about --ckpt."""
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}
-    for file in weight_files(folder, "--ckpt"):
-        state |= read_tensors(file, "--ckpt", mapped)
-    require_floats(state, "--ckpt", folder)
-    config = read_json(folder / "config.json", "--ckpt")
+    for file in weight_files(folder, "ckpt"):
+        state |= read_tensors(file, "ckpt", mapped)
+    require_floats(state, "ckpt", folder)
+    config = read_json(folder / "config.json", "ckpt")
     sizes = config.get("sample_size"), config.get("patch_size")
     if not all(type(size) is int and 0 < size <= 4096 for size in sizes):
         raise UsageError(
-            f"--ckpt {folder / 'config.json'}: sample_size and patch_size are {sizes}, not two sizes; copy it again"
+            f"`ckpt={folder / 'config.json'}`: sample_size and patch_size are {sizes}, not two sizes; copy it again"
         )
     state = from_diffusers(state, *sizes)
     try:
         said = check_config(config, state)
     except ValueError as error:
-        raise UsageError(f"--ckpt {folder / 'config.json'}: {error}") from None
+        raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
     return state, said | (_of_pipeline(folder.parent) if folder.name == "transformer" else {})
 
 
@@ -126,42 +126,44 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
 def has_vae(folder: Path) -> bool:
     """Whether the index of a pipeline lists a decoder."""
     index = folder / "model_index.json"
-    return index.exists() and read_json(index, "--ckpt").get("vae") == ["diffusers", "AutoencoderKL"]
+    return index.exists() and read_json(index, "ckpt").get("vae") == ["diffusers", "AutoencoderKL"]
 
 
 def _of_pipeline(folder):
     """The decoder and the names of the classes that a DiTPipeline's folder holds."""
     said = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
     index = folder / "model_index.json"
-    names = read_json(index, "--ckpt").get("id2label") if index.exists() else None
+    names = read_json(index, "ckpt").get("id2label") if index.exists() else None
     if not isinstance(names, dict):
         return said
     numbers = range(len(names))
     if {str(number) for number in numbers} != names.keys() or not all(isinstance(one, str) for one in names.values()):
-        raise UsageError(f"--ckpt {index}: id2label must name classes 0 to {len(names) - 1}; mend it, or remove it")
+        raise UsageError(f"`ckpt={index}`: id2label must name classes 0 to {len(names) - 1}; mend it, or remove it")
     return said | {"class_names": [names[str(number)] for number in numbers]}
 
 
-def weight_files(folder: Path, flag: str) -> list[Path]:
+def weight_files(folder: Path, parameter: str) -> list[Path]:
     """The weights beside a config.json: one file, or shards; .safetensors rather than .bin. Raises UsageError."""
-    with path_errors(flag, folder):
+    with path_errors(parameter, folder):
         names = os.listdir(folder)
     others = sorted(name for name in names if name.endswith(".safetensors"))
     for plain in (WEIGHTS, PICKLED):
         index = f"{plain}.index.json"
         if index in names:
-            shards = read_json(folder / index, flag).get("weight_map")
+            shards = read_json(folder / index, parameter).get("weight_map")
             found = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
             missing = ", ".join(sorted(found - set(names)))  # a name with a slash is never there
             if missing or not found:
-                raise UsageError(f"{flag} {folder}: lacks {missing or 'the files'} that {index} names; copy it again")
+                raise UsageError(
+                    f"`{parameter}={folder}`: lacks {missing or 'the files'} that {index} names; copy it again"
+                )
             return [folder / name for name in sorted(found)]
         if plain in names and "config.json" in names:
             return [folder / plain]
     if len(others) > 1:
-        raise UsageError(f"{flag} {folder}: {', '.join(others)} conflict; keep one of them")
+        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
     if not others or "config.json" not in names:
-        raise UsageError(f"{flag} {folder}: must hold config.json and {WEIGHTS}")
+        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
     return [folder / others[0]]
 
 
@@ -191,7 +193,7 @@ def from_diffusers(state: dict[str, torch.Tensor], sample_size: int, patch_size:
         for name, key in _EMBEDDERS.items():
             copies = [state[f"transformer_blocks.{n}.norm1.{key}"] for n in range(depth)]
             if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
-                raise UsageError(f"--ckpt: the blocks' copies of {key} differ; such a model is not a DiT")
+                raise UsageError(f"`ckpt`: the blocks' copies of {key} differ; such a model is not a DiT")
             out[name] = copies[0]
         for n in range(depth):
             ours, theirs = f"blocks.{n}", f"transformer_blocks.{n}"
@@ -205,9 +207,9 @@ def from_diffusers(state: dict[str, torch.Tensor], sample_size: int, patch_size:
     except UsageError:
         raise
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UsageError(f"--ckpt: not a DiT in diffusers' layout ({error})") from None
+        raise UsageError(f"`ckpt`: not a DiT in diffusers' layout ({error})") from None
     if unknown := sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"}):
-        raise UsageError(f"--ckpt: {unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)")
+        raise UsageError(f"`ckpt`: {unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)")
     out["pos_embed"] = torch.from_numpy(table).to(out["x_embedder.proj.weight"].dtype).unsqueeze(0)
     return out
 
@@ -224,7 +226,7 @@ def config_of(state: dict[str, torch.Tensor]) -> dict[str, Any]:
         models = [build() for build in DiT_models.values()]
     heads = {(model.pos_embed.shape[-1], len(model.blocks)): model.num_heads for model in models}.get((width, depth))
     if heads is None:
-        raise UsageError(f"--ckpt: width {width} and depth {depth} are no model of {', '.join(DiT_models)}")
+        raise UsageError(f"`ckpt`: width {width} and depth {depth} are no model of {', '.join(DiT_models)}")
     return {
         "_class_name": "DiTTransformer2DModel",
         "attention_head_dim": width // heads,

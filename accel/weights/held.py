@@ -80,13 +80,13 @@ class Held:
             state = from_diffusers(state, self.config.sample_size, self.config.patch_size)
             check_config(dict(self.config), state)
         except ValueError as error:
-            raise UsageError(f"{self.name}: {str(error).removeprefix('--ckpt: ')}") from None
+            raise UsageError(f"{self.name}: {str(error).removeprefix('ckpt: ')}") from None
         return state
 
     def identify(self, model: str | None = None, num_classes: int | None = None) -> Identity:
         """What options follow from the weights, as Checkpoint.identify. Raises UsageError."""
         if num_classes not in (None, self.num_classes):
-            raise UsageError(f"--num-classes {num_classes}: {self.name} has {self.num_classes} classes; drop it")
+            raise UsageError(f"`num_classes={num_classes}`: {self.name} has {self.num_classes} classes; drop it")
         if self.model.in_channels != CHANNELS:
             raise UsageError(
                 f"{self.name}: has {self.model.in_channels} latent channels, and sd-vae-ft-* decodes {CHANNELS}; take "

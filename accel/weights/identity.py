@@ -86,7 +86,7 @@ def identify(
     if fits is None:
         raise UsageError(_why_none(source, have, model, wrong))
     if model not in (None, fits):
-        raise UsageError(f"--ckpt {source}: holds the weights of {fits}, not of {model}; use --model {fits}")
+        raise UsageError(f"`ckpt={source}`: holds the weights of {fits}, not of {model}; use `model={fits}`")
     heads = dict(num_heads=said["num_heads"]) if _divides(said.get("num_heads"), have) else {}
     build = partial(build, class_dropout_prob=how["class_dropout_prob"], **heads)
     side = have.get("pos_embed") and isqrt(state["pos_embed"].shape[1]) * have[PATCHES][-1] * 8
@@ -124,9 +124,9 @@ def _refuse_flows(source, said, model):
     name, flow = said.get("model"), next((name for name in OF_A_FLOW if name in said), None)
     if flow or isinstance(name, str) and name.startswith("SiT"):
         what = f"{flow} {said[flow]}" if flow else f"model {name}"
-        raise UsageError(f"--ckpt {source}: was trained as a SiT ({what}), whose outputs are no noise; give a DiT's")
+        raise UsageError(f"`ckpt={source}`: was trained as a SiT ({what}), whose outputs are no noise; give a DiT's")
     if model is None and re.match(r"sit\b|sit[-_]", source.replace("\\", "/").rpartition("/")[2].lower()):
-        raise UsageError(f"--ckpt {source}: is named as a SiT, whose outputs are no noise; if it is a DiT, add --model")
+        raise UsageError(f"`ckpt={source}`: is named as a SiT, whose outputs are no noise; if it is a DiT, add `model`")
 
 
 def _classes(source, have, said, wanted):
@@ -136,14 +136,14 @@ def _classes(source, have, said, wanted):
     if wanted is None and type(n) is int:
         if rows not in (n, n + 1):
             raise UsageError(
-                f"--ckpt {source}: says num_classes {n}, and its label table has {rows} rows; give --num-classes"
+                f"`ckpt={source}`: says num_classes {n}, and its label table has {rows} rows; give `num_classes`"
             )
         return n, rows == n + 1
     if wanted is not None:
         if rows not in (wanted, wanted + 1):
-            known = f"--num-classes {rows - 1}" if rows > 1 else "--num-classes 1"
+            known = f"`num_classes={rows - 1}`" if rows > 1 else "`num_classes=1`"
             raise UsageError(
-                f"--num-classes {wanted}: the label table in {source} has {rows} rows, one for each class and one for "
+                f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class and one for "
                 f"no class; use {known}"
             )
         return wanted, rows == wanted + 1
@@ -199,13 +199,13 @@ def _custom(have, said):
 def _why_none(source, have, model, wrong):
     """The line for weights that fit no model."""
     if model is None and len(have.get(PATCHES, ())) == 4 and (have[PATCHES][1] != CHANNELS):
-        return f"--ckpt {source}: is for latents of {have[PATCHES][1]} channels; sd-vae-ft-* has {CHANNELS}"
+        return f"`ckpt={source}`: is for latents of {have[PATCHES][1]} channels; sd-vae-ft-* has {CHANNELS}"
     name = model or min(wrong, key=lambda name: len(wrong[name]))
     entry, (there, wanted) = next(iter(wrong[name].items()))
     own = ""
     if len(have.get(PATCHES, ())) == 4 and "blocks.0.attn.qkv.weight" in have and there and wanted:
         own = "; for a DiT of other sizes load it into its class and use accel.Sampler(module)"
     return (
-        f"--ckpt {source}: fits none of {', '.join(MODELS)} ({len(wrong[name])} entries differ, first {entry}: "
+        f"`ckpt={source}`: fits none of {', '.join(MODELS)} ({len(wrong[name])} entries differ, first {entry}: "
         f"{there or 'missing'}, {name} has {wanted or 'none'}){own}"
     )

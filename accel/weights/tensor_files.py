@@ -1,4 +1,4 @@
-"""Files of tensors and JSON that a user names: read safely, and every failure is one line about the flag.
+"""Files of tensors and JSON that a user names: read safely, and every failure is one line about the parameter.
 
 Nothing in a file is ever executed, a pipe or a device is never opened, and tensors are memory-mapped where the format
 allows it.
@@ -24,45 +24,45 @@ from accel.files import read_json as read_object
 SETTLED = 2e9  # ns: two changes of a file that come sooner after one another may have the same time stamp
 
 
-def mode_of(path: Path, flag: str) -> int:
+def mode_of(path: Path, parameter: str) -> int:
     """st_mode of what is at `path`, 0 if nothing is. Raises UsageError where permissions or the name forbid to look."""
-    with path_errors(flag, path):
+    with path_errors(parameter, path):
         try:
             return path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return 0
 
 
-def read_tensors(path: Path, flag: str, mapped: bool = True) -> dict:
+def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     """What a .safetensors file or a pickle (.pt, .ckpt, .bin) holds, on the CPU; mapped: not copied, where the format
-    allows it. Raises UsageError about `flag`."""
-    with _regular_file(path, flag):
+    allows it. Raises UsageError about `parameter`."""
+    with _regular_file(path, parameter):
         read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
-        content = read(path, flag, mapped)
+        content = read(path, parameter, mapped)
     if not isinstance(content, dict):
-        raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not a state dict")
+        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not a state dict")
     return content
 
 
-def read_namespace(path: Path, flag: str) -> dict:
-    """The arguments of a training run, an argparse.Namespace that torch.save wrote. Raises UsageError about `flag`."""
-    with _regular_file(path, flag):
-        content = _read_pickle(path, flag, mapped=False)
+def read_namespace(path: Path, parameter: str) -> dict:
+    """The arguments of a training run, an argparse.Namespace of torch.save. Raises UsageError about `parameter`."""
+    with _regular_file(path, parameter):
+        content = _read_pickle(path, parameter, mapped=False)
     if not isinstance(content, argparse.Namespace):
-        raise UsageError(f"{flag} {path}: holds a {type(content).__name__}, not the arguments of a training run")
+        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not the arguments of a training run")
     return vars(content)
 
 
-def read_json(path: Path, flag: str) -> dict:
-    """The object in a JSON file. Raises UsageError about `flag`."""
-    with path_errors(flag, path):
+def read_json(path: Path, parameter: str) -> dict:
+    """The object in a JSON file. Raises UsageError about `parameter`."""
+    with path_errors(parameter, path):
         try:
             return read_object(path)
         except ValueError:
-            raise UsageError(f"{flag} {path}: is not a JSON object; copy it again") from None
+            raise UsageError(f"`{parameter}={path}`: is not a JSON object; copy it again") from None
 
 
-def require_floats(state: dict, flag: str, path: Path) -> None:
+def require_floats(state: dict, parameter: str, path: Path) -> None:
     """Raise UsageError unless every entry of a state dict is a dense tensor of floats of at least one dimension."""
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
@@ -73,7 +73,9 @@ def require_floats(state: dict, flag: str, path: Path) -> None:
             continue
         else:
             kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        raise UsageError(f"{flag} {path}: {name} is {kind}; weights are dense tensors of floats, save them as such")
+        raise UsageError(
+            f"`{parameter}={path}`: {name} is {kind}; weights are dense tensors of floats, save them as such"
+        )
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -86,11 +88,11 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def file_stamps(files: list[Path], flag: str) -> list[tuple]:
+def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
     """(path, size, mtime, inode, ctime) of each file: another version of it has another stamp."""
     stamps = []
     for file in files:
-        with path_errors(flag, file):
+        with path_errors(parameter, file):
             one = file.stat()
         stamps.append((str(file.absolute()), one.st_size, one.st_mtime_ns, one.st_ino, one.st_ctime_ns))
     return stamps
@@ -115,16 +117,16 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
 
 
 @contextmanager
-def _regular_file(path: Path, flag: str) -> Iterator[None]:
-    """A file is read inside. UsageError about `flag` if it is none, or if it cannot be read."""
-    with path_errors(flag, path):
+def _regular_file(path: Path, parameter: str) -> Iterator[None]:
+    """A file is read inside. UsageError about `parameter` if it is none, or if it cannot be read."""
+    with path_errors(parameter, path):
         open_regular(
             path
         ).close()  # pipes and permissions are checked here: torch and safetensors report them otherwise
         yield
 
 
-def _read_safetensors(path: Path, flag: str, mapped: bool) -> dict[str, torch.Tensor]:
+def _read_safetensors(path: Path, parameter: str, mapped: bool) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -133,11 +135,11 @@ def _read_safetensors(path: Path, flag: str, mapped: bool) -> dict[str, torch.Te
         return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0][:120]
-        raise UsageError(f"{flag} {path}: truncated or not safetensors ({reason}); copy it again") from None
+        raise UsageError(f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again") from None
 
 
-def _read_pickle(path: Path, flag: str, mapped: bool) -> object:
-    damaged = UsageError(f"{flag} {path}: truncated or not a checkpoint; copy it again")
+def _read_pickle(path: Path, parameter: str, mapped: bool) -> object:
+    damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
     try:
         # Training scripts store their parsed arguments beside the weights: a Namespace is plain data.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
@@ -149,7 +151,7 @@ def _read_pickle(path: Path, flag: str, mapped: bool) -> object:
         what = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
         what = next(filter(None, what.groups())) if what else "objects that are not tensors"
         raise UsageError(
-            f"{flag} {path}: refused, loading it would run code ({what}); save its state dict with torch.save"
+            f"`{parameter}={path}`: refused, loading it would run code ({what}); save its state dict with torch.save"
         ) from None
     except OSError:
         raise

@@ -20,12 +20,12 @@ def holds(path: Path) -> bool:
 
 def read(path: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(state dict, the arguments of the training run that lie beside it). Raises UsageError about --ckpt."""
-    content = read_tensors(path, "--ckpt", mapped)
+    content = read_tensors(path, "ckpt", mapped)
     state = next((content[entry] for entry in ENTRIES if isinstance(content.get(entry), dict)), content)
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         entries = ", ".join(map(str, list(state)[:5]))
-        raise UsageError(f"--ckpt {path}: holds no state dict of tensors (entries: {entries})")
-    require_floats(state, "--ckpt", path)
+        raise UsageError(f"`ckpt={path}`: holds no state dict of tensors (entries: {entries})")
+    require_floats(state, "ckpt", path)
     prefix = ""
     while found := [one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)]:
         prefix += found[0]

@@ -54,7 +54,7 @@ def error(path, ask=find_model):
     with pytest.raises(UsageError) as caught:
         ask(path)
     message = str(caught.value)
-    assert "\n" not in message and message.startswith("--ckpt")
+    assert "\n" not in message and message.startswith("ckpt")
     return message
 
 
@@ -127,7 +127,7 @@ def test_diffusers_layout(tmp_path, folder, state):
     for path in (folder, folder.parent):
         assert same(find_model(path), state)
     plain = folder / "diffusion_pytorch_model.safetensors"
-    theirs = tensor_files.read_tensors(plain, "--ckpt")
+    theirs = tensor_files.read_tensors(plain, "ckpt")
     plain.unlink()
     torch.save(theirs, folder / "diffusion_pytorch_model.bin")
     assert same(find_model(folder), state)
@@ -297,9 +297,9 @@ def test_which_model_the_weights_fit(tmp_path):
         found = weights.identify(*said)
         assert (found.model, found.num_classes, found.image_size) == ("DiT-Demo/2", 8, 128)
         assert found.null_class and found.learn_sigma
-    with pytest.raises(UsageError, match=r"--num-classes 12: the label table in .* has 9 rows.*; use --num-classes 8"):
+    with pytest.raises(UsageError, match=r"num_classes=12: the label table in .* has 9 rows.*; use num_classes=8"):
         weights.identify("DiT-Demo/2", 12)
-    with pytest.raises(UsageError, match="holds the weights of DiT-Demo/2, not of DiT-S/4; use --model DiT-Demo/2"):
+    with pytest.raises(UsageError, match="holds the weights of DiT-Demo/2, not of DiT-S/4; use model=DiT-Demo/2"):
         weights.identify("DiT-S/4")
     torch.save({"blocks.0.x": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="fits none of DiT-XL/2.* first pos_embed: missing"):

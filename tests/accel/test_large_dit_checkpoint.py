@@ -72,7 +72,7 @@ def test_qk_norm_follows_from_the_keys(folder):
     weights(folder, demo(qk_norm=False))
     assert not load(folder).model.layers[0].attention.q_norm.state_dict()
     arguments(folder, qk_norm=True)
-    with pytest.raises(UsageError, match="--ckpt .*: model_args.pth says qk_norm, and the weights have none; .*remove"):
+    with pytest.raises(UsageError, match="ckpt=.*: model_args.pth says qk_norm, and the weights have none; .*remove"):
         load(folder)
     weights(folder, demo())
     assert load(folder).model.layers[0].attention.q_norm.state_dict()
@@ -89,7 +89,7 @@ def test_arguments_are_never_executed(folder):
     weights(folder, demo())
     for content in (Evil(), argparse.Namespace(model=Evil())):
         torch.save(content, folder / "model_args.pth")
-        with pytest.raises(UsageError, match="--ckpt .*model_args.pth: refused, loading it would run code"):
+        with pytest.raises(UsageError, match="ckpt=.*model_args.pth: refused, loading it would run code"):
             load(folder)
     arguments(folder)
     (folder / "model_args.pth").write_bytes((folder / "model_args.pth").read_bytes()[:-5])
@@ -114,11 +114,11 @@ def test_folders_that_cannot_be_used_are_one_line(folder):
 def test_another_network_and_other_classes_are_named(folder):
     weights(folder, demo())
     name = str(folder)
-    with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of DiT-Demo/2; use --model Large"):
+    with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of DiT-Demo/2; use model=Large"):
         load(name, model="DiT-Demo/2")
-    with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of Large-DiT-3B/2; use --model"):
+    with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of Large-DiT-3B/2; use model"):
         load(name, model="Large-DiT-3B/2", labels=(1,))
-    with pytest.raises(UsageError, match="--num-classes 10: .* has 9 rows, .*; use --num-classes 8"):
+    with pytest.raises(UsageError, match="num_classes=10: .* has 9 rows, .*; use num_classes=8"):
         load(name, num_classes=10)
     weights(folder, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
     with pytest.raises(UsageError, match="fits none of DiT-XL/2, .*Large-DiT-Demo/2 .* entries differ"):
@@ -128,5 +128,5 @@ def test_another_network_and_other_classes_are_named(folder):
 def test_published_weights_are_not_fetched_by_name():
     resolved = GridOptions(model="Large-DiT-3B/2").resolve()
     assert (resolved.image_size, resolved.num_classes, resolved.vae) == (256, 1000, "ema")
-    with pytest.raises(UsageError, match="--ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
+    with pytest.raises(UsageError, match="ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
         door.checkpoint_of(resolved, CPU)

@@ -35,7 +35,7 @@ def test_no_tf32_but_where_it_is_asked_for(monkeypatch, switches):
 
 def test_refusals_name_the_flag_and_the_remedy(monkeypatch):
     monkeypatch.setattr(precision, "capability", lambda device: (7, 0))
-    with pytest.raises(ValueError, match="--precision bf16: cuda has no bfloat16 .*; choose fp32"):
+    with pytest.raises(ValueError, match="precision=bf16: cuda has no bfloat16 .*; choose fp32"):
         precision.apply_precision("bf16", GPU)
-    with pytest.raises(ValueError, match="--precision int8: choose from fp32, exact"):
+    with pytest.raises(ValueError, match="precision=int8: choose from fp32, exact"):
         precision.apply_precision("int8", GPU)

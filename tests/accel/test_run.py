@@ -33,7 +33,7 @@ def options_of(weights, kind=GridOptions, **more):
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (dict(ckpt="no/such.pt"), "--ckpt no/such.pt"),
+        (dict(ckpt="no/such.pt"), "ckpt=no/such.pt"),
         (dict(precision="exact"), "precision=exact: cpu has no float16 tensor cores .*; choose fp32"),
         (dict(vae_precision="fp16"), "vae_precision=fp16"),
         (

@@ -46,9 +46,9 @@ def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypa
 def test_a_configuration_that_is_not_one_is_one_line(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=f"^--vae {path}: is not a JSON object; copy it again$"):
-        read_json(path, "--vae")
+    with pytest.raises(UsageError, match=f"^vae={path}: is not a JSON object; copy it again$"):
+        read_json(path, "vae")
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(UsageError, match=f"^--vae {path}: larger than 16,777,216 bytes; "):
-        read_json(path, "--vae")
+    with pytest.raises(UsageError, match=f"^vae={path}: larger than 16,777,216 bytes; "):
+        read_json(path, "vae")

@@ -104,7 +104,7 @@ def refused(name, function=lambda name: vae.find_vae(str(name))):
     with pytest.raises(UsageError) as caught:
         function(name)
     message = str(caught.value)
-    assert message.startswith("--vae") and "\n" not in message
+    assert message.startswith("vae") and "\n" not in message
     return message
 
 

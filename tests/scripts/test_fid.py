@@ -262,7 +262,7 @@ def test_published_weights_are_fetched_aloud_and_kept(hub, tmp_path, capsys):
     assert fid.find_weights(None) == (path, True) and capsys.readouterr().out == ""
     path.write_bytes(b"others, or damaged")
     assert fid.find_weights(None) == fid.find_weights(path) == (path, False)
-    with pytest.raises(UsageError, match="--inception-weights .*: No such file"):
+    with pytest.raises(UsageError, match="inception_weights=.*: No such file"):
         fid.find_weights(tmp_path / "none.pth")
 
 

@@ -98,7 +98,7 @@ def test_part_of_the_tokens():
 def test_exact_and_other_models_are_refused():
     with pytest.raises(ValueError, match="'exact' is for DiT only"):
         network_of(build(), "exact")
-    with pytest.raises(UsageError, match="--precision exact: is for DiT only; use --precision fp32"):
+    with pytest.raises(UsageError, match="precision=exact: is for DiT only; use precision=fp32"):
         GridOptions(model="Large-DiT-3B/2", precision="exact").resolve()
     with pytest.raises(ValueError, match="Linear: is not a DiT: no blocks.0.attn.*no layers.0.attention.wq"):
         accelerate(torch.nn.Linear(3, 3))
