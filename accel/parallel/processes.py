@@ -326,7 +326,10 @@ def _fail(job, program, error, worded):
         get_error_handler().record_exception(error)  # for torchrun's summary
     print(text, file=sys.stderr, end="\n" * bool(text), flush=True)
     say_last(last)
-    time.sleep(2 if first != job.rank else job.rank == 0 and job.world > 1)  # rank 0 may hold the store
+    if first != job.rank:
+        time.sleep(2)
+    elif job.rank == 0 and job.world > 1:
+        time.sleep(1)  # it may hold the store
     _exit(status)
 
 
