@@ -18,6 +18,8 @@ def exchange(job):
     assert job.all_gather_object({"rank": job.rank}) == [{"rank": rank} for rank in range(job.world)]
     assert job.from_rank_0(lambda: f"made on rank {job.rank}") == "made on rank 0"
     assert job.run_collectively(lambda: job.rank, only=1) == (1 if job.rank == 1 else None)
+    rank, turn = job.run_in_turns(lambda: (job.rank, job.counter("turns", 1)))  # each once, rank 0 first
+    assert rank == job.rank and (turn == 1) == (rank == 0) and job.counter("turns") == job.world
     assert job.max_over_ranks([job.rank, -job.rank]) == [job.world - 1, 0]
     job.counter("pictures", job.rank + 1)
     job.barrier()
