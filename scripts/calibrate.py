@@ -39,6 +39,7 @@ from accel.flags import check_writable, positive
 from accel.forecast import write_plan
 from accel.network import unpatchify
 from accel.options import DEMO, GridOptions
+from accel.sampling import initial_noise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.process import Kind
 from accel.sampling.strides import Strides
@@ -68,27 +69,18 @@ class Bench:
             self.reference = door.load(reference, latents)
         self.decoder = door.decoder_of(reference)
 
-    def draws(self, seeds: range, each: int) -> tuple[torch.Tensor, torch.Tensor, Callable]:
-        """z (n, 4, L, L), labels (n,) and the draw of a step's noise for `each` pictures a seed, a generator a seed."""
-        generators = [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
-        shape = each, 4, self.options.latent_size, self.options.latent_size
-
-        def draw():
-            return torch.cat([torch.randn(shape, generator=generator, device=self.device) for generator in generators])
-
-        labels = torch.tensor(self.options.labels, device=self.device)
-        return draw(), labels[torch.arange(len(seeds) * each, device=self.device) % len(labels)], draw
+    def labels(self, count: int) -> list[int]:
+        """Of so many pictures."""
+        return [self.options.labels[index % len(self.options.labels)] for index in range(count)]
 
     def pictures(self, seeds: range, each: int, plan: list[Kind] | None = None) -> np.ndarray:
         """(n, H, W, 3) uint8: float32's pictures with all evaluations, or the tier's by `plan`."""
-        run, parts, at_once = self.fast if plan else self.reference, [], max(1, self.batch // each)
+        run, parts = self.fast if plan else self.reference, []
         run = run._replace(process=Strides(self.diffusion, plan) if plan else Ancestral(self.diffusion))
         precision.apply_precision(run.tier, self.device)
-        batches = [seeds[first : first + at_once] for first in range(0, len(seeds), at_once)]
-        name = f"{run.process.evaluations} evaluations"
-        for some in tqdm(batches, desc=name, unit="batch", leave=False):
+        for seed in tqdm(seeds, desc=f"{run.process.evaluations} evaluations", unit="seed", leave=False):
             with door.enough_memory(self.options):
-                parts.append(run.denoise(*self.draws(some, each)))
+                parts.append(run.latents(self.labels(each), seed, at_once=self.batch))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return self.decoded(torch.cat(parts))
 
@@ -143,9 +135,13 @@ def passes(figures: dict, margin: float = 0.0) -> bool:
 
 
 @torch.inference_mode()
-def record(bench: Bench, seeds: range, each: int) -> dict:
-    """A float32 run with all evaluations, step by step: its states (T+1), their labels and the noise (T, n, …)."""
-    z, labels, draw = bench.draws(seeds, each)
+def record(bench: Bench, count: int) -> dict:
+    """A float32 run of `count` pictures with all evaluations, step by step: its states (T+1), their labels and the
+    noise (T, n, …)."""
+    generator = torch.Generator(bench.device).manual_seed(FIRST_SEED)
+    z = initial_noise(count, bench.reference.network.in_channels, bench.reference.side, generator)
+    draw = upstream_noise(z, bench.reference.guidance.copies, generator=generator)
+    labels = torch.tensor(bench.labels(count), device=bench.device)
     stride, noises = bench.strides(labels, []), []
     states = [(z, *Strides(bench.diffusion, []).start(z))]
     for i in tqdm(range(bench.diffusion.num_timesteps), desc="recording", unit="step", leave=False):
@@ -228,7 +224,7 @@ def calibrate(args: Namespace, options: GridOptions, device: torch.device, path:
         print(f"{time.perf_counter() - started:6.1f} s  {text}", flush=True)
 
     bench = Bench(options, device, args.batch)
-    run = record(bench, range(FIRST_SEED, FIRST_SEED + 1), args.pictures)
+    run = record(bench, args.pictures)
     table = costs(bench, run)
     plans = best_plans(table, sensitivities(bench, run, table))
     say(f"plans of {min(plans)} to {max(plans)} evaluations, from {args.pictures} pictures")

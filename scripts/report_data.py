@@ -24,7 +24,7 @@ NEEDS = {  # of each section: roles of records, a|b: one of them or both
     4: "fast sweep link",
     5: "ddp|parallel",
 }
-ALTERNATIVES = r"torch\.compile|diffusers"  # in the name of a rung
+ALTERNATIVES = r"torch\.compile|diffusers|eager"  # in the name of a rung
 METHODS = ("plan", "even", "hold", "steps", "ddim")  # of the forecast table, in its order
 SCALES = 8  # lines in the scaling figure
 
