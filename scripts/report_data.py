@@ -28,10 +28,6 @@ ALTERNATIVES = r"torch\.compile|diffusers|eager"  # in the name of a rung
 METHODS = ("plan", "even", "hold", "steps", "ddim")  # of the forecast table, in its order
 SCALES = 8  # lines in the scaling figure
 
-#################################################################################
-#                                    The log                                    #
-#################################################################################
-
 
 def read_log(folder: Path) -> dict[str, list[dict]]:
     """Role → records, each with its `path`, `file` and `digest`: the folder's JSON files and verify*/verify.json.
@@ -80,6 +76,10 @@ def device_of(record: dict) -> str:
     return record.get("gpu") or "CPU"
 
 
+def on_gpus(found: dict) -> bool:
+    return any(record.get("gpu") for records in found.values() for record in records)
+
+
 def roles(record: dict) -> list[str]:
     """What a record can serve as in the report."""
     if record["kind"] == "profile":
@@ -102,17 +102,10 @@ def last_rungs(record: dict) -> dict[str, dict]:
 
 def require(found: dict, sections: list[int], log: Path) -> None:
     """Raises UsageError for the first measurement that these sections lack."""
-    on_cpu = all(device_of(record) == "CPU" for records in found.values() for record in records)
     for need in " ".join(NEEDS[section] for section in sections).split():
-        if not any(role in found for role in need.split("|")) and not (need == "versus" and on_cpu):
-            raise UsageError(
-                f"{log}: holds no {need.split('|')[0]} measurement; bash scripts/measure.sh {log} makes it"
-            )
-
-
-#################################################################################
-#                          The sections, as plain data                          #
-#################################################################################
+        if not any(role in found for role in need.split("|")) and not (need == "versus" and not on_gpus(found)):
+            lacks = f"holds no {need.split('|')[0]} measurement"
+            raise UsageError(f"{log}: {lacks}; bash scripts/measure.sh {log} makes it")
 
 
 def baseline(found: dict) -> dict:
@@ -265,7 +258,7 @@ def many(found: dict) -> dict:
                 for gpus, row in case["best"].items():
                     series.setdefault(name, {}).setdefault(gpus, row["speedup"])
     # Most numbers of GPUs first. A CPU's ranks share its cores: no scaling.
-    ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:SCALES] if device_of_all(found) != "CPU" else []
+    ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:SCALES] if on_gpus(found) else []
     return dict(ddp=found.get("ddp", []), parallel=found.get("parallel", []), series=dict(ranked))
 
 
@@ -273,19 +266,14 @@ def job_on(gpus: int, runs: list[dict]) -> dict:
     """The runs of a grid on so many GPUs: T of each, and the phases of the fastest."""
     best = min(runs, key=lambda run: run["total"])
     phases = {phase: seconds for phase, seconds in best.items() if phase != "total"}
-    return dict(
-        gpus=gpus, T=best["total"], points=score(best["total"]), totals=[r["total"] for r in runs], phases=phases
-    )
+    totals = [run["total"] for run in runs]
+    return dict(gpus=gpus, T=best["total"], points=score(best["total"]), totals=totals, phases=phases)
 
 
 def runs_today(plan: str) -> bool:
     """Whether a plan's exchange still exists; what was removed is in docs/tried.md."""
     exchange = re.search(r"exchange=(\w+)", plan)
     return not plan.startswith("stages") and (exchange is None or exchange[1] in EXCHANGES)
-
-
-def device_of_all(found: dict) -> str:
-    return next(device_of(record) for records in found.values() for record in records)
 
 
 def shared(plans: list[dict]) -> list[dict]:
