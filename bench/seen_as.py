@@ -6,11 +6,13 @@ PTX. cuBLAS and cuDNN see the GPU that is here; a step by them may be faster tha
 
 import re
 from argparse import ArgumentTypeError
+from contextlib import ExitStack
 
 import torch
 
 from accel import gpu
 
+PROCESS = ExitStack()  # what lasts until the process ends
 OURS = r"^(linear|attention|split_linear|split_attention|adaln)$"  # our kernels for Hopper
 NEWER = {  # what must not be launched before a capability
     (8, 0): r"bf16|bfloat16|tf32|flash|^_(attention|split_attention|split_linear)$",
@@ -48,7 +50,7 @@ def see_as(capability: tuple[int, int]) -> None:
     if capability < min((9, 0), own):
         compile_for(capability)
     if capability != own:
-        gpu.seen_as(capability).__enter__()  # until the process ends
+        PROCESS.enter_context(gpu.seen_as(capability))
 
 
 def newer(names: list[str], capability: tuple[int, int]) -> list[str]:

@@ -1,6 +1,7 @@
 """What benchmarks share: they run as files and as modules, refuse before they measure, and say where figures are
 from."""
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, fill
 
+from accel import gpu
 from bench import harness, seen_as
 from models import DiT_models
 
@@ -109,6 +111,15 @@ def test_rivals_compute_the_same(what, monkeypatch):
         noise = [dict(steps="3", generator=torch.Generator().manual_seed(1)) for _ in "ab"]
         runs = [harness.sampling(one, x, y, scale, 8, **how)() for one, how in zip((plain, rival), noise)]
         assert torch.allclose(*runs, atol=1e-4)
+
+
+def test_a_process_sees_another_gpu_to_its_end(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    with seen_as.PROCESS:
+        seen_as.see_as((10, 0))
+        gc.collect()
+        assert gpu.capability(torch.device("cuda")) == (10, 0)
+    assert gpu.capability(torch.device("cuda")) == (9, 0)
 
 
 NAMES = [
