@@ -92,12 +92,12 @@ def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
         left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
         if left:
             todo = _make_pictures(maker, order, job, journal, todo, batches.total - left)
-        ends = job.all_gather_object((len(todo), journal.digests))
-        if any(count for count, _ in ends):
+        unfinished, digests = zip(*job.all_gather_object((len(todo), journal.digests)))
+        if any(unfinished):
             raise Stopped(f"stopped; {folder} is recorded up to here; start again with the same command to resume")
         if job.rank == 0:
             with maker.watch.phase("npz"):
-                _write_npz(order, [digests for _, digests in ends], lambda: job.stopping)
+                _write_npz(order, digests, lambda: job.stopping)
     except OSError as error:
         if error.errno is None:
             raise
@@ -117,19 +117,17 @@ def _make_pictures(maker, order, job, journal, todo, already):
         tqdm(total=batches.total, initial=already, unit="picture", smoothing=0.1, disable=job.rank > 0) as bar,
         ThreadPoolExecutor(1) as background,  # compresses and records a batch while the next is sampled
     ):
-        written = None
+        written = background.submit(lambda: None)
         while todo and not job.stopping:
             batch, *todo = todo
             z, labels, draw = noise.batch(batch, journal.states.get(batch - batches.world))
             with maker.watch.phase("sample"):
                 latents = maker.denoise(z, labels, draw)
             pixels = to_uint8(maker.decode(latents)).numpy()
-            if written is not None:
-                written.result()
+            written.result()
             written = background.submit(journal.write, batch, pixels, noise.state())
             bar.update(already + job.counter("pictures", len(pixels)) - bar.n)
-        if written is not None:
-            written.result()
+        written.result()
         job.barrier()
         bar.update(already + job.counter("pictures") - bar.n)
     return todo
@@ -138,11 +136,13 @@ def _make_pictures(maker, order, job, journal, todo, already):
 def _write_npz(order, found, stopping):
     """Write the archive, unless it is there whole; found: the digests of pictures that each rank read or made."""
     digests = {}
-    for number, some in (pair for one in found for pair in one.items()):
-        digests.setdefault(number, set()).update(some)
+    for of_a_rank in found:
+        for number, some in of_a_rank.items():
+            digests.setdefault(number, set()).update(some)
     archive = Archive(npz_of(order.folder), order.folder, digests, order.count, order.image_size)
-    problem = archive.problem() if archive.path.exists() else ""
-    if problem:
+    if archive.path.exists():
+        problem = archive.problem()
+        if problem is None:
+            return
         print(f"{archive.path}: {problem}; writing it again")
-    if problem is not None:
-        archive.write(stopping)
+    archive.write(stopping)
