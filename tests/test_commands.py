@@ -7,15 +7,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fill
+from conftest import ROOT
 from PIL import Image
-from safetensors.torch import save_file
 
 from accel import door
 from accel.errors import UsageError
 from accel.options import GridOptions
 from accel.output import picture_names
-from models import DiT_models
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 3)
 BOTH = pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
@@ -115,13 +113,6 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
         assert whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max(), batch_size
 
 
-def test_what_did_not_fit_says_what_to_give():
-    options = GridOptions(model="DiT-Demo/2").resolve()
-    assert options.smaller_batch.endswith("use `batch_size=4`")
-    options.batch_size = 4
-    assert options.smaller_batch.startswith("`batch_size=4`: ") and options.smaller_batch.endswith("use a smaller one")
-
-
 #################################################################################
 #                            Mistakes, permissions, help                        #
 #################################################################################
@@ -149,12 +140,6 @@ def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch
     done = here(script, *DEMO, *flags)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("flag", ["--seeds", "--batch-size", "--labels"])
-def test_flags_of_a_grid_have_no_meaning_in_an_fid_job(flag, here):
-    done = here("sample_ddp.py", *DEMO, "--num-fid-samples", 4, flag, 1)
-    assert done.returncode == 2 and f"{flag}: has no meaning with --num-fid-samples" in done.stderr
 
 
 def test_tf32_is_a_permission(here, tmp_path):
@@ -193,13 +178,3 @@ def test_a_plain_terminal_shows_plain_characters(script, here, tmp_path):
     assert "DiT-Demo/2 · 128 px · 1 label × 2 seeds" in succeeds(here(script, *args))
     done = plain("--labels", "dög")
     assert done.returncode == 2 and "--labels d?g: no class has that name" in done.stderr
-
-
-def test_weights_without_names_are_sampled_by_number(here, tmp_path):
-    save_file(fill(DiT_models["DiT-S/8"](input_size=16, num_classes=10)).state_dict(), tmp_path / "ten.safetensors")
-    how = ("--model", "DiT-S/8", "--num-classes", 10, "--image-size", 128, "--ckpt", tmp_path / "ten.safetensors")
-    done = here("sample.py", *how, "--labels", "tench", "--device", "cpu", "--output-type", "latent")
-    assert (
-        done.returncode == 2
-        and "--labels tench: no class names are known here; give a number from 0 to 9" in done.stderr
-    )

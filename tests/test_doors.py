@@ -27,7 +27,7 @@ STEPS, SEED = 3, 5
 OWN = {
     "train.py's, ten classes, 64 px": ("DiT-S/2", dict(input_size=8, num_classes=10), "training"),
     "S/8, five classes, safetensors": ("DiT-S/8", dict(input_size=16, num_classes=5), "safetensors"),
-    "B/4, under DistributedDataParallel": ("DiT-B/4", dict(input_size=16, num_classes=10), "module."),
+    "S/4, under DistributedDataParallel": ("DiT-S/4", dict(input_size=16, num_classes=10), "module."),
     "sigma not learned, from Lightning": ("DiT-S/4", dict(input_size=16, num_classes=10, learn_sigma=False), "model."),
     "Large-DiT, five classes": ("Large-DiT-Demo/2", dict(input_size=16, num_classes=5), "safetensors"),
     "no null class": ("DiT-S/4", dict(input_size=8, num_classes=10, class_dropout_prob=0.0), "training"),

@@ -51,18 +51,6 @@ def test_forward_equals_the_definition(form):
     assert relative_error(wide(x.double(), zero, y), want) < 1e-10  # at t = 0 it is exact
 
 
-@pytest.mark.parametrize(
-    "part", ("attention_norm.weight", "attention.q_norm.weight", "attention.k_norm.bias", "feed_forward.w3.weight")
-)
-def test_every_part_counts(part):
-    """A change of one tensor by a hundredth shows: the parity above has no blind spot."""
-    model = build(qk_norm=True)
-    x, t, y = batch(model)
-    want = large_dit(model.state_dict(), x, t, y, model.n_heads)
-    model.get_parameter(f"layers.1.{part}").data.mul_(1.01)
-    assert relative_error(model(x, t, y), want) > 3e-5
-
-
 SIZES = {  # dim, layers, heads, hidden width, parameters with qk_norm
     "600M": (1536, 16, 32, 4096, 609_836_576),
     "3B": (3072, 32, 32, 8192, 4_237_824_032),

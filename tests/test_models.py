@@ -1,7 +1,5 @@
 """models.DiT: the paper's equations, the published keys and shapes, guidance, training."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -41,23 +39,6 @@ def test_forward_equals_the_papers_equations(config):
     assert got.shape == want.shape
     assert relative_error(got, want) < 4e-6
     assert relative_error(model.double()(x.double(), t, y), want) < 3e-6  # the sinusoid stays float32, as upstream's
-
-
-def test_parity_would_fail_if_adaln_stayed_zero():
-    """With adaLN and the last layer at their initial zeros every network agrees with every other, even a broken one:
-    the parity tests above measure something only because `fill` removes those zeros."""
-    model = DiT(**SMALL).eval()
-    x, t, y = batch()
-    broken = copy.deepcopy(model)
-    for block in broken.blocks:
-        block.attn.qkv.weight.data.neg_()
-        block.mlp.act = torch.nn.ReLU()
-    assert model(x, t, y).abs().max() == 0 and broken(x, t, y).abs().max() == 0
-    fill(model)
-    broken.load_state_dict(model.state_dict())
-    for block in broken.blocks:
-        block.mlp.act = torch.nn.ReLU()
-    assert relative_error(broken(x, t, y), dit(model.state_dict(), x, t, y, heads=2, patch=2)) > 1e-2
 
 
 SIZES = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
