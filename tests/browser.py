@@ -1,6 +1,5 @@
 """A headless Chromium for tests, over its debugging pipe: no driver, no port."""
 
-import base64
 import json
 import os
 import shutil
@@ -9,10 +8,8 @@ import tempfile
 
 
 def find():
-    return next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))),
-        None,
-    )
+    names = "chromium", "chromium-browser", "google-chrome", "chrome"
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 class Browser:
@@ -27,22 +24,11 @@ class Browser:
             low, high = os.dup(theirs_in), os.dup(theirs_out)
             os.dup2(low, 3), os.dup2(high, 4)
 
+        quiet = "gpu quic background-networking component-update sync dev-shm-usage"
         self.process = subprocess.Popen(
-            [
-                find(),
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-quic",
-                "--no-first-run",
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--disable-sync",
-                "--disable-dev-shm-usage",
-                "--remote-debugging-pipe",
-                f"--user-data-dir={self.profile.name}",
-                "about:blank",
-            ],
+            [find(), "--headless=new", "--no-sandbox", "--no-first-run", "--remote-debugging-pipe"]
+            + [f"--disable-{name}" for name in quiet.split()]
+            + [f"--user-data-dir={self.profile.name}", "about:blank"],
             preexec_fn=as_3_and_4,
             pass_fds=(3, 4, theirs_in, theirs_out),
             stdout=subprocess.DEVNULL,
@@ -111,8 +97,3 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def screenshot(self, path, whole=True):
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        with open(path, "wb") as file:
-            file.write(base64.b64decode(data))
