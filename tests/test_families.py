@@ -50,3 +50,19 @@ def test_learns(family):
 def test_wrong_input_size_is_named(family):
     with pytest.raises(ValueError, match=r"\(6, 8\).*\(8, 8\)"):
         family(**SMALL[family])(torch.randn(1, 4, 6, 8), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+
+
+@FAMILIES
+def test_label_dropout_and_gradients(family):
+    model = fill(family(**SMALL[family])).train()
+    embed, table = model.y_embedder, model.y_embedder.embedding_table.weight
+    torch.manual_seed(0)
+    assert 0.08 < (embed(torch.full((4000,), 3), train=True) == table[10]).all(1).float().mean() < 0.12
+    assert torch.equal(embed(torch.arange(4), train=False), table[:4])
+    if family is DiT:  # whose name it is
+        forced = embed.token_drop(torch.arange(4), force_drop_ids=torch.tensor([0, 1, 0, 1]))
+        assert forced.tolist() == [0, 10, 2, 10]
+    assert len(family(**SMALL[family], class_dropout_prob=0.0).y_embedder.embedding_table.weight) == 10
+    model(torch.randn(4, 4, 8, 8), torch.tensor([3, 90, 400, 999]), torch.arange(4)).square().mean().backward()
+    without = [name for name, one in model.named_parameters() if one.requires_grad and not one.grad.any()]
+    assert without == []

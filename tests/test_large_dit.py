@@ -108,20 +108,6 @@ def test_the_demo():
     assert "layers.0.attention.q_norm.weight" in model.state_dict()
 
 
-def test_label_dropout_and_gradients():
-    model = build(qk_norm=True).train()
-    table = model.y_embedder.embedding_table.weight
-    torch.manual_seed(0)
-    found = model.y_embedder(torch.full((4000,), 3), train=True)
-    assert 0.08 < (found == table[10]).all(1).float().mean() < 0.12
-    assert torch.equal(model.y_embedder(torch.arange(4), train=False), table[:4])
-    assert len(DiT_Llama(**SMALL, class_dropout_prob=0.0).y_embedder.embedding_table.weight) == 10
-    x, t, y = batch(model)
-    model(x, t, y % 10).square().mean().backward()
-    without = [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()]
-    assert without == []
-
-
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="width 100 does not divide into 3 heads"):
         DiT_Llama(**{**SMALL, "dim": 100})

@@ -91,26 +91,6 @@ def test_position_table_and_timestep_embedding():
     assert torch.allclose(embedding.double(), torch.cat([angles.cos(), angles.sin(), torch.zeros(3, 1)], 1), atol=1e-4)
 
 
-def test_label_dropout_and_training():
-    model = DiT(**SMALL).train()
-    labels = torch.full((4000,), 3)
-    torch.manual_seed(0)
-    dropped = (model.y_embedder.token_drop(labels) == 10).float().mean().item()
-    assert 0.08 < dropped < 0.12
-    forced = model.y_embedder.token_drop(torch.arange(4), force_drop_ids=torch.tensor([0, 1, 0, 1]))
-    assert forced.tolist() == [0, 10, 2, 10]
-    assert len(DiT(**{**SMALL, "class_dropout_prob": 0.0}).y_embedder.embedding_table.weight) == 10
-    fill(model).train()
-    x, t, y = batch()
-    model(x, t, y % 10).square().mean().backward()
-    without = [
-        name
-        for name, value in model.named_parameters()
-        if value.requires_grad and (value.grad is None or not value.grad.any())
-    ]
-    assert without == []
-
-
 def test_every_layer_norm_has_upstreams_eps():
     """Which hardly shows in outputs, but on activations not much larger than its root."""
     model = DiT(input_size=8, hidden_size=24, depth=2, num_heads=2, num_classes=4)

@@ -147,12 +147,6 @@ def test_which_arithmetic(monkeypatch):
         choose("fp16", "tf32")
 
 
-def test_the_cpu_has_no_float16_decoder():
-    options = GridOptions(model="DiT-Demo/2", device="cpu", vae_precision="fp16").resolve()
-    with pytest.raises(UsageError, match="vae_precision=fp16: cpu has no"):
-        door.open_weights(options, CPU)
-
-
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
 def test_float32s_switches_are_set_inside_only(name, flags):
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32

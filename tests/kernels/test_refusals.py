@@ -10,7 +10,8 @@ from accel.kernels.group_norm import add
 from accel.kernels.linear import Linear
 from accel.kernels.patch_embed import patch_embed
 from accel.kernels.qk_norm_rotary import qk_norm_rotary
-from accel.kernels.split_linear import SplitLinear
+from accel.kernels.split_attention import split_attention
+from accel.kernels.split_linear import SplitLinear, split
 from accel.kernels.swiglu import swiglu
 
 X, TABLE = torch.zeros(2, 9, 256), Modulation(torch.zeros(2, 6, 256), torch.tensor([0, 1]))
@@ -23,10 +24,10 @@ REFUSED = {
     "adaln: no Hopper": (lambda: adaln(X, TABLE, 3, 4, dtype=torch.float16, backend="hopper"), "take 'triton'"),
     "adaln_split: no Hopper": (lambda: adaln_split(X, TABLE, 3, 4, backend="hopper"), "one of auto, triton, torch"),
     "ancestral_update: strided": (
-        lambda: ancestral_update(TOKENS, Z.transpose(2, 3), Z, T, COEFFICIENTS, 4.0, "triton"),
+        lambda: ancestral_update(TOKENS, Z.transpose(2, 3), Z, T, COEFFICIENTS, 4.0, 3, "triton"),
         "contiguous float32",
     ),
-    "ancestral_update: rows": (lambda: ancestral_update(TOKENS, Z, Z, T, COEFFICIENTS, None), "do not fit"),
+    "ancestral_update: rows": (lambda: ancestral_update(TOKENS, Z, Z, T, COEFFICIENTS), "do not fit"),
     "group_norm: two pictures": (
         lambda: add(torch.zeros(2, 16, 4, 4), torch.zeros(16), backend="triton"),
         "one picture",
@@ -39,6 +40,10 @@ REFUSED = {
     "push: unaligned": (lambda: push.push(torch.zeros(1, 4, 20).half()[..., 4:], BUFFERS, BUFFERS, 0, 0), "16 bytes"),
     "qk_norm_rotary: float64": (lambda: qk_norm_rotary(QKV.double(), ROTATION, backend="triton"), "half precision or"),
     "qk_norm_rotary: strided": (lambda: qk_norm_rotary(QKV.transpose(0, 1), ROTATION, backend="triton"), "contiguous"),
+    "split_attention: other heads": (
+        lambda: split_attention(split(QKV[..., :192], per_row=False), 1, "hopper"),
+        "backend 'hopper' takes head dim 72; take 'triton'",
+    ),
     "split_linear: infinite": (
         lambda: SplitLinear(X[0] / 0, X[0, :, 0], name="fc1"),
         "fc1: has weights that are not finite",

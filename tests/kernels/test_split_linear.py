@@ -120,15 +120,6 @@ def test_overflow_is_reported():
     check_overflow("torch")
 
 
-def test_wrong_inputs_are_refused():
-    weight = draw(8, 8)
-    weight[3, 4] = float("inf")
-    with pytest.raises(ValueError, match="blocks.7.mlp.fc1: has weights that are not finite"):
-        SplitLinear(weight, draw(8), name="blocks.7.mlp.fc1")
-    with pytest.raises(ValueError, match="backend 'cutlass': one of auto"):
-        SplitLinear(draw(8, 8), draw(8), backend="cutlass")
-
-
 def test_cublas_without_triton(monkeypatch):
     run_cublas_here(monkeypatch)
     monkeypatch.setattr(cuda, "HAS_TRITON", False)
