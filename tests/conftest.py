@@ -75,6 +75,15 @@ def one_thread():
 
 
 @pytest.fixture
+def switches():
+    """(GEMMs, convolutions) that may take TF32; put back afterwards."""
+    from accel.precision import switches_kept
+
+    with switches_kept():
+        yield lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+
+
+@pytest.fixture
 def here(monkeypatch, capsys, one_thread):
     """As `run`, on one thread of this process, which has torch already."""
     from accel.parallel import processes

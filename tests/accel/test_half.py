@@ -148,27 +148,16 @@ def test_which_arithmetic(monkeypatch):
 
 
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
-def test_float32s_switches_are_set_inside_only(name, flags):
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+def test_float32s_switches_are_set_inside_only(name, flags, switches):
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = not flags[0], True
-    try:
-        with precision.convolutions(name):
-            assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == flags
-        assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (not flags[0], True)
-    finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    with precision.convolutions(name):
+        assert switches() == flags
+    assert switches() == (True, not flags[0])
 
 
 #################################################################################
 #                                   On a GPU                                    #
 #################################################################################
-
-
-@pytest.fixture
-def switches():
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.gpu

@@ -94,14 +94,6 @@ def backends():
     return [("cublas", "cublas"), *[("triton", "triton")] * (HAS_TRITON and tensor_cores), ("auto", "auto")]
 
 
-@pytest.fixture
-def switches():
-    """Puts back the backend switches of the tiers."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
 @gpu
 @pytest.mark.parametrize(
     "name, arguments, n",
