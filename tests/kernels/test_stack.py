@@ -4,7 +4,10 @@ cuBLASLt's constants and signatures against its header, the driver's and NVRTC's
 of the lines that are held here run on a GPU alone.
 """
 
+import ast
 import ctypes
+import importlib
+import inspect
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,3 +222,59 @@ def test_nvrtc_has_every_function_that_is_called():
     assert len(called) == 7
     for name in called:
         assert callable(getattr(nvrtc, name)) and getattr(ctypes.CDLL(path), name)
+
+
+def torch_names(path: Path):
+    """What a file names of torch: (object's path, a call of it or None)."""
+    tree, modules = ast.parse(path.read_text()), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {a.asname or "torch": a.name if a.asname else "torch" for a in node.names if _of_torch(a.name)}
+        elif isinstance(node, ast.ImportFrom) and _of_torch(node.module or ""):
+            modules |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    yield from ((name, None) for name in modules.values())
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        name = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
+        root, *rest = name.split(".")
+        if root in modules and all(part.isidentifier() for part in rest):
+            yield ".".join([modules[root], *rest]), calls.get(id(node))
+
+
+def _of_torch(module):
+    return module.split(".")[0] == "torch"
+
+
+SOURCES = [*FOLDER.parent.rglob("*.py"), *(path for path in FOLDER.parents[1].glob("*.py"))]
+
+
+def test_the_installed_torch_has_all_that_is_used():
+    """Names, parameters and symmetric memory's attributes: torch on the machines with a GPU may be newer."""
+    seen = 0
+    for path in SOURCES:
+        for name, used in torch_names(path):
+            if name.startswith("torch.distributed.group.WORLD."):
+                continue  # None without a group
+            value = torch
+            for part in name.split(".")[1:]:
+                if not hasattr(value, part):  # a module that torch does not import, or nothing
+                    importlib.import_module(f"{value.__name__}.{part}")
+                value = getattr(value, part)
+            if used and not any(isinstance(one, ast.Starred) for one in used.args) and _has_a_signature(value):
+                named = {keyword.arg: None for keyword in used.keywords if keyword.arg}
+                inspect.signature(value).bind_partial(*used.args, **named)
+                seen += 1
+    assert seen > 100
+    exchange = (FOLDER.parent / "parallel/exchanges.py").read_text()
+    import torch.distributed._symmetric_memory as symmetric
+
+    for owner, pattern in ((symmetric, r"self\.symmetric\.(\w+)"), (symmetric._SymmetricMemory, r"handle\.(\w+)")):
+        names = re.findall(pattern, exchange)
+        assert names and all(hasattr(owner, name) for name in names)
+
+
+def _has_a_signature(value):
+    try:
+        return bool(inspect.signature(value))
+    except ValueError:  # of C++
+        return False
