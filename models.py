@@ -269,8 +269,8 @@ class DiT(nn.Module):
     def unpatchify(self, x: Tensor) -> Tensor:
         """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
         side, p = self.x_embedder.grid_size[0], self.patch_size
-        x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
-        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
+        x = x.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, side * p, side * p)
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
         """Latents (N, C, H, W) → their tokens with positions, or the part `tokens` of them, (N, T, D)."""
@@ -329,23 +329,29 @@ _SIZES = {
 }
 
 
-def _constructor(name, **config):
+def _constructor(name, network, **config):
     def build(**kwargs) -> DiT:
-        return DiT(**{**config, **kwargs})
+        return network(**{**config, **kwargs})
 
     build.__name__ = build.__qualname__ = name
-    build.__doc__ = f"{name}: DiT with {config}; keyword arguments override."
+    build.__doc__ = f"{name}: {network.__name__} with {config}; keyword arguments override."
     return build
 
 
-DiT_models = {
-    f"DiT-{size}/{p}": _constructor(f"DiT_{size}_{p}", patch_size=p, **config)
-    for size, config in _SIZES.items()
-    for p in (2, 4, 8)
-}
+def _constructors(network):
+    """A constructor for every published size and patch of `network`, DiT or a class derived from it, by its name."""
+    name = network.__name__
+    return {
+        f"{name}-{size}/{p}": _constructor(f"{name}_{size}_{p}", network, patch_size=p, **config)
+        for size, config in _SIZES.items()
+        for p in (2, 4, 8)
+    }
+
+
+DiT_models = _constructors(DiT)
 # Small, trained on drawn pictures, shipped with its weights; head dim 72 as in XL, so that every kernel for XL runs on
 # it.
 DiT_models["DiT-Demo/2"] = _constructor(
-    "DiT_Demo_2", patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8
+    "DiT_Demo_2", DiT, patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8
 )
 globals().update({build.__name__: build for build in DiT_models.values()})

@@ -26,6 +26,7 @@ def test_layers(monkeypatch, capsys):
     [
         ("models.py", {"torch", "numpy"}),
         ("large_dit.py", {"torch"}),
+        ("sit.py", {"torch", "models"}),
         ("diffusion/", {"torch", "numpy", "tqdm"}),
         ("evaluate.py", {"lpips", "matplotlib", "numpy", "PIL", "skimage", "torch"}),
     ],

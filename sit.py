@@ -1,0 +1,29 @@
+"""Scalable interpolant transformers (SiT): Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow.
+
+On the way from noise ε to data x*, x_t = t·x* + (1 − t)·ε with t from 0 to 1, the network estimates the velocity
+x* − ε. Names, constructor arguments and state-dict keys are those of the published checkpoints, which load with
+``strict=True``; the keys are DiT's.
+
+Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width.
+"""
+
+from torch import Tensor
+
+from models import DiT, _constructors
+
+
+class SiT(DiT):
+    """DiT whose output is a velocity: x (N, C, H, W), t (N,) from 0, noise, to 1, data, y (N,) labels → (N, C, H, W).
+
+    Time enters DiT's sinusoid as it is. With `learn_sigma` the last layer has 2C channels, of which the second half is
+    never used: the loss did not see it.
+    """
+
+    def head(self, x: Tensor, c: Tensor) -> Tensor:
+        """Tokens (N, T, D), condition c (N, D) → their patches of velocity (N, T, p·p·C)."""
+        patches = super().head(x, c)  # (N, T, p·p·C'); inside a token the order is (p, p, C')
+        return patches.unflatten(-1, (-1, self.out_channels))[..., : self.in_channels].flatten(-2)
+
+
+SiT_models = _constructors(SiT)
+globals().update({build.__name__: build for build in SiT_models.values()})

@@ -1,0 +1,64 @@
+"""sit.SiT: the equations in float64, the published keys and shapes, guidance, training as a flow."""
+
+import pytest
+import torch
+from conftest import fill
+from reference_networks import dit, relative_error
+
+import sit
+from models import DiT_models
+from sit import SiT, SiT_models
+
+SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10)
+
+
+@pytest.mark.parametrize("changes", ({}, {"learn_sigma": False}, {"patch_size": 4, "in_channels": 3}))
+def test_forward_equals_the_equations(changes):
+    """DiT's of a time from 0 to 1, the first half of the channels where sigma is learned."""
+    model = fill(SiT(**{**SMALL, **changes}))
+    channels = model.in_channels
+    x, t, y = torch.randn(4, channels, 8, 8), torch.tensor([0.0, 0.3, 0.96, 1.0]), torch.tensor([0, 3, 9, 10])
+    want = dit(model.state_dict(), x, t, y, heads=2, patch=model.patch_size)[:, :channels]
+    got = model(x, t, y)
+    assert got.shape == want.shape == x.shape and want.abs().mean() > 0.1  # not the blind network
+    assert relative_error(got, want) < 4e-6
+    assert relative_error(model(x, 1 - t, y), want) > 1e-2  # time counts
+
+
+def test_guidance_reads_one_half_and_guides_three_channels():
+    model, x = fill(SiT(**SMALL)), torch.randn(6, 4, 8, 8)
+    t, y = torch.tensor([0.1, 0.5, 0.9] * 2), torch.tensor([1, 2, 3, 10, 10, 10])
+    out, rows = model.forward_with_cfg(x, t, y, 4.0), model(torch.cat([x[:3], x[:3]]), t, y)
+    cond, uncond = rows[:3, :3], rows[3:, :3]
+    want = uncond + 4.0 * (cond - uncond)
+    assert torch.equal(out[:3, :3], want) and torch.equal(out[3:, :3], want)
+    assert torch.equal(out[:, 3:], rows[:, 3:])
+
+
+def test_configurations_have_dits_keys_and_shapes():
+    assert [name.replace("SiT", "DiT") for name in SiT_models] == [name for name in DiT_models if "Demo" not in name]
+    for name, build in SiT_models.items():
+        assert getattr(sit, name.replace("-", "_").replace("/", "_")) is build
+        with torch.device("meta"):
+            model, of_dit = (make(depth=2) for make in (build, DiT_models[name.replace("SiT", "DiT")]))
+        want = {key: value.shape for key, value in of_dit.state_dict().items()}
+        assert {key: value.shape for key, value in model.state_dict().items()} == want
+        assert type(model) is SiT and model.num_heads == of_dit.num_heads and model.learn_sigma
+
+
+def test_learns_a_velocity():
+    """A few steps on pairs of noise and data lower the loss: gradients pass the initial zeros, which make it blind."""
+    torch.manual_seed(0)
+    model, y = SiT(**{**SMALL, "depth": 1}).train(), torch.arange(8)
+    noise, data = torch.randn(2, 8, 4, 8, 8)
+    assert not model(data, torch.rand(8), y).any()
+    optimiser, losses = torch.optim.AdamW(model.parameters(), lr=2e-3), []
+    for _ in range(30):
+        t = torch.rand(8)
+        way = t[:, None, None, None]
+        loss = (model(way * data + (1 - way) * noise, t, y) - (data - noise)).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
