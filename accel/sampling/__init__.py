@@ -2,9 +2,9 @@
 
 It knows a network, a process (accel/sampling/process.py) and a guidance as values, and none of their kinds.
 
-The random stream is upstream's: z of n latents, then for every step, the last included, one normal of the whole guided
-batch. The null half is never updated, since both halves are evaluated on the same latents; its noise is drawn all the
-same, and so is DDIM's where η = 0.
+The random stream is upstream's: z of n latents, then for every step, DDPM's last included, one normal of the whole
+guided batch. The null half is never updated, since both halves are evaluated on the same latents; its noise is drawn
+all the same, and so is DDIM's where η = 0.
 """
 
 import copy
@@ -30,11 +30,13 @@ def upstream_noise(
 ) -> Callable[[], torch.Tensor]:
     """What draws the noise of a step for `rows` of a batch that begins at z (n, C, L, L), (n', C, L, L).
 
-    copies: batch rows of a latent. generator: default torch's own, of z's device.
+    copies: batch rows of a latent. generator: default torch's own, of z's device. One of the CPU draws there, as SiT
+    does: what it draws is pinned and copied to z's device, and nobody waits.
     """
-    shape = copies * len(z), *z.shape[1:]
+    shape, device = (copies * len(z), *z.shape[1:]), z.device if generator is None else generator.device
+    how = dict(generator=generator, device=device, pin_memory=device.type != z.device.type)
     # Draw 2n rows, use these n': upstream's random stream.
-    return lambda: torch.randn(shape, generator=generator, device=z.device)[: len(z)][rows]
+    return lambda: torch.randn(shape, **how)[: len(z)][rows].to(z.device, non_blocking=True)
 
 
 @torch.inference_mode()
@@ -70,11 +72,12 @@ def denoise(
             tokens = network.replayed(tuple(process.times()), scheduled.tokens)
             scheduled = copy.copy(scheduled)
             scheduled.tokens = tokens
-    state, step, first = process.begin(z), 0, 0
+    state, noise, step, first = process.begin(z), z[None, :0], 0, 0
     for steps, evaluations in moves or process.moves:
         advance(*range(first, first + evaluations))
-        drawn = [draw() for _ in range(steps * process.draws)]  # ahead, in the stream's order
-        noise = drawn[0][None] if len(drawn) == 1 else torch.stack(drawn) if drawn else z[None, :0]
+        if step < process.draws:
+            drawn = [draw() for _ in range(steps)]  # ahead, in the stream's order
+            noise = torch.stack(drawn) if steps > 1 else drawn[0][None]
         those = tuple(parts[first : first + evaluations])
         state = move((steps, evaluations), those, indices[first].expand(len(z)), y, noise, *state)
         step, first = step + steps, first + evaluations

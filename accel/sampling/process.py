@@ -37,17 +37,22 @@ class Evaluations:
 class Process(ABC):
     """A way from noise to latents. Equal by value: what was captured of one serves its equals.
 
-    moves: their kinds, in order. draws: whether a step draws noise. captured: whether a move may be a CUDA graph; else
-    its network evaluations are.
+    moves: their kinds, in order. captured: whether a move may be a CUDA graph; else its network evaluations are.
+    noise_from_cpu: whether the noise of steps is drawn by the CPU's generator, else by that of the device.
     """
 
     moves: list[Kind]
-    draws = captured = True
+    captured, noise_from_cpu = True, False
 
     @property
     def steps(self) -> int:
-        """The steps that all moves make; each draws its noise."""
+        """The steps that all moves make."""
         return sum(steps for steps, _ in self.moves)
+
+    @property
+    def draws(self) -> int:
+        """How many of the steps draw noise, from the first on. Each later one is handed the last that was drawn."""
+        return self.steps
 
     @property
     def evaluations(self) -> int:
@@ -60,7 +65,7 @@ class Process(ABC):
         return sorted(set(self.moves))
 
     @abstractmethod
-    def times(self) -> list[int]:
+    def times(self) -> list[float]:
         """When the network is evaluated, in order, as it takes its t."""
 
     @abstractmethod
@@ -77,5 +82,5 @@ class Process(ABC):
 
     @abstractmethod
     def move(self, kind: Kind, state: State, at: Tensor, noise: Tensor, evaluate: Callable[..., Tensor]) -> State:
-        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step, (0, …)
-        where none is drawn; evaluate: `Evaluations`."""
+        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step, of a
+        process that draws none (1, 0, …); evaluate: `Evaluations`."""

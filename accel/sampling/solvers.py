@@ -41,7 +41,7 @@ class Solver(Process):
     for those that take them.
     """
 
-    draws = captured = False
+    draws, captured = 0, False
 
     def __init__(self, scheduler: Any, steps: int, timesteps: list[int] | None = None):
         if scheduler.config.get("prediction_type", "epsilon") != "epsilon":

@@ -1,0 +1,106 @@
+"""Flows: a network that estimates a velocity carries noise at t = 0 to data at t = 1.
+
+On the linear path x_t = t·x* + (1 − t)·ε the velocity v estimates x* − ε (SiT, Ma et al. 2024, arXiv:2401.08740). In N
+steps:
+
+    Euler   x ← x + Δt·v(x, t)                                    even steps
+    Heun    the same by the mean of v at both ends of a step; the last is Euler's
+    Sde     x ← x + Δt·((1 + t)·v − x) + √(2·(1 − t)·Δt)·noise    N − 1 even steps to 0.96; one of 0.04, no noise
+
+The SDE's drift is v + w·score, with score = (t·v − x)/(1 − t) and SiT's diffusion w = 1 − t, the noise level.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from accel.sampling.process import Kind, Process, State
+
+LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
+
+
+@dataclass(frozen=True)
+class Euler(Process):
+    """The flow's ODE by Euler's method."""
+
+    number: int  # of steps
+
+    draws = 0
+
+    @property
+    def moves(self) -> list[Kind]:
+        return [(1, 1)] * self.number
+
+    def times(self) -> list[float]:
+        return [i / self.number for i in range(self.number)]
+
+    def levels(self) -> list[float]:
+        return [i / self.number for i in range(self.number, 0, -1)]
+
+    def prepare(self, device) -> None:
+        _table(self, device)
+
+    def coefficients(self) -> list[tuple[float, float, float]]:
+        """Of x, v and the noise in the step that each evaluation begins."""
+        return [(1.0, 1 / self.number, 0.0)] * self.evaluations
+
+    def move(self, kind, state, at, noise, evaluate) -> State:
+        (x,), (of_x, of_v, of_noise) = (
+            state,
+            _table(self, state[0].device)[:, at, None, None, None],
+        )  # each (n, 1, 1, 1)
+        x = of_x * x + of_v * evaluate(x)
+        return (x + of_noise * noise[0] if self.draws else x,)
+
+
+class Heun(Euler):
+    """The same by Heun's method, with guidance as at the start of a step at both of its ends."""
+
+    @property
+    def moves(self) -> list[Kind]:
+        return [(1, 2)] * (self.number - 1) + [(1, 1)]
+
+    def times(self) -> list[float]:
+        ends = super().times()
+        return [t for pair in zip(ends, ends[1:]) for t in pair] + ends[-1:]
+
+    def levels(self) -> list[float]:
+        return [level for level in super().levels() for _ in range(2)][:-1]
+
+    def move(self, kind, state, at, noise, evaluate) -> State:
+        if kind[1] == 1:
+            return super().move(kind, state, at, noise, evaluate)
+        (x,), step = state, 1 / self.number
+        v = evaluate(x)
+        return (x + step / 2 * (v + evaluate(x + step * v, 1)),)
+
+
+class Sde(Euler):
+    """The SDE with the same marginals by Euler and Maruyama's method. number: at least 2."""
+
+    noise_from_cpu = True
+
+    @property
+    def draws(self) -> int:
+        return self.number - 1
+
+    def times(self) -> list[float]:
+        return [i * (1 - LAST) / (self.number - 1) for i in range(self.number)]
+
+    def levels(self) -> list[float]:
+        return [1 - t for t in self.times()]
+
+    def coefficients(self) -> list[tuple[float, float, float]]:
+        *starts, last = self.times()
+        step = (1 - LAST) / (self.number - 1)
+        steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]
+        return [*steps, (1 - LAST, LAST * (1 + last), 0.0)]  # its noise is that of the step before, times zero
+
+
+@lru_cache(maxsize=16)
+def _table(process: Euler, device: torch.device) -> Tensor:
+    """The coefficients (3, evaluations) of a process on a device."""
+    with torch.inference_mode(False):  # later callers may be in another mode
+        return torch.tensor(process.coefficients(), dtype=torch.float64).T.float().to(device)

@@ -1,0 +1,139 @@
+"""SiT's samplers against their equations, written out in float64; REPA's weights as a SiT's."""
+
+import copy
+
+import pytest
+import torch
+from conftest import fill
+from networks import error, sample
+from reference_networks import dit
+
+from accel.network import Plain
+from accel.sampling import denoise, upstream_noise
+from accel.sampling.flow import Euler, Heun, Sde
+from accel.sampling.guidance import Guidance, Unguided
+from accel.weights.repa import is_repa, to_sit
+from sit import SiT
+
+SHAPE = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
+Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
+NULL = torch.full_like(LABELS, 8)
+
+
+def small(**changes):
+    model = fill(SiT(**{**SHAPE, **changes}))
+    model.final_layer.linear.weight.data.mul_(0.2)  # a velocity of the size of x: latents stay near one
+    return model
+
+
+def velocity(model, scale=4.0, channels=3, interval=(0.0, 1.0)):
+    """x (2n, 4, 8, 8) as SiT's loop has it, t, the noise level that decides guidance → v for both halves, float64."""
+    state = model.state_dict()
+
+    def v(x, t, level):
+        rows = dit(state, torch.cat([x[:3], x[:3]]), torch.full((6,), t), torch.cat([LABELS, NULL]), 2, 2)[:, :4]
+        cond, uncond = rows.chunk(2)
+        if not interval[0] <= level <= interval[1]:
+            return torch.cat([cond, cond])
+        both = uncond + scale * (cond - uncond)
+        return torch.cat([torch.cat([both[:, :channels], half[:, channels:]], dim=1) for half in (cond, uncond)])
+
+    return v
+
+
+def ode(v, x, steps, heun=False):
+    """The library's loop over noise levels 1 … 0. Guidance of a correction is that of its step's start."""
+    for i in range(steps):
+        t, end, level = i / steps, (i + 1) / steps, (steps - i) / steps
+        slope = v(x, t, level)
+        if heun and i < steps - 1:
+            slope = (slope + v(x + (end - t) * slope, end, level)) / 2
+        x = x + (end - t) * slope
+    return x
+
+
+def sde(v, x, steps, draw):
+    """Euler–Maruyama on the linear path from the velocity's score: x_t = α·x* + σ·ε, α = t, σ = 1 − t."""
+
+    def drift(x, t):
+        alpha, sigma, slope_alpha, slope_sigma = t, 1 - t, 1.0, -1.0
+        speed = v(x, t, sigma)
+        ratio = alpha / slope_alpha
+        score = (ratio * speed - x) / (sigma**2 - ratio * slope_sigma * sigma)
+        return speed + sigma * score, sigma
+
+    times = [0.96 * i / (steps - 1) for i in range(steps)]
+    for t, end in zip(times, times[1:]):
+        noise = draw()
+        slope, diffusion = drift(x, t)
+        x = x + slope * (end - t) + (2 * diffusion) ** 0.5 * noise * (end - t) ** 0.5
+    return x + 0.04 * drift(x, 0.96)[0]
+
+
+@pytest.mark.parametrize("learn_sigma", (True, False))
+def test_latents_and_random_stream_are_sits(learn_sigma):
+    """Its own draws: 2n rows a step from the CPU, none for the last step, none for an ODE."""
+    model = small(learn_sigma=learn_sigma)
+    both, v, network = torch.cat([Z, Z]).double(), velocity(model), Plain(model)
+    torch.manual_seed(3)
+    want = sde(v, both, 12, lambda: torch.randn(6, 4, 8, 8).double())[:3]
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert error(sample(network, Sde(12), Z, LABELS), want) < 2e-6 and want.std() < 3
+    assert torch.equal(torch.get_rng_state(), after)
+    for process, heun in ((Euler(9), False), (Heun(9), True)):
+        got = denoise(network, process, Guidance(4.0, 8), Z, LABELS, None)
+        assert error(got, ode(v, both, 9, heun)[:3]) < 1e-6
+    assert Heun(9).evaluations == 17 and Heun(9).steps == 9 == Euler(9).evaluations
+
+
+def test_without_guidance_a_row_a_latent():
+    model = small()
+    v = velocity(model, scale=1.0)
+    torch.manual_seed(3)
+    noise = [torch.randn(3, 4, 8, 8).double() for _ in range(5)]
+    want = sde(v, torch.cat([Z, Z]).double(), 6, lambda: torch.cat([noise[0], noise.pop(0)]))[:3]
+    torch.manual_seed(3)
+    assert error(denoise(Plain(model), Sde(6), Unguided(), Z, LABELS, upstream_noise(Z, 1)), want) < 2e-6
+
+
+@pytest.mark.parametrize("process, heun", ((Euler(10), False), (Heun(10), True), (Sde(10), None)))
+def test_an_interval_and_all_channels(process, heun):
+    """As REPA guides: a step's start decides, both ends of the interval included."""
+    model, interval = small(), (0.2, 0.7)
+    v, guidance = velocity(model, 4.0, 4, interval), Guidance(4.0, 8, 4, interval)
+    both, draws = torch.cat([Z, Z]).double(), torch.randn(10, 6, 4, 8, 8)
+    want, steps = iter(draws.double()), iter(draws[:, :3])
+    want = sde(v, both, 10, lambda: next(want)) if heun is None else ode(v, both, 10, heun)
+    got = denoise(Plain(model), process, guidance, Z, LABELS, lambda: next(steps))
+    assert error(got, want[:3]) < 2e-6
+    assert error(got, ode(velocity(model, 4.0, 4), both, 10, bool(heun))[:3]) > 1e-3
+
+
+def test_one_step_and_a_part_of_the_batch():
+    model = small()
+    got = denoise(Plain(model), Heun(1), Guidance(4.0, 8), Z, LABELS, None)
+    assert error(got, ode(velocity(model), torch.cat([Z, Z]).double(), 1)[:3]) < 1e-6
+    torch.manual_seed(0)
+    whole = sample(Plain(model), Sde(4), Z, LABELS)
+    torch.manual_seed(0)
+    assert error(sample(Plain(model), Sde(4), Z, LABELS, rows=slice(1, 3)), whole[1:].double()) < 1e-5
+
+
+def test_flows_are_values():
+    assert Euler(5) == Euler(5) != Euler(6) and len({Euler(5), Heun(5), Sde(5), Sde(5)}) == 3
+
+
+def test_repas_weights_turned_are_a_sits():
+    """REPA's time is 1 − t, its velocity −v; its projectors go. Turned twice, the weights are what they were."""
+    model = small(learn_sigma=False)
+    theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
+    assert is_repa(theirs) and not is_repa(model.state_dict())
+    ours = copy.deepcopy(model)
+    ours.load_state_dict(to_sit(theirs), strict=True)
+    t, x = torch.tensor([0.0, 0.3, 1.0]), Z
+    assert error(ours(x, 1 - t, LABELS).detach(), -model.double()(x.double(), t.double(), LABELS).detach()) < 2e-6
+    again = to_sit(ours.state_dict())
+    assert all(torch.allclose(again[name], theirs[name], atol=1e-6) for name in again)
+    half = to_sit({name: value.half() for name, value in theirs.items()})
+    assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
