@@ -93,6 +93,20 @@ def test_random_weights_make_no_zeros():
     assert 0.1 < network(x, t, y).std() < 10 and torch.equal(network(x, t, y), again(x, t, y))
 
 
+@pytest.mark.parametrize("tier", ["fp16", "exact"])
+def test_a_switch_reaches_its_op(tier):
+    """Reference implementations run on a CPU; of a backend that there is not, each op says so."""
+    model, cpu = harness.random_network("DiT-Demo/2", "cpu", input_size=16, num_classes=8), torch.device("cpu")
+    run = torch.randn(2, 4, 16, 16), torch.tensor([1, 5]), 4.0, 8
+    want, switches = harness.guided(harness.build(model, "fp32", cpu), *run), harness.PLAIN | dict(attention="torch")
+    network = harness.build(model, tier, cpu, **switches)
+    assert (harness.guided(network, *run) - want).norm() / want.norm() < (1e-3 if tier == "fp16" else 2e-6)
+    assert not network.hoists and not network.captures and harness.build(model, tier, cpu, gemm="torch").hoists
+    for switch in ("adaln", "attention", "gemm", "embed_update"):
+        with pytest.raises(ValueError, match="backend"):
+            harness.guided(harness.build(model, tier, cpu, **switches | {switch: "none"}), *run)
+
+
 @pytest.mark.parametrize("what", ["eager", "compile", "max-autotune", "diffusers"])
 def test_rivals_compute_the_same(what, monkeypatch):
     """The compiler aside, which a GPU tests; diffusers but for its frequencies. What a graph overwrites is copied."""
