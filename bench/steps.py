@@ -21,7 +21,6 @@ import copy
 import gc
 import math
 import os
-import statistics
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
@@ -114,16 +113,15 @@ class Judge:
         return [vae.to_uint8(vae.decode(self.decoder, one)).numpy() for one in latents]
 
     def judge(self, tier: str, switches: dict, **how) -> dict:
-        """The worst picture's and the mean figures, and whether every picture meets each criterion. LPIPS is left to
-        evaluate.py. MAE is of 0–1."""
+        """The worst picture's figures, and whether every picture meets each criterion. LPIPS is left to evaluate.py.
+        MAE is of 0–1."""
         pairs = [pair for sets in zip(self.want, self.pictures(tier, switches, **how)) for pair in zip(*sets)]
         figures = [(evaluate.mae(a, b) / 255, evaluate.psnr(a, b), evaluate.ssim(a, b)) for a, b in pairs]
         mae, psnr, ssim = zip(*figures)
         worst = dict(mae=max(mae), psnr=min(psnr), ssim=min(ssim))
         in_levels = worst | dict(mae=255 * worst["mae"])
         meets = {name: all(evaluate.judge(in_levels, bars).values()) for name, bars in evaluate.GATES.items()}
-        mean = dict(mae=statistics.fmean(mae), ssim=statistics.fmean(ssim))
-        return dict(pictures=len(pairs), worst=worst, mean=mean, **meets)
+        return dict(pictures=len(pairs), worst=worst, **meets)
 
 
 def timed(name: str, network: Network, args: Namespace, device: torch.device) -> dict:
