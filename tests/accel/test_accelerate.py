@@ -262,7 +262,7 @@ def test_the_module_stays_as_it_is(device):
 
 @pytest.mark.parametrize("tier", ["fp16", "bf16", "exact", "tf32"])
 def test_a_tier_that_the_device_lacks(tier):
-    with pytest.raises(ValueError, match=f"precision {tier}: cpu has no .*; choose fp32"):
+    with pytest.raises(ValueError, match=f"precision={tier}: cpu has no .*; choose fp32"):
         accelerate(small(), tier)
 
 
