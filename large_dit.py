@@ -224,6 +224,8 @@ class FinalLayer(nn.Module):
 class DiT_Llama(nn.Module):
     """Large diffusion transformer over latent patches. Arguments as published; `input_size` is the latent's side."""
 
+    SOME_TIMES = 377, 999, 0  # of those that t may be
+
     def __init__(
         self,
         input_size: int = 32,

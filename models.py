@@ -205,6 +205,8 @@ class DiT(nn.Module):
     estimate, the fraction v that interpolates the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
+    SOME_TIMES = 377, 999, 0  # of those that t may be
+
     def __init__(
         self,
         input_size: int = 32,

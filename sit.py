@@ -19,6 +19,8 @@ class SiT(DiT):
     never used: the loss did not see it.
     """
 
+    SOME_TIMES = 0.377, 1.0, 0.0  # of those that t may be
+
     def head(self, x: Tensor, c: Tensor) -> Tensor:
         """Tokens (N, T, D), condition c (N, D) → their patches of velocity (N, T, p·p·C)."""
         patches = super().head(x, c)  # (N, T, p·p·C'); inside a token the order is (p, p, C')

@@ -20,7 +20,6 @@ KEPT = 4  # captured graphs of `forward`, and as many of `forward_with_cfg`: eac
 # Relative error of an evaluation beyond which it is another function's, by tier and by the module's own dtype.
 TOLERANCE = {"fp32": 1e-4, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-TIMESTEPS = 377, 999, 0  # at which values must be finite; the first's are compared
 
 
 def accelerate(
@@ -30,13 +29,14 @@ def accelerate(
     *,
     check: bool = True,
 ) -> "Accelerated":
-    """A fast copy of a trained DiT or Large-DiT for sampling, with `forward(x, t, y)` and
+    """A fast copy of a trained DiT, Large-DiT or SiT for sampling, with `forward(x, t, y)` and
     `forward_with_cfg(x, t, y, cfg_scale)`.
 
     The weights are copied, to `device` or where they are: training `model` further does not change the copy.
 
-    model: models.DiT, large_dit.DiT_Llama or the original classes, with the published state-dict keys; wrapped and
-    compiled ones are unwrapped. Of diffusers a DiTTransformer2DModel: the copy then has its face and its function.
+    model: models.DiT, large_dit.DiT_Llama, sit.SiT or the original classes, with the published state-dict keys; wrapped
+    and compiled ones are unwrapped. Of diffusers a DiTTransformer2DModel, and REPA's SiT: the copy then has its face
+    and its function.
     precision: "fp16", "bf16", "exact" (DiT only), "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else
     fp32. check: evaluate both on a batch row of noise and compare.
 
@@ -48,7 +48,7 @@ def accelerate(
         device = _device(held.state["final_layer.linear.weight"].device if device is None else device)
         tier = precision or default_tier(device)
         require("precision", tier, device)
-        face = AcceleratedTransformer if held.of_diffusers else Accelerated
+        face = AcceleratedTransformer if held.of_diffusers else AcceleratedRepa if held.of_repa else Accelerated
         return face(held, tier, device, check)
 
 
@@ -212,13 +212,25 @@ class AcceleratedTransformer(Accelerated):
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
+class AcceleratedRepa(Accelerated):
+    """The same with the face of REPA's SiT, whose time and velocity run the other way."""
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, tuple]:
+        """(N, C, H, W), and no features: those are for training."""
+        return -super().forward(x, 1 - t, y), ()
+
+    def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor) -> Tensor:
+        return -super().forward_with_cfg(x, 1 - t, y, cfg_scale)
+
+
 #################################################################################
 #                            Checks of a network's values                       #
 #################################################################################
 
 
-def _inputs(held, device, t):
-    """A batch row of noise at timestep t with a class, the same on every device."""
+def _inputs(held, device, t=None):
+    """A batch row of noise with a class at time t, by default the first of some, the same on every device."""
+    t = held.model.SOME_TIMES[0] if t is None else t
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, held.model.in_channels, held.side, held.side, generator=generator)
     y = torch.randint(held.num_classes, (1,), generator=generator)
@@ -230,7 +242,7 @@ def require_finite(network: BlockNetwork, held: Held, state: dict[str, Tensor], 
     if not TIERS[tier].accelerated:
         return
     device = next(network.parameters()).device
-    for inputs in (_inputs(held, device, t) for t in TIMESTEPS):
+    for inputs in (_inputs(held, device, t) for t in held.model.SOME_TIMES):
         if network.forward(*inputs).isfinite().all():
             continue
         largest = torch.finfo(TIERS[tier].dtype).max
@@ -251,7 +263,7 @@ def require_same(network: BlockNetwork, held: Held, tier: str) -> None:
     untrained one's is, is compared with noise in place of weights that are zero.
     """
     device = next(network.parameters()).device
-    want, got = _output(held), network.forward(*_inputs(held, device, TIMESTEPS[0]))
+    want, got = _output(held), network.forward(*_inputs(held, device))
     if not want.any():
         generator, tier = torch.Generator().manual_seed(1), "fp32"
         weights = {
@@ -260,7 +272,7 @@ def require_same(network: BlockNetwork, held: Held, tier: str) -> None:
         }
         want = _output(held, weights)
         build, state = family_of(held.model).build, held.read(weights)
-        got = build(state, held.model, tier, device).forward(*_inputs(held, device, TIMESTEPS[0]))
+        got = build(state, held.model, tier, device).forward(*_inputs(held, device))
     if want.shape != got.shape:
         raise UsageError(
             f"{held.name}: returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}: another network"
@@ -280,7 +292,7 @@ def _output(held, weights=None):
     """What the module gives, with `weights` in place of its own, evaluating and otherwise left as it is."""
     module, first = held.module, next(held.module.parameters())
     training = [one for one in module.modules() if one.training]
-    x, t, y = _inputs(held, first.device, TIMESTEPS[0])
+    x, t, y = _inputs(held, first.device)
     x = x.double() if first.dtype == torch.float64 else x
     gpus = [first.device] if first.is_cuda else []
     half = first.dtype in ROUNDING

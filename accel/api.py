@@ -31,8 +31,8 @@ class Sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
     model: a name as --model takes it; weights as --ckpt takes them, such as a file or the folder or hub id of a
-    DiTPipeline; or a DiT that you hold: models.DiT, the original class, wrapped or compiled, or diffusers'
-    DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
+    DiTPipeline; or a DiT or SiT that you hold: models.DiT, sit.SiT, the original classes, wrapped or compiled, or
+    diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
     AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
     compare, as `accelerate` does. options: other fields of GridOptions by their names, such as ckpt, num_classes,
     vae_precision, batch_size; those that `sample` takes become its defaults. With output_type="latent" no decoder is
@@ -67,7 +67,6 @@ class Sampler:
             model, options["ckpt"] = None, model
         if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
             raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
-        self._of_diffusers = held is not None and held.of_diffusers
         with TemporaryDirectory() as folder:
             if isinstance(vae, torch.nn.Module):
                 vae = _written(vae, folder)
@@ -77,6 +76,7 @@ class Sampler:
             with alone():
                 opened, self._run, self._decoder = door.ready(options, weights=held)
                 self.options, self._weights = opened.options, opened.weights
+                self._kind = held is not None and held.of_diffusers, self.options.flow
                 if vae == folder:
                     self._decoder.load()  # while the folder is there
                 if held:
@@ -93,14 +93,14 @@ class Sampler:
         weights that overflow its precision."""
         with self._running() as run:
             held, tier, batch = Held(model, copy=True), run.tier, door.batch_of(self.options)
-            if held.of_diffusers != self._of_diffusers:
+            if (held.of_diffusers, held.flow) != self._kind:
                 raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
             if self.options.forecast == "plan":
                 raise UsageError("`forecast=plan`: was made for other weights; make another Sampler without it")
             model = door.empty_model(replace(self.options, weights=held.identify()))
             new = load_network(held, model, tier, run.device, batch)
             run.network.exchange(new)
-            if TIERS[tier].accelerated and overflows(run.network, batch, run.device):
+            if TIERS[tier].accelerated and overflows(run.network, batch, run.device, model.SOME_TIMES):
                 run.network.exchange(new)
                 raise UsageError(f"`precision={tier}`: overflows on these weights; make another Sampler of them")
             self._weights = None

@@ -11,6 +11,7 @@ from accel.network import Network, Plain
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.held import Held
+from models import DiT
 
 
 class Batch(NamedTuple):
@@ -66,7 +67,7 @@ def load(
     if not TIERS[tier].accelerated:
         return network, tier
     network.tune([batch.latents * batch.copies * (batch.side // network.patch_size) ** 2])
-    if tier == "bf16" or not overflows(network, batch, device):
+    if tier == "bf16" or not overflows(network, batch, device, model.SOME_TIMES):
         return network, tier
     if fixed or tier == "exact" or not supports("bf16", device):
         raise UsageError(f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}")
@@ -106,15 +107,15 @@ def load_network(
 
 
 @torch.inference_mode()
-def overflows(network: Network, batch: Batch, device: torch.device) -> bool:
-    """Whether `network` gives infinities or NaN on noise, at the first, the middle and the last timestep."""
+def overflows(network: Network, batch: Batch, device: torch.device, times: tuple = DiT.SOME_TIMES) -> bool:
+    """Whether `network` gives infinities or NaN on noise at `times`."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     n, shape = batch.latents, (network.in_channels, batch.side, batch.side)
     x = torch.randn(n, *shape, generator=generator, device=device)
     y = torch.arange(n, device=device) % batch.num_classes
     y = torch.cat([y, y.new_full((n * (batch.copies - 1),), batch.num_classes)])  # the null label
     # On the rows of the run: other shapes would be compiled and tuned for nothing.
-    outputs = (network.tokens(x, torch.full_like(y, t), y) for t in (999, 500, 0))
+    outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
     return not all(out.isfinite().all() for out in outputs)
 
 

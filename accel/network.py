@@ -18,8 +18,9 @@ import torch
 from accel.graphs import Latest, Replayed
 from large_dit import Large_DiT_models
 from models import DiT_models, attention
+from sit import SiT_models
 
-MODELS = {**DiT_models, **Large_DiT_models}  # every name that --model takes → its constructor
+MODELS = {**DiT_models, **Large_DiT_models, **SiT_models}  # every name that --model takes → its constructor
 KEPT = 4  # captured moves: of another guidance or number of steps, each is another
 
 
@@ -60,7 +61,9 @@ class Network(ABC):
         return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
 
     @abstractmethod
-    def schedule(self, times: list[int], labels: list[int], at_once: int = 1) -> tuple["Network", Callable[..., None]]:
+    def schedule(
+        self, times: list[float], labels: list[int], at_once: int = 1
+    ) -> tuple["Network", Callable[..., None]]:
         """A sampling run is about to begin → (this network, which takes the index of an evaluation for its time;
         `advance`). advance(i, …) has to come before the evaluations i, … of the run.
 
@@ -147,7 +150,7 @@ class BlockNetwork(Network):
         h = self.embed(x, copies=len(y) // len(x))  # (N, T, D)
         return self.forward_blocks(h, self.condition(t, y), self.attention)
 
-    def schedule(self, times: list[int], labels: list[int], at_once: int = 1) -> tuple[Network, Callable[..., None]]:
+    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> tuple[Network, Callable[..., None]]:
         table = torch.tensor(times, device=next(self.parameters()).device)  # uploaded once
         return self.conditioned(lambda index, y: self.condition(table[index], y)), lambda *evaluations: None
 

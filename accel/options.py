@@ -19,7 +19,10 @@ MODELS = (
     *(f"DiT-{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8)),
     "DiT-Demo/2",
     *(f"Large-DiT-{size}/2" for size in ("600M", "3B", "7B", "Demo")),
+    *(f"SiT-{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8)),
 )
+FLOWS = "sde", "euler", "heun"  # the samplers of a SiT, its default first
+SAMPLERS = "ddpm", "ddim", "dpm++", "unipc", *FLOWS
 # What a model implies for the options that the user leaves open. Published weights exist for XL/2 at 256 and 512 px.
 IMAGENET = dict(image_size=512, num_classes=1000, vae="ema", ckpt=None)
 DRAWN = dict(image_size=128, num_classes=8, vae=str(DEMO / "vae"))
@@ -27,6 +30,7 @@ DEFAULTS_OF = {
     "DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "dit.safetensors")),
     "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
     **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
+    **dict.fromkeys((name for name in MODELS if name.startswith("SiT")), dict(image_size=256)),
 }
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
@@ -67,12 +71,24 @@ def _check_process(options):
         raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
     if not 0 <= options.eta <= 1 or options.eta and options.sampler != "ddim":
         raise UsageError(f"`eta={options.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
-    if options.sampler != "ddpm" and options.forecast == "plan":
-        raise UsageError("`forecast=plan`: plans are made for `sampler=ddpm`; drop one of them")
+    _check_sampler(options)
+    if options.sampler not in (None, "ddpm") and options.forecast == "plan":
+        raise UsageError(f"`forecast=plan`: plans are made for `sampler=ddpm`, not for {options.sampler}; drop it")
     if weights is not None and not weights.learn_sigma and options.forecast == "plan":
         raise UsageError("`forecast=plan`: needs weights with learned sigma, which these have not; drop it")
     if options.forecast_plan is not None and options.forecast != "plan":
         raise UsageError(f"`forecast_plan={options.forecast_plan}`: is for `forecast=plan`; add that or drop this")
+
+
+def _check_sampler(options):
+    sampler, model = options.sampler, options.model
+    if sampler is None or options.weights is None and model is None:
+        return
+    if (sampler in FLOWS) != options.flow:
+        kind, others = ("SiT", FLOWS) if options.flow else ("DiT", [name for name in SAMPLERS if name not in FLOWS])
+        raise UsageError(f"`sampler={sampler}`: is not for a {kind}, which {model} is; use {', '.join(others)}")
+    if sampler == "sde" and options.num_sampling_steps < 2:
+        raise UsageError(f"`num_sampling_steps={options.num_sampling_steps}`: must be at least 2 for `sampler=sde`")
 
 
 @dataclass
@@ -81,8 +97,9 @@ class Options:
 
     model: str = what(
         None,
-        "network: DiT-XL/2, L, B or S with /2, /4 or /8 for its patches, Large-DiT-600M/2, 3B or 7B; DiT-Demo/2 and "
-        "Large-DiT-Demo/2 ship with their weights and run on any machine; default: that of --ckpt, else DiT-XL/2",
+        "network: DiT-XL/2, L, B or S with /2, /4 or /8 for its patches, SiT likewise, Large-DiT-600M/2, 3B or 7B; "
+        "DiT-Demo/2 and Large-DiT-Demo/2 ship with their weights and run on any machine; default: that of --ckpt, else "
+        "DiT-XL/2",
         action="store",
     )
     image_size: int = what(
@@ -105,10 +122,11 @@ class Options:
         3, "latent channels that are guided: 3, as published, or all 4, as diffusers does", choices=(3, 4)
     )
     sampler: str = what(
-        "ddpm",
-        "ddpm: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few steps such as 25; dpm++, "
-        "unipc: diffusers' solvers, for 10 to 25 steps: other pictures",
-        choices=("ddpm", "ddim", "dpm++", "unipc"),
+        None,
+        "for a DiT ddpm, the default: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few "
+        "steps such as 25; dpm++, unipc: diffusers' solvers, for 10 to 25 steps: other pictures. For a SiT sde, the "
+        "default; euler, heun: deterministic, for fewer steps",
+        choices=SAMPLERS,
     )
     eta: float = what(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws")
     seed: int = what(
@@ -153,6 +171,12 @@ class Options:
         None,
         "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: that of --ckpt, else ema",
     )
+    repa: bool = files(
+        False,
+        "--ckpt holds REPA's weights, without the projectors by which they are recognised: their time and velocity run "
+        "the other way",
+        action="store_true",
+    )
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
     weights: Any = field(default=None, repr=False)  # no flag: what the weights say of themselves, see `complete`
@@ -189,7 +213,8 @@ class Options:
 
     def _fill(self, model):
         """What is open becomes what `model` implies."""
-        for name, value in {"model": model, **IMAGENET, **DEFAULTS_OF.get(model, {})}.items():
+        sampler = (FLOWS if self.flow else SAMPLERS)[0]
+        for name, value in {"model": model, "sampler": sampler, **IMAGENET, **DEFAULTS_OF.get(model, {})}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
@@ -202,6 +227,11 @@ class Options:
     def latent_size(self) -> int:
         """Side of the latent: the VAE's factor is 8."""
         return self.image_size // 8
+
+    @property
+    def flow(self) -> bool:
+        """Whether the network estimates a velocity, by the weights or by the model's name."""
+        return self.weights.flow if self.weights is not None else (self.model or "").startswith("SiT")
 
     @property
     def patch_size(self) -> int:

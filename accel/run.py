@@ -63,6 +63,8 @@ class Run(NamedTuple):
         for part in slices(rows, len(labels), at_once):
             generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
             z = initial_noise(len(labels), channels, self.side, generator)
+            if self.process.noise_from_cpu and self.device.type != "cpu":
+                generator = torch.Generator().manual_seed(seed)
             done, draw = len(found) * self.process.steps, upstream_noise(z, self.guidance.copies, part, generator)
             count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
             found.append(self.denoise(z[part], y[part], draw, on_step=count_on, moves=moves))

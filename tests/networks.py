@@ -10,6 +10,7 @@ from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from diffusion import create_diffusion
 from models import DiT, DiT_models
+from sit import SiT
 
 
 def build(name, seed=0, **arguments):
@@ -79,12 +80,40 @@ def sample(network, process, z, labels, scale=4.0, null_label=8, rows=slice(None
     return denoise(network, process, guidance, z[rows], labels[rows], **how)
 
 
+def sde(v, x, steps, draw):
+    """SiT's sampler: Euler–Maruyama on the linear path from the velocity's score: x_t = α·x* + σ·ε, α = t, σ = 1 − t.
+    v(x, t, noise level); draw() → noise like x."""
+
+    def drift(x, t):
+        alpha, sigma, slope_alpha, slope_sigma = t, 1 - t, 1.0, -1.0
+        speed = v(x, t, sigma)
+        ratio = alpha / slope_alpha
+        score = (ratio * speed - x) / (sigma**2 - ratio * slope_sigma * sigma)
+        return speed + sigma * score, sigma
+
+    times = [0.96 * i / (steps - 1) for i in range(steps)]
+    for t, end in zip(times, times[1:]):
+        noise = draw()
+        slope, diffusion = drift(x, t)
+        x = x + slope * (end - t) + (2 * diffusion) ** 0.5 * noise * (end - t) ** 0.5
+    return x + 0.04 * drift(x, 0.96)[0]
+
+
 @torch.no_grad()
 def upstream(model, labels, seed, steps, scale=4.0, eta=None):
     """The usual script's latents, on the CPU: seed, z, twice z, the loop over forward_with_cfg, the first half; at
-    scale 1 the loop over the model. eta: DDIM's."""
+    scale 1 the loop over the model. eta: DDIM's. Of a SiT its own script's."""
     torch.manual_seed(seed)
     z, y = torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels)
+    if isinstance(model, SiT):
+        z, y = (
+            (z, y)
+            if scale == 1
+            else (torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)]))
+        )
+        evaluate = model if scale == 1 else partial(model.forward_with_cfg, cfg_scale=scale)
+        v = lambda x, t, level: evaluate(x, torch.full((len(x),), t), y)
+        return sde(v, z, steps, lambda: torch.randn(z.shape))[: len(labels)]
     diffusion = create_diffusion(str(steps), learn_sigma=model.learn_sigma)
     loop = diffusion.p_sample_loop if eta is None else partial(diffusion.ddim_sample_loop, eta=eta)
     if scale == 1:

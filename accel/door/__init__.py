@@ -25,6 +25,7 @@ from accel.progress import Stopwatch, step_bar
 from accel.run import Run, slices
 from accel.sampling import OnStep
 from accel.sampling.ancestral import Ancestral, Ddim
+from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Kind, Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
@@ -60,7 +61,7 @@ def checkpoint_of(options: Options, device: torch.device) -> Checkpoint:
     name = options.ckpt or published_name(options.model, options.image_size, options.num_classes)
     # A CPU computes with copies: whoever writes to the file meanwhile must not change what is computed with. A network
     # that ranks divide stays in the file, of which each reads its part.
-    return Checkpoint(name, mapped=device.type != "cpu" or options.divided)
+    return Checkpoint(name, mapped=device.type != "cpu" or options.divided, repa=options.repa)
 
 
 def open_weights(options: Options, device: torch.device, weights: Checkpoint | Held | None = None) -> Opened:
@@ -121,6 +122,8 @@ def guidance_of(options: Options) -> Guidance | Unguided:
 
 def process_of(options: Options, weights: Checkpoint | Held) -> Process:
     """The options' process. Raises UsageError about a plan that is not for it."""
+    if options.sampler in FLOWS:
+        return FLOWS[options.sampler](options.num_sampling_steps)
     diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.weights.learn_sigma)
     if options.forecast == "plan":
         return Strides(diffusion, plan_of(options, weights))

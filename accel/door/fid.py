@@ -16,13 +16,13 @@ from accel.flags import flag_names
 from accel.options import DEFAULTS_OF, FidOptions
 from accel.progress import Stopwatch
 from accel.run import Run
+from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import CHANNELS as CHANNELS_GUIDED
-from accel.sampling.solvers import SOLVERS
 from accel.vae.lazy import LazyDecoder
 from accel.weights.identity import CHANNELS
 
 # Recorded as what they came to.
-RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
+RESOLVED = {"ckpt", "repa", "vae", "device", "tf32", "forecast", "forecast_plan"}
 LATER = {"guidance_interval", "guidance_channels"}  # than folders that may be resumed: recorded where not the default
 
 
@@ -45,6 +45,7 @@ def order_of(options: FidOptions) -> Order:
         copies=guidance_of(options).copies,
         balanced=options.balanced_labels,
         independent=options.world_independent_noise,
+        noise_from_cpu=options.sampler in FLOWS and FLOWS[options.sampler].noise_from_cpu,
     )
 
 
@@ -60,7 +61,7 @@ def folder_of(options: FidOptions) -> Path:
         own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
-    changed = f"-{options.sampler}" * (options.sampler in SOLVERS)
+    changed = f"-{options.sampler}" * (options.sampler not in ("ddpm", "ddim", "sde"))
     if options.guidance_interval != (0, 1):
         changed += "-interval-{:g}-{:g}".format(*options.guidance_interval)
     changed += f"-channels-{options.guidance_channels}" * (options.guidance_channels != CHANNELS_GUIDED)

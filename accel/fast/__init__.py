@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from accel.fast import dit, large_dit
+from accel.fast import dit, large_dit, sit
 from accel.fast.dit import FastDiT
 from accel.kernels.ancestral_update import ancestral_update
 from accel.kernels.linear import Tuner
 from accel.precision import TIERS
+from large_dit import DiT_Llama
+from models import DiT
+from sit import SiT
 
 
 class Family(NamedTuple):
@@ -21,13 +24,16 @@ class Family(NamedTuple):
     build: Callable[..., FastDiT]  # (state, module, tier, device, tuner, gemm)
 
 
-FAMILIES = Family("blocks", dit.build), Family("layers", large_dit.build)
+FAMILIES = {  # by the classes of network.MODELS
+    DiT: Family("blocks", dit.build),
+    DiT_Llama: Family("layers", large_dit.build),
+    SiT: Family("blocks", sit.build),
+}
 
 
 def family_of(model: torch.nn.Module) -> Family:
-    """The family of a module of network.MODELS' classes, whose parameters begin with its blocks' name."""
-    names = model.state_dict()
-    return next(family for family in FAMILIES if f"{family.blocks}.0.adaLN_modulation.1.weight" in names)
+    """The family of a module of network.MODELS' classes, or of one derived from them."""
+    return next(FAMILIES[kind] for kind in type(model).__mro__ if kind in FAMILIES)
 
 
 def load(

@@ -96,7 +96,7 @@ class ConditioningTable:
             self.offset = torch.full((MOST_EVALUATIONS,), self.capacity, device=c.bias.device)
             self.label_offset = torch.full((len(c.labels),), self.capacity, device=c.bias.device)
 
-    def begin(self, times: list[int], labels: list[int], at_once: int = 1) -> None:
+    def begin(self, times: list[float], labels: list[int], at_once: int = 1) -> None:
         """Start a run; arguments as Network.schedule has them. ValueError if the table is too small."""
         device = self.table.device
         if len(times) > len(self.offset):

@@ -29,6 +29,7 @@ class Order(NamedTuple):
     latent: tuple[int, int, int]  # (C, L, L)
     copies: int = 2  # normals that a step of upstream's stream draws for a picture: 2 with guidance, else 1
     balanced: bool = False  # as many pictures of each class; else random classes
+    noise_from_cpu: bool = False  # of the steps of upstream's stream
     independent: bool = False  # noise and labels keyed by picture; else upstream's stream, a seed a rank
 
     @property

@@ -30,7 +30,10 @@ class UpstreamNoise:
 
     def __init__(self, order: Order, batches: Batches, device: torch.device):
         self.order, self.batches, self.device, self.next = order, batches, device, None
-        self.module = torch if device.type == "cpu" else torch.get_device_module(device)
+        self.generators = [torch if device.type == "cpu" else torch.get_device_module(device)]  # whose state is kept
+        if order.noise_from_cpu and device.type != "cpu":
+            self.generators.append(torch)
+        self.of_steps = torch.default_generator if order.noise_from_cpu else None
 
     def batch(self, batch: int, before: str | None) -> Drawn:
         """z (n, C, L, L), labels (n,) and what draws the noise of a step.
@@ -41,15 +44,17 @@ class UpstreamNoise:
         if batch == self.batches.rank:  # the first of this rank
             torch.manual_seed(order.seed * self.batches.world + self.batches.rank)
         elif batch != self.next:
-            self.module.set_rng_state(torch.frombuffer(bytearray.fromhex(before), dtype=torch.uint8))
+            for generator, state in zip(self.generators, before.split(), strict=True):
+                generator.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
         self.next = batch + self.batches.world
         z = torch.randn(n, *order.latent, device=device)
         drawn = torch.randint(0, order.num_classes, (n,), device=device)
-        return z, labels_of(order, self.batches.pictures(batch), drawn), upstream_noise(z, order.copies)
+        draw = upstream_noise(z, order.copies, generator=self.of_steps)
+        return z, labels_of(order, self.batches.pictures(batch), drawn), draw
 
     def state(self) -> str | None:
-        """The generator's state after the last batch (hexadecimal)."""
-        return bytes(self.module.get_rng_state().numpy()).hex()
+        """The generators' states after the last batch (hexadecimal)."""
+        return " ".join(bytes(generator.get_rng_state().numpy()).hex() for generator in self.generators)
 
 
 class PictureNoise:

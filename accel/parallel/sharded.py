@@ -54,7 +54,7 @@ class Sharded(Network):
         whole = whole.unflatten(0, (rows, columns)).transpose(1, 2)  # (rows, share, columns, t, p·p·C')
         return whole.reshape(rows * share, total, -1)[:n]
 
-    def schedule(self, times: list[int], labels: list[int], at_once: int = 1) -> tuple[Network, Callable[..., None]]:
+    def schedule(self, times: list[float], labels: list[int], at_once: int = 1) -> tuple[Network, Callable[..., None]]:
         scheduled = copy.copy(self)
         scheduled.network, advance = self.network.schedule(times, labels, at_once)
         return scheduled, advance

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Replicate
 from accel.network import BlockNetwork, Plain
 from large_dit import DiT_Llama
 from models import DiT
+from sit import SiT
 
 
 class Division(NamedTuple):
@@ -61,6 +62,7 @@ DIVISIONS = {
         norms=("attention.q_norm", "attention.k_norm"),
     ),
 }
+DIVISIONS[SiT] = DIVISIONS[DiT]
 
 
 class OwnHeads(torch.nn.Module):

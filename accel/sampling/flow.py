@@ -99,6 +99,9 @@ class Sde(Euler):
         return [*steps, (1 - LAST, LAST * (1 + last), 0.0)]  # its noise is that of the step before, times zero
 
 
+FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}
+
+
 @lru_cache(maxsize=16)
 def _table(process: Euler, device: torch.device) -> Tensor:
     """The coefficients (3, evaluations) of a process on a device."""

@@ -16,6 +16,7 @@ from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.weights import consolidated_layout, diffusers_layout, training_layout
 from accel.weights.identity import Identity, identify
+from accel.weights.repa import is_repa, to_sit
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "pretrained_models"
@@ -33,12 +34,13 @@ class Checkpoint:
     """The weights that --ckpt names, fetched and opened when they are first needed.
 
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or as Large-DiT's training leaves
-    it, or a hub id (owner/name). mapped: tensors are mapped where the format allows it, else copies. Raises UsageError
-    if it names nothing, before anything is fetched.
+    it, or a hub id (owner/name). mapped: tensors are mapped where the format allows it, else copies. repa: they are of
+    REPA's class and lack the projectors by which they would be known. Raises UsageError if it names nothing, before
+    anything is fetched.
     """
 
-    def __init__(self, name: str | Path, mapped: bool = True):
-        self.name, self.mapped = str(name), mapped
+    def __init__(self, name: str | Path, mapped: bool = True, repa: bool = False):
+        self.name, self.mapped, self.repa = str(name), mapped, repa
         self._path = _locate(self.name)  # None: on the hub
         self._stamps = None  # of the files that were opened first
         self._digest = None
@@ -71,11 +73,15 @@ class Checkpoint:
                     f"`ckpt={self.path}`: a folder must hold transformer/config.json and its weights (diffusers' "
                     "layout), or consolidated.00-of-01.pth (Large-DiT's)"
                 )
-            return layout.read(self.path, self.mapped)
+            state, said = layout.read(self.path, self.mapped)
+            if self.repa or is_repa(state):
+                return to_sit(state), {"path_type": "linear", **said}
+            return state, said
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU. Read-only.
+        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU; REPA's are turned into a
+        SiT's. Read-only.
 
         Raises UsageError if the file is damaged, holds no weights, or would execute code on load.
         """

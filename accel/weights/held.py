@@ -1,5 +1,5 @@
-"""A network that the caller holds, in a Checkpoint's place: models.DiT, large_dit.DiT_Llama, the original classes, the
-DiT of diffusers and pipelines with one."""
+"""A network that the caller holds, in a Checkpoint's place: models.DiT, large_dit.DiT_Llama, sit.SiT, the original
+classes, REPA's, the DiT of diffusers and pipelines with one."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,10 @@ from accel.weights.identity import (
     shapes_of,
     shapes_only,
 )
+from accel.weights.repa import is_repa, to_sit
 from large_dit import DiT_Llama
+from models import DiT
+from sit import SiT
 
 FIRST = "blocks.0.attn.qkv.weight", "layers.0.attention.wq.weight"  # a weight of every DiT, of every Large-DiT
 COMPARED = "eps", "approximate"  # attributes of submodules that decide their function, and are in no weight
@@ -34,8 +37,9 @@ class Held:
     """The weights of a network that the caller holds, and what they imply.
 
     module: wrapped and compiled ones are unwrapped; of a pipeline its transformer. `state`: the weights under the names
-    of models.DiT or large_dit.DiT_Llama, not copied unless `copy`. `build` makes a model of their shape, as an entry of
-    network.MODELS does; `model` is one without values. Raises UsageError, naming what differs, for another network.
+    of models.DiT or large_dit.DiT_Llama, not copied unless `copy`; REPA's are turned into a SiT's. `build` makes a
+    model of their shape, as an entry of network.MODELS does; `model` is one without values. Raises UsageError, naming
+    what differs, for another network.
     """
 
     def __init__(self, module: nn.Module, copy: bool = False):
@@ -48,7 +52,9 @@ class Held:
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
         self.config = getattr(self.module, "config", None) if hasattr(self.module, "transformer_blocks") else None
-        self.state = self.read(self.module.state_dict())
+        self.flow, state = _is_flow(self.module), self.module.state_dict()
+        self.of_repa = self.flow and is_repa(state)
+        self.state = self.read(state)
         if copy:
             self.state = {name: value.clone() for name, value in self.state.items()}
         describe = next((read for first, read in zip(FIRST, (_dit, _large_dit)) if first in self.state), None)
@@ -75,7 +81,7 @@ class Held:
         """A state dict of the module → under our names. Raises UsageError if it is none."""
         state = {name: value.detach() for name, value in state.items()}
         if not self.of_diffusers:
-            return state
+            return to_sit(state) if self.of_repa else state
         try:
             state = from_diffusers(state, self.config.sample_size, self.config.patch_size)
             check_config(dict(self.config), state)
@@ -93,7 +99,9 @@ class Held:
                 "accel.accelerate(model) for your own loop"
             )
         how = self.num_classes, self.null_row, self.model.learn_sigma, self.image_size
-        return Identity(self.name, self.build, self.model.patch_size, *how, class_names=self.class_names)
+        return Identity(
+            self.name, self.build, self.model.patch_size, *how, class_names=self.class_names, flow=self.flow
+        )
 
     def fetch(self) -> None:
         """They are here."""
@@ -120,14 +128,18 @@ class Held:
         self.module = self.state = None
 
     def evaluate(self, x: Tensor, t: Tensor, y: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:
-        """The module's own output, or that with other `weights`, a state dict of the module."""
+        """The module's own output, of REPA's as a SiT's, or that with other `weights`, a state dict of the module."""
         inputs, named = (x, t, y), {}
         if self.of_diffusers:
             inputs, named = (x,), dict(timestep=t, class_labels=y)
+        if self.of_repa:
+            inputs = x, 1 - t, y
         if weights is None:  # not by __call__, which a module that was compiled in place compiles
             out = self.module.forward(*inputs, **named)
         else:
             out = functional_call(self.module, weights, inputs, named)
+        if self.of_repa:
+            return -out[0]
         return out.sample if self.of_diffusers else out
 
 
@@ -159,10 +171,15 @@ def require_fit(name: str, state: dict[str, Tensor], model: nn.Module) -> None:
 #################################################################################
 
 
+def _is_flow(module: nn.Module) -> bool:
+    """Whether the module is a SiT: its keys and shapes are a DiT's, so its class says it."""
+    return any(kind.__name__ == "SiT" for kind in type(module).__mro__)
+
+
 def _dit(module: nn.Module, state: dict[str, Tensor]) -> tuple[Callable[..., nn.Module], int]:
-    """A constructor of models.DiT in the module's shape, and the side of its latents."""
+    """A constructor of models.DiT or sit.SiT in the module's shape, and the side of its latents."""
     heads = module.config.num_attention_heads if hasattr(module, "transformer_blocks") else module.num_heads
-    build = like_dit(shapes_of(state), heads)
+    build = like_dit(shapes_of(state), heads, SiT if _is_flow(module) else DiT)
     return build, build.keywords["patch_size"] * isqrt(state["pos_embed"].shape[1])
 
 

@@ -19,12 +19,13 @@ from accel.errors import UsageError
 from accel.network import MODELS
 from large_dit import Large_DiT_models
 from models import DiT
+from sit import SiT
 
 LABELS = "y_embedder.embedding_table.weight"
 PATCHES = "x_embedder.proj.weight"  # of a DiT, a convolution (D, C, p, p)
 LAST = "final_layer.linear.weight"
 QK_NORM = "layers.0.attention.q_norm.weight"  # a weight of a Large-DiT with qk_norm only
-OF_A_FLOW = "path_type", "prediction"  # arguments of SiT's training
+OF_A_FLOW = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}  # of SiT's and REPA's training: args
 CHANNELS = 4  # of the latents that sd-vae-ft-* decodes
 
 Shapes = dict[str, tuple]
@@ -42,6 +43,7 @@ class Identity(NamedTuple):
     image_size: int | None = None  # that they were trained at, where they say so
     vae: str | None = None
     class_names: tuple[str, ...] = ()
+    flow: bool = False  # whether their output is a velocity
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -70,18 +72,18 @@ def identify(
     what the user said, which goes first. Raises UsageError for weights of another model, of none, and for
     contradictions.
     """
-    _refuse_flows(source, said, model)
-    have = shapes_of(state)
+    flow, have = _is_flow(source, said, model), shapes_of(state)
     classes, null_class = _classes(source, have, said, num_classes)
     how = dict(num_classes=classes, class_dropout_prob=0.1 if null_class else 0.0)
     wrong, fits = {}, None
-    for name in sorted(MODELS, key=lambda name: name != (model or "DiT-XL/2")):  # the likely one first
+    alike = [name for name in MODELS if name.startswith("SiT") == flow]
+    for name in sorted(alike, key=lambda name: name not in (model, "DiT-XL/2", "SiT-XL/2")):  # the likely ones first
         build = _constructor(name, have)
         wrong[name] = different(have, module := _made(build, **how))
         if not wrong[name]:
             fits = name
             break
-    if fits is None and (own := _custom(have, said)) and not different(have, module := _made(own[1], **how)):
+    if fits is None and (own := _custom(have, said, flow)) and not different(have, module := _made(own[1], **how)):
         fits, build = own
     if fits is None:
         raise UsageError(_why_none(source, have, model, wrong))
@@ -100,7 +102,7 @@ def identify(
         print(f"{source}: {classes} classes and the null class (all {rows} are classes? then --num-classes {rows})")
     learn_sigma = module.final_layer.linear.out_features == 2 * CHANNELS * module.patch_size**2
     how = classes, null_class, learn_sigma, side or size, vae, names
-    return Identity(fits, build, module.patch_size, *how)
+    return Identity(fits, build, module.patch_size, *how, flow)
 
 
 def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
@@ -119,14 +121,26 @@ def different(have: Shapes, module: torch.nn.Module) -> dict[str, tuple[Any, Any
     return {name: (have.get(name), want.get(name)) for name in {**want, **have} if have.get(name) != want.get(name)}
 
 
-def _refuse_flows(source, said, model):
-    """SiT's weights have DiT's names and shapes, and mean a velocity: as noise they would give wrong pictures."""
-    name, flow = said.get("model"), next((name for name in OF_A_FLOW if name in said), None)
-    if flow or isinstance(name, str) and name.startswith("SiT"):
-        what = f"{flow} {said[flow]}" if flow else f"model {name}"
-        raise UsageError(f"`ckpt={source}`: was trained as a SiT ({what}), whose outputs are no noise; give a DiT's")
-    if model is None and re.match(r"sit\b|sit[-_]", source.replace("\\", "/").rpartition("/")[2].lower()):
-        raise UsageError(f"`ckpt={source}`: is named as a SiT, whose outputs are no noise; if it is a DiT, add `model`")
+def _is_flow(source, said, model):
+    """Whether weights are a SiT's. They have DiT's names and shapes and mean a velocity, so what was said decides: by
+    training, else by the user, else by the file's name."""
+    for name, known in OF_A_FLOW.items():
+        if said.get(name, known[0]) not in known:
+            raise UsageError(f"`ckpt={source}`: was trained with {name} {said[name]}, and only {known[0]} is sampled")
+    name, flow, what = said.get("model"), None, next((f"{one} {said[one]}" for one in OF_A_FLOW if one in said), None)
+    if what is not None:
+        flow = True
+    elif isinstance(name, str) and name.startswith(("SiT", "DiT", "Large-DiT")):
+        flow, what = name.startswith("SiT"), f"model {name}"
+    if model is None:
+        named = re.match(r"sit\b|sit[-_]", source.replace("\\", "/").rpartition("/")[2].lower())
+        return bool(named) if flow is None else flow
+    wanted = model.startswith("SiT")
+    if flow not in (None, wanted):
+        raise UsageError(
+            f"`ckpt={source}`: was trained as a {'SiT' if flow else 'DiT'} ({what}), not as {model}; drop `model`"
+        )
+    return wanted
 
 
 def _classes(source, have, said, wanted):
@@ -150,12 +164,12 @@ def _classes(source, have, said, wanted):
     return (rows - 1, True) if rows > 1 else (1, False)
 
 
-def like_dit(have: Shapes, num_heads: int) -> Callable[..., torch.nn.Module]:
-    """The constructor of models.DiT in the sizes of weights of shapes `have`, which hold all but the heads. Raises
-    KeyError where one is missing."""
+def like_dit(have: Shapes, num_heads: int, network: type[DiT] = DiT) -> Callable[..., torch.nn.Module]:
+    """The constructor of models.DiT, or of a `network` like it, in the sizes of weights of shapes `have`, which hold
+    all but the heads. Raises KeyError where one is missing."""
     width, channels, patch, _ = have[PATCHES]
     return partial(
-        DiT,
+        network,
         hidden_size=width,
         patch_size=patch,
         in_channels=channels,
@@ -184,16 +198,17 @@ def _divides(heads, have):
     return type(heads) is int and heads > 0 and have.get(PATCHES, (1,))[0] % heads == 0
 
 
-def _custom(have, said):
-    """(name, constructor) of a DiT of other sizes, where the number of heads was said; None where it was not."""
+def _custom(have, said, flow):
+    """(name, constructor) of a DiT or SiT of other sizes, where the number of heads was said; None where it was not."""
     try:
         width, channels, patch, _ = have[PATCHES]
         if not _divides(said.get("num_heads"), have) or channels != CHANNELS:
             return None
-        build = like_dit(have, said["num_heads"])
+        network = SiT if flow else DiT
+        build = like_dit(have, said["num_heads"], network)
     except (KeyError, ValueError):
         return None
-    return f"DiT-{build.keywords['depth']}x{width}/{patch}", build
+    return f"{network.__name__}-{build.keywords['depth']}x{width}/{patch}", build
 
 
 def _why_none(source, have, model, wrong):
@@ -206,6 +221,6 @@ def _why_none(source, have, model, wrong):
     if len(have.get(PATCHES, ())) == 4 and "blocks.0.attn.qkv.weight" in have and there and wanted:
         own = "; for a DiT of other sizes load it into its class and use accel.Sampler(module)"
     return (
-        f"`ckpt={source}`: fits none of {', '.join(MODELS)} ({len(wrong[name])} entries differ, first {entry}: "
+        f"`ckpt={source}`: fits none of {', '.join(wrong)} ({len(wrong[name])} entries differ, first {entry}: "
         f"{there or 'missing'}, {name} has {wanted or 'none'}){own}"
     )

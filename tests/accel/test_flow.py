@@ -5,14 +5,18 @@ import copy
 import pytest
 import torch
 from conftest import fill
-from networks import error, sample
+from networks import error, network_of, sample, sde
 from reference_networks import dit
+from torch import nn
 
+from accel import Sampler, accelerate
+from accel.errors import UsageError
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance, Unguided
 from accel.weights.repa import is_repa, to_sit
+from models import DiT
 from sit import SiT
 
 SHAPE = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
@@ -50,24 +54,6 @@ def ode(v, x, steps, heun=False):
             slope = (slope + v(x + (end - t) * slope, end, level)) / 2
         x = x + (end - t) * slope
     return x
-
-
-def sde(v, x, steps, draw):
-    """Euler–Maruyama on the linear path from the velocity's score: x_t = α·x* + σ·ε, α = t, σ = 1 − t."""
-
-    def drift(x, t):
-        alpha, sigma, slope_alpha, slope_sigma = t, 1 - t, 1.0, -1.0
-        speed = v(x, t, sigma)
-        ratio = alpha / slope_alpha
-        score = (ratio * speed - x) / (sigma**2 - ratio * slope_sigma * sigma)
-        return speed + sigma * score, sigma
-
-    times = [0.96 * i / (steps - 1) for i in range(steps)]
-    for t, end in zip(times, times[1:]):
-        noise = draw()
-        slope, diffusion = drift(x, t)
-        x = x + slope * (end - t) + (2 * diffusion) ** 0.5 * noise * (end - t) ** 0.5
-    return x + 0.04 * drift(x, 0.96)[0]
 
 
 @pytest.mark.parametrize("learn_sigma", (True, False))
@@ -137,3 +123,106 @@ def test_repas_weights_turned_are_a_sits():
     assert all(torch.allclose(again[name], theirs[name], atol=1e-6) for name in again)
     half = to_sit({name: value.half() for name, value in theirs.items()})
     assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
+
+
+#################################################################################
+#                     The networks, and weights that callers hold               #
+#################################################################################
+
+
+@pytest.mark.parametrize("process", (Euler(5), Heun(5), Sde(5)))
+def test_every_network_gives_the_same_latents(process):
+    """The plain one and the accelerated tiers; conditioning hoisted or not, at times that are fractions."""
+    model, results = small(), []
+    fast = [network_of(model, tier) for tier in ("fp32", "fp32", "exact", "fp16")]
+    fast[0].hoists = False
+    for network in (Plain(model), *fast):
+        torch.manual_seed(1)
+        results.append(sample(network, process, Z, LABELS))
+    errors = [error(one, results[0].double()) for one in results[1:]]
+    assert errors[0] < 1e-5 and errors[1] < 1e-5 and errors[2] < 1e-5 and errors[3] < 1e-2, errors
+    assert fast[1].table is not None and fast[0].table is None
+    assert len(fast[1].final[1]) == 2 * 2 * 4 and model.final_layer.linear.out_features == 2 * 2 * 8
+
+
+class Original(nn.Module):
+    """SiT's and REPA's class as callers have it: their names, not ours."""
+
+    def __init__(self, model):
+        super().__init__()
+        for name, part in model.named_children():
+            self.add_module(name, part)
+        self.pos_embed, self.num_heads, self.model = model.pos_embed, model.num_heads, [model]
+
+    def forward(self, x, t, y):
+        return self.model[0](x, t, y)
+
+
+class OfRepa(Original):
+    def __init__(self, model):
+        super().__init__(model)
+        self.projectors = nn.ModuleList([nn.Linear(144, 8)])
+
+    def forward(self, x, t, y):
+        return super().forward(x, t, y), [torch.zeros(len(x), 16, 8)]
+
+
+Original.__name__ = OfRepa.__name__ = "SiT"
+
+
+@pytest.mark.parametrize("kind", (lambda model: model, Original, OfRepa))
+def test_accelerate_takes_the_original_and_repas_class(kind):
+    model = kind(small(learn_sigma=kind is not OfRepa)).eval()
+    x, t, y = torch.randn(4, 4, 8, 8), torch.tensor([0.1, 0.5, 0.96, 1.0]), torch.tensor([1, 2, 8, 8])
+    fast, want = accelerate(model), model(x, t, y)
+    got = fast(x, t, y)
+    if kind is OfRepa:
+        want, got = want[0], got[0]
+    assert got.shape == x.shape and error(got, want.detach().double()) < 1e-5
+    other = kind(small(learn_sigma=kind is not OfRepa)).eval()
+    other.load_state_dict({name: 1.5 * value for name, value in model.state_dict().items()})
+    fast.load_state_dict(other.state_dict())
+    got, want = fast(x, t, y), other(x, t, y)
+    got, want = (got[0], want[0]) if kind is OfRepa else (got, want)
+    assert error(got, want.detach().double()) < 1e-5
+
+
+def test_guidance_of_an_accelerated_sit():
+    model = small()
+    x, t, y = torch.randn(4, 4, 8, 8), torch.tensor([0.1, 0.5] * 2), torch.tensor([1, 2, 8, 8])
+    want = model.forward_with_cfg(x, t, y, 3.0).detach().double()
+    assert error(accelerate(model).forward_with_cfg(x, t, y, 3.0), want) < 1e-5
+
+
+def test_another_function_under_sits_name_is_refused():
+    class SiT(DiT):  # the whole of learned sigma's channels
+        pass
+
+    with pytest.raises(UsageError, match=r"SiT: returns \(1, 8, 8, 8\)"):
+        accelerate(fill(SiT(**SHAPE)))
+    with pytest.raises(UsageError, match="blocks.0.attn.q_norm.weight is no weight of a DiT"):
+        model = small()
+        model.blocks[0].attn.q_norm = nn.LayerNorm(72)
+        accelerate(model)
+
+
+def test_a_sampler_of_a_sit_and_of_repas():
+    """SiT's default is its SDE; REPA's class gives the same latents as the SiT that its weights are turned into."""
+    model = small(learn_sigma=False)
+    theirs = OfRepa(copy.deepcopy(model))
+    ours = copy.deepcopy(model)
+    ours.load_state_dict(to_sit(model.state_dict()))
+    how = dict(precision="fp32", device="cpu", output_type="latent", num_sampling_steps=4)
+    found = []
+    for one in (theirs, ours):
+        with Sampler(one, **how) as sampler:
+            assert sampler.options.sampler == "sde"
+            found.append(sampler.latents([1, 5, 2], seed=7))
+            with pytest.raises(UsageError, match="is of another class"):
+                sampler.refresh(fill(DiT(**SHAPE, learn_sigma=False)))
+    torch.manual_seed(7)
+    z = torch.randn(3, 4, 8, 8)
+    want = denoise(Plain(ours), Sde(4), Guidance(4.0, 8), z, LABELS.new_tensor([1, 5, 2]), upstream_noise(z, 2))
+    assert all(error(one, want.double()) < 1e-5 for one in found)
+    with pytest.raises(UsageError, match="sampler=ddpm: is not for a SiT, which SiT is; use sde, euler, heun"):
+        Sampler(model, sampler="ddpm", **how)

@@ -15,7 +15,7 @@ from accel.fast.dit import FastDiT
 from accel.loading import Batch, overflows
 from accel.options import FidOptions, GridOptions
 from accel.progress import Stopwatch
-from models import DiT_models
+from models import DiT, DiT_models
 
 CPU = torch.device("cpu")
 
@@ -187,7 +187,7 @@ def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
         door.ready(replace(options, precision="fp16"))
 
 
-@pytest.mark.parametrize("bad", (999, 500, 0))
+@pytest.mark.parametrize("bad", DiT.SOME_TIMES)
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
 def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
     def tokens(x, t, y):
