@@ -1,5 +1,6 @@
 """Whole FID jobs in real processes: equal to upstream's, killed, stopped, starved of disk, misled, started twice."""
 
+import argparse
 import os
 import random
 import re
@@ -14,14 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import fill
 from forks import kill
 from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
+from networks import sde, side_of
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, unprivileged
 
 from accel.errors import STOPPED, USAGE
 from diffusion import create_diffusion
 from models import DiT_models
+from sit import SiT, SiT_models
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
 FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 10]
@@ -41,22 +45,28 @@ def one(here):
 
 
 @torch.no_grad()
-def by_hand(weights, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
+def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
     """Upstream's job for one rank, as its users know it: {file name: picture}."""
     from diffusers import AutoencoderKL
 
-    model = DiT_models["DiT-Demo/2"]().eval()
-    model.load_state_dict(load_file(weights))
-    vae = AutoencoderKL.from_pretrained(vae_folder)
+    vae, side = AutoencoderKL.from_pretrained(vae_folder), side_of(model)
     diffusion, out = create_diffusion(str(steps)), {}
     torch.manual_seed(seed * world + rank)
     for round_ in range(rounds):
-        x, y = torch.randn(n, 4, 16, 16), torch.randint(0, 8, (n,))
+        x, y = torch.randn(n, 4, side, side), torch.randint(0, 8, (n,))
         forward, arguments = model.forward, dict(y=y)
         if cfg_scale > 1:
             x, y = torch.cat([x, x]), torch.cat([y, torch.full((n,), 8)])
             forward, arguments = model.forward_with_cfg, dict(y=y, cfg_scale=cfg_scale)
-        latents = diffusion.p_sample_loop(forward, x.shape, x, clip_denoised=False, model_kwargs=arguments)[:n]
+        if isinstance(model, SiT):
+            latents = sde(
+                lambda x, t, _: forward(x, torch.full((len(x),), t), **arguments),
+                x,
+                steps,
+                lambda: torch.randn(x.shape),
+            )[:n]
+        else:
+            latents = diffusion.p_sample_loop(forward, x.shape, x, clip_denoised=False, model_kwargs=arguments)[:n]
         pixels = torch.cat([vae.decode(latent[None] / 0.18215).sample for latent in latents])
         pixels = (127.5 * pixels + 128).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).numpy()
         for i, picture in enumerate(pixels):
@@ -74,9 +84,10 @@ def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_
     assert f"· {wanted} pictures ·" in text and "labels" not in text  # it draws its own
     name = f"DiT-Demo-2-demo-size-128-vae-{tiny_vae.name}-cfg-{cfg_scale}-seed-5"
     assert {path.name for path in tmp_path.iterdir()} == {name, name + ".npz"}
-    expected = {}
+    expected, model = {}, DiT_models["DiT-Demo/2"]().eval()
+    model.load_state_dict(load_file(weights))
     for rank in range(world):
-        expected |= by_hand(weights, tiny_vae, rank, world, n, rounds, cfg_scale, seed, steps)
+        expected |= by_hand(model, tiny_vae, rank, world, n, rounds, cfg_scale, seed, steps)
     made = pictures(tmp_path)
     assert sorted(made) == sorted(expected) == [f"{i:06d}.png" for i in range(rounds * n * world)]
     # The null half's update is left out, which leaves the stream as it is, and changes nothing else on the CPU.
@@ -85,6 +96,31 @@ def test_the_folder_is_upstreams(world, cfg_scale, demo, weights, tiny_vae, tmp_
     array = np.load(tmp_path / f"{name}.npz")["arr_0"]
     assert array.dtype == np.uint8
     assert np.array_equal(array, np.stack([expected[f"{i:06d}.png"] for i in range(wanted)]))
+
+
+def test_the_folder_of_a_sit_is_sits(one, tiny_vae, tmp_path):
+    """SiT's job over two batches, the second begun from the record of the first: its last step draws no noise, so the
+    second batch begins where SiT's does."""
+    model = fill(SiT_models["SiT-S/4"](input_size=8, num_classes=8, depth=2))
+    said = argparse.Namespace(num_classes=8, num_heads=6, path_type="Linear", prediction="velocity")
+    torch.save({"model": {}, "ema": model.state_dict(), "opt": {}, "args": said}, tmp_path / "sit.pt")
+    how = ["--num-fid-samples", 4, "--per-proc-batch-size", 2, "--num-sampling-steps", 4, "--vae", tiny_vae]
+    command = ["--ckpt", tmp_path / "sit.pt", *how, "--device", "cpu", "--cfg-scale", 1.5, "--sample-dir", tmp_path]
+    assert "4 SDE steps" in one(*command)
+    expected = by_hand(model, tiny_vae, 0, 1, 2, 2, 1.5, 0, 4)
+
+    def as_expected():
+        made = pictures(tmp_path)
+        assert sorted(made) == sorted(expected)
+        return all(np.abs(made[name].astype(int) - expected[name]).max() <= 1 for name in made)
+
+    assert as_expected()
+    for name in ("000002.png", "000003.png"):
+        [path] = tmp_path.glob(f"*/{name}")
+        path.unlink()
+    one(*command)
+    assert as_expected()
+    assert len(list(tmp_path.glob("SiT-2x384-4-sit-size-64-vae-*-cfg-1.5-seed-0"))) == 1
 
 
 @pytest.fixture(scope="module")
