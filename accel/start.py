@@ -5,6 +5,7 @@ They find each other as torchrun's ranks do. Jobs over several nodes stay with t
 
 import argparse
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -95,15 +96,22 @@ def run(world: int, program: str) -> int:
 
 
 def _start(world):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     common = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), **{_BEGAN: str(BEGAN)})
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
     ranks = [{**threads, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     # Sessions of their own: Ctrl-C reaches the parent alone, which ends all ranks without a traceback of each.
     command = [sys.executable, *sys.argv]
     return [subprocess.Popen(command, env=environment, start_new_session=True) for environment in ranks]
+
+
+def _free_port():
+    """One below those that systems give to outgoing connections, which could take it before rank 0 does."""
+    while True:
+        port = random.randrange(16000, 32000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _end(processes):
