@@ -97,9 +97,8 @@ class Options:
 
     model: str = what(
         None,
-        "network: DiT-XL/2, L, B or S with /2, /4 or /8 for its patches, SiT likewise, Large-DiT-600M/2, 3B or 7B; "
-        "DiT-Demo/2 and Large-DiT-Demo/2 ship with their weights and run on any machine; default: that of --ckpt, else "
-        "DiT-XL/2",
+        "network: DiT- or SiT-XL/2, L, B or S with /2, /4 or /8 for its patches, Large-DiT-600M/2, 3B or 7B; "
+        "DiT-Demo/2 and Large-DiT-Demo/2 ship with their weights, run anywhere; default: that of --ckpt, else DiT-XL/2",
         action="store",
     )
     image_size: int = what(
@@ -172,10 +171,7 @@ class Options:
         "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: that of --ckpt, else ema",
     )
     repa: bool = files(
-        False,
-        "--ckpt holds REPA's weights, without the projectors by which they are recognised: their time and velocity run "
-        "the other way",
-        action="store_true",
+        False, "--ckpt holds REPA's weights, stripped of the projectors by which they are known", action="store_true"
     )
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")

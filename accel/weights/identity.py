@@ -217,10 +217,10 @@ def _why_none(source, have, model, wrong):
         return f"`ckpt={source}`: is for latents of {have[PATCHES][1]} channels; sd-vae-ft-* has {CHANNELS}"
     name = model or min(wrong, key=lambda name: len(wrong[name]))
     entry, (there, wanted) = next(iter(wrong[name].items()))
-    own = ""
+    own, names = "", ", ".join(one for one in MODELS if one in wrong)
     if len(have.get(PATCHES, ())) == 4 and "blocks.0.attn.qkv.weight" in have and there and wanted:
         own = "; for a DiT of other sizes load it into its class and use accel.Sampler(module)"
     return (
-        f"`ckpt={source}`: fits none of {', '.join(wrong)} ({len(wrong[name])} entries differ, first {entry}: "
+        f"`ckpt={source}`: fits none of {names} ({len(wrong[name])} entries differ, first {entry}: "
         f"{there or 'missing'}, {name} has {wanted or 'none'}){own}"
     )
