@@ -55,7 +55,7 @@ C_LIBRARY = {
 
 
 def header_refuses(*claims: str) -> str:
-    """NVRTC's log of static assertions about the header of the cuBLASLt that torch has loaded; "" where all hold."""
+    """NVRTC's errors about static assertions on the header of the cuBLASLt that torch has loaded; "" where all hold."""
     wheel = Path(cublaslt._library()._name).parents[1]  # nvidia/cublas, or nvidia/cu13 with CUDA 13
     folders = wheel / "include", wheel.with_name("cuda_runtime") / "include"
     text = CHECKS + "\n".join(f'static_assert({claim}, "");' for claim in claims)
@@ -70,7 +70,9 @@ def header_refuses(*claims: str) -> str:
     nvrtc.nvrtcCompileProgram(program, len(options), options)
     log = bytes(cuda.call(nvrtc.nvrtcGetProgramLogSize, program))
     cuda.call(nvrtc.nvrtcGetProgramLog, program, log)
-    return log.decode().strip("\0\n ")
+    # Headers may use names that this NVRTC's own headers lack: cuBLAS 13.1 beside NVRTC 13.0.
+    about = [line for line in log.decode().splitlines() if line.startswith("claims(") or "catastrophic" in line]
+    return "\n".join(about)
 
 
 def test_cublaslts_constants_and_structures_are_the_headers():
@@ -217,11 +219,11 @@ def test_nvrtc_has_every_function_that_is_called():
     """In the bindings, and in the library that they have loaded."""
     _, nvrtc = cuda._bindings()
     cuda.compile_cubin('extern "C" __global__ void fill() {}', "fill")
-    [path] = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
     called = set(re.findall(r"nvrtc\.(nvrtc\w+)", Path(cuda.__file__).read_text()))
-    assert len(called) == 7
+    assert len(called) == 7 and paths
     for name in called:
-        assert callable(getattr(nvrtc, name)) and getattr(ctypes.CDLL(path), name)
+        assert callable(getattr(nvrtc, name)) and all(hasattr(ctypes.CDLL(path), name) for path in paths)
 
 
 def torch_names(path: Path):
