@@ -113,7 +113,13 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     "capability, targets",
     [((7, 0), WHEEL_2_10), ((7, 0), WHEEL_12_6), ((7, 5), WHEEL_2_11), ((8, 9), WHEEL_12_6), ((8, 6), WHEEL_2_11)]
-    + [((12, 1), WHEEL_2_10), ((13, 0), WHEEL_2_11), ((9, 0), ["sm_90a"]), ((9, 0), ["gfx90a"])],
+    + [
+        ((12, 1), WHEEL_2_10),
+        ((13, 0), WHEEL_2_11),
+        ((9, 0), ["sm_90a"]),
+        ((10, 0), ["sm_100f"]),
+        ((9, 0), ["gfx90a"]),
+    ],
 )
 def test_a_torch_with_code_for_the_gpu(machine, capability, targets):
     machine(capability, targets)

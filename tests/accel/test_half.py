@@ -109,6 +109,15 @@ def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, c
     assert torch.equal(got, vae.decode(plain, latents)) and got.isfinite().all()
 
 
+@torch.inference_mode()
+def test_the_refusal_names_the_psnr_over_the_whole_range():
+    """Pixels lie in (-1, 1): a range of 2."""
+    plain = coarse()
+    z = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0)) / vae.SCALE
+    lost = psnr(HalfDecoder(plain)(z), plain(z))
+    assert f"({lost:.1f} dB from float32" in vae.CheckedDecoder(plain, "fp16", "fp32").refusal
+
+
 def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     plain = random_decoder()
     checked = vae.CheckedDecoder(plain, "fp16", "tf32")
@@ -120,6 +129,7 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     assert "overflows the float16 decoder" in line and want.isfinite().all()
     assert [torch.equal(a, b) for a, b in zip(got, want)] == [False, True, False, True]
     assert torch.equal(got, torch.cat([vae.decode(checked, one) for one in latents.split(1)]))
+    assert capsys.readouterr().out == ""  # said once
 
 
 def test_a_decoder_that_gives_nan_stops_the_run():

@@ -9,6 +9,7 @@ from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from accel.errors import UsageError
 from accel.labels import class_names, file_name, find_label
+from accel.output import picture_names
 
 
 def test_every_imagenet_name_is_its_number():
@@ -42,6 +43,7 @@ def test_names_are_found_however_they_are_written(label, number):
         ("CARDIGAN", ("2 classes", "Cardigan (264)", "cardigan (474)")),
         ("terrier", ("classes have that name", "…")),
         ("goldn retriver", ("no class", "golden retriever (207)")),
+        ("usky", ("no class",)),  # a part of a word
         ("qqqqzzzz", ("no class", "0 to 999")),
         ("", ("no class", "0 to 999")),
         ("1000", ("0 to 999",)),
@@ -52,6 +54,14 @@ def test_other_labels_are_refused_with_the_nearest_names(label, words):
     with pytest.raises(UsageError, match="labels=") as error:
         find_label(label, _IMAGENET_CATEGORIES, 1000)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+    assert ("…" in str(error.value)) == (label == "terrier")  # more than are listed
+
+
+def test_a_file_has_the_first_of_a_classs_names():
+    """diffusers' pipelines list all that a class is called."""
+    names = ("great white shark, man-eater", "tench")
+    assert picture_names((1, 0), names) == ["000-1-tench.png", "001-0-great-white-shark.png"]
+    assert picture_names((5,), ()) == ["000-5.png"]
 
 
 def test_names_need_neither_torch_nor_torchvision():

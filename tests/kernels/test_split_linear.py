@@ -32,6 +32,12 @@ def test_high_and_low_hold_22_bits(magnitude):
     assert (high.amax(-1) >= 2**14).all() and (high.amax(-1) <= 2**15).all()
 
 
+def test_rows_near_the_end_of_float32_stay_what_they_are():
+    """Where the power of two of a row would itself leave float32."""
+    x = torch.tensor([[1e-36, -3e-37], [1e-38, 2e-40], [1e-44, 0.0], [0.0, 0.0]])
+    assert torch.allclose(split(x).value(torch.float64), x.double(), rtol=1e-6, atol=1e-44)
+
+
 def test_balance_changes_no_bit():
     """Powers of two, so float32 scales exactly; they bring rows of any size to the same."""
     weight, bias = draw(6, 300) * torch.tensor([1e-20, 1e-4, 1, 1e3, 1e15, 0.0])[:, None], draw(6) * 1e-6

@@ -12,7 +12,7 @@ from accel.door import plan_settings
 from accel.options import GridOptions
 from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
-from scripts.calibrate import best_plans, kinds_up_to, passes
+from scripts.calibrate import best_plans, compare, kinds_up_to, passes
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -41,6 +41,17 @@ def test_the_best_plan_is_the_best_of_all(seed):
             best = plans[evaluations]
             assert loss(best) == pytest.approx(min(map(loss, of_so_many))) and best[0] == (1, 1)
             assert sum(k for k, _ in best) == 7 and sum(count for _, count in best) == evaluations
+
+
+def test_what_a_comparison_counts():
+    """Grids are eight pictures, the mean absolute error is of 0–1."""
+    want = np.random.default_rng(0).integers(0, 200, (16, 16, 16, 3), dtype=np.uint8)
+    got = want + np.uint8(1)
+    got[15] = want[15] + np.uint8(51)
+    figures = compare(want, got, thorough=True)
+    assert len(figures["grid_psnr"]) == 2 and len(figures["tile_psnr"]) == 16
+    assert figures["grids_over_40"] == 0.5 and figures["tiles_over_40"] == 15 / 16
+    assert figures["mae_worst"] == pytest.approx(0.2) and figures["mae_mean"] == pytest.approx((15 / 255 + 0.2) / 16)
 
 
 @pytest.mark.parametrize(
