@@ -47,8 +47,7 @@ def save_pictures(path: str | Path, pixels: "Tensor") -> None:
 
     from accel.vae import to_grid
 
-    # A seventh larger than by Pillow's own level, in less than half the time: 0.2 s of eight pictures at 512 px.
-    _write(path, lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, format="PNG", compress_level=3))
+    _write(path, lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, format="PNG"))
 
 
 def _write(path, save):

@@ -284,6 +284,8 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
     """The file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
+    if options.flow:
+        raise UsageError(f"`model={options.model}`: is a SiT, and plans are for a DiT; use its fewer steps by heun")
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
     if not math.isfinite(args.margin):

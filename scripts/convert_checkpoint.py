@@ -20,8 +20,9 @@ from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.vae import find_vae
-from accel.weights.checkpoint import find_model
+from accel.weights.checkpoint import Checkpoint, find_model
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
+from accel.weights.identity import is_flow
 from accel.weights.tensor_files import digest, mode_of
 
 # DiT's diffusion process.
@@ -75,12 +76,15 @@ def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfi
     if pipeline and target.suffix or vae and not pipeline:
         raise UsageError("--pipeline: writes a folder, so --output must name one; --vae needs --pipeline")
     vae = find_vae(vae) if vae else None
-    state = {name: tensor.contiguous() for name, tensor in find_model(ckpt).items()}
+    weights = Checkpoint(ckpt)
+    state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
     dit, large_dit = (state.get(name, torch.empty(0)).ndim for name in ("x_embedder.proj.weight", "x_embedder.weight"))
     if dit != 4 and large_dit != 2:
         raise UsageError(f"--ckpt {ckpt}: holds no DiT (no x_embedder.proj.weight)")
     if dit != 4 and not target.suffix:
         raise UsageError(f"--output {target}: diffusers has no Large-DiT; name a .pt or .safetensors file")
+    if not target.suffix and is_flow(ckpt, weights.said):
+        raise UsageError(f"--output {target}: diffusers has no SiT; name a .pt or .safetensors file")
     nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if nonfinite and not allow_nonfinite:
         raise UsageError(

@@ -22,8 +22,12 @@ from accel.vae.lazy import LazyDecoder
 from accel.weights.identity import CHANNELS
 
 # Recorded as what they came to.
-RESOLVED = {"ckpt", "repa", "vae", "device", "tf32", "forecast", "forecast_plan"}
-LATER = {"guidance_interval", "guidance_channels"}  # than folders that may be resumed: recorded where not the default
+RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
+LATER = {
+    "guidance_interval",
+    "guidance_channels",
+    "repa",
+}  # than folders that may be resumed: recorded where not the default
 
 
 def require_seeds(options: FidOptions, world: int) -> None:

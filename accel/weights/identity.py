@@ -72,7 +72,7 @@ def identify(
     what the user said, which goes first. Raises UsageError for weights of another model, of none, and for
     contradictions.
     """
-    flow, have = _is_flow(source, said, model), shapes_of(state)
+    flow, have = is_flow(source, said, model), shapes_of(state)
     classes, null_class = _classes(source, have, said, num_classes)
     how = dict(num_classes=classes, class_dropout_prob=0.1 if null_class else 0.0)
     wrong, fits = {}, None
@@ -121,9 +121,9 @@ def different(have: Shapes, module: torch.nn.Module) -> dict[str, tuple[Any, Any
     return {name: (have.get(name), want.get(name)) for name in {**want, **have} if have.get(name) != want.get(name)}
 
 
-def _is_flow(source, said, model):
+def is_flow(source: str, said: dict[str, Any], model: str | None = None) -> bool:
     """Whether weights are a SiT's. They have DiT's names and shapes and mean a velocity, so what was said decides: by
-    training, else by the user, else by the file's name."""
+    training, else by the user, else by the file's name. Arguments as `identify` has them. Raises UsageError."""
     for name, known in OF_A_FLOW.items():
         if said.get(name, known[0]) not in known:
             raise UsageError(f"`ckpt={source}`: was trained with {name} {said[name]}, and only {known[0]} is sampled")

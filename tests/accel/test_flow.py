@@ -1,5 +1,6 @@
 """SiT's samplers against their equations, written out in float64; REPA's weights as a SiT's."""
 
+import argparse
 import copy
 
 import pytest
@@ -15,9 +16,10 @@ from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance, Unguided
+from accel.weights.checkpoint import Checkpoint
 from accel.weights.repa import is_repa, to_sit
 from models import DiT
-from sit import SiT
+from sit import SiT, SiT_models
 
 SHAPE = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
@@ -226,3 +228,50 @@ def test_a_sampler_of_a_sit_and_of_repas():
     assert all(error(one, want.double()) < 1e-5 for one in found)
     with pytest.raises(UsageError, match="sampler=ddpm: is not for a SiT, which SiT is; use sde, euler, heun"):
         Sampler(model, sampler="ddpm", **how)
+
+
+#################################################################################
+#                                     Files                                     #
+#################################################################################
+
+SAID = dict(num_classes=10, path_type="linear", prediction="v")  # as REPA's training keeps it
+
+
+@pytest.mark.parametrize(
+    "name, projectors, said, how, flow",
+    [
+        ("a.pt", False, {}, {}, False),
+        ("a.pt", False, {}, dict(model="SiT-S/4"), True),
+        ("SiT-S-4.pt", False, {}, {}, True),
+        ("SiT-S-4.pt", False, {}, dict(model="DiT-S/4"), False),
+        ("a.pt", False, dict(model="SiT-S/4", path_type="Linear", prediction="velocity"), {}, True),
+        ("a.pt", True, {}, {}, True),
+        ("a.pt", True, SAID, {}, True),
+        ("a.pt", False, {}, dict(repa=True), True),
+        ("a.pt", True, {}, dict(model="DiT-S/4"), "as a SiT .path_type linear., not as DiT-S/4; drop model"),
+        ("sit.pt", False, dict(model="DiT-S/4"), dict(model="SiT-S/4"), "as a DiT .model DiT-S/4., not as SiT-S/4"),
+        (
+            "a.pt",
+            False,
+            dict(prediction="score"),
+            {},
+            "was trained with prediction score, and only velocity is sampled",
+        ),
+        ("a.pt", True, {**SAID, "path_type": "cosine"}, {}, "with path_type cosine, and only Linear is sampled"),
+    ],
+)
+def test_which_weights_are_a_sits(name, projectors, said, how, flow, tmp_path):
+    """What was trained goes before what the user says, and that before the file's name."""
+    state = fill(SiT_models["SiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)).state_dict()
+    whole = {**state, "projectors.0.0.weight": torch.ones(2, 2)} if projectors else state
+    torch.save({"ema": whole, "args": argparse.Namespace(**said)}, tmp_path / name)
+    checkpoint = Checkpoint(tmp_path / name, repa=how.get("repa", False))
+    if isinstance(flow, str):
+        with pytest.raises(UsageError, match=flow):
+            checkpoint.identify(how.get("model"))
+        return
+    found = checkpoint.identify(how.get("model"))
+    assert (found.flow, found.model, found.learn_sigma) == (flow, "SiT-S/4" if flow else "DiT-S/4", False)
+    assert type(found.build(input_size=8)) is (SiT if flow else DiT)
+    turned = torch.equal(checkpoint.state["final_layer.linear.bias"], -state["final_layer.linear.bias"])
+    assert turned == (projectors or "repa" in how) and checkpoint.state.keys() == state.keys()

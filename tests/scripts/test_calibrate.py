@@ -6,13 +6,15 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, fill
 
 from accel.door import plan_settings
 from accel.options import GridOptions
 from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
 from scripts.calibrate import best_plans, compare, kinds_up_to, passes
+from sit import SiT_models
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -71,6 +73,13 @@ def test_refused_before_any_work(arguments, words, monkeypatch, capsys):
         calibrate.main()
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+
+
+def test_a_sit_is_refused(tmp_path, tiny_vae, here):
+    weights = fill(SiT_models["SiT-S/4"](input_size=8, num_classes=10)).state_dict()
+    torch.save(weights, tmp_path / "sit.pt")
+    done = here("scripts/calibrate.py", "--ckpt", tmp_path / "sit.pt", "--vae", tiny_vae, "--device", "cpu")
+    assert done.returncode == 2 and "--model SiT-S/4: is a SiT, and plans are for a DiT" in done.stderr, done.stderr
 
 
 def test_a_plan_that_sample_follows(tmp_path, here, monkeypatch):

@@ -35,6 +35,17 @@ def test_round_trip_through_all_three(source, tmp_path, here):
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
 
 
+def test_a_sit_is_no_pipeline(tmp_path, here):
+    """Its weights under DiT's names would be sampled as noise. REPA's become a SiT's."""
+    state = fill(MODELS["SiT-S/8"](input_size=16, learn_sigma=False)).state_dict()
+    torch.save({"ema": {**state, "projectors.0.0.weight": torch.ones(2, 2)}}, tmp_path / "x.pt")
+    done = here("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "x")
+    assert done.returncode == 2 and "diffusers has no SiT; name a .pt or .safetensors file" in done.stderr
+    done = here("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "sit.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert find_model(tmp_path / "sit.safetensors").keys() == state.keys()
+
+
 def test_large_dit_to_and_from_safetensors(tmp_path, here):
     want, folder = fill(MODELS["Large-DiT-Demo/2"]()).state_dict(), tmp_path / "run"
     folder.mkdir()
