@@ -34,7 +34,7 @@ def upstream_noise(
     does: what it draws is pinned and copied to z's device, and nobody waits.
     """
     shape, device = (copies * len(z), *z.shape[1:]), z.device if generator is None else generator.device
-    how = dict(generator=generator, device=device, pin_memory=device.type != z.device.type)
+    how = dict(generator=generator, device=device, pin_memory=z.is_cuda and device.type == "cpu")
     # Draw 2n rows, use these n': upstream's random stream.
     return lambda: torch.randn(shape, **how)[: len(z)][rows].to(z.device, non_blocking=True)
 

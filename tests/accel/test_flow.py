@@ -230,6 +230,21 @@ def test_a_sampler_of_a_sit_and_of_repas():
         Sampler(model, sampler="ddpm", **how)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("process", (Euler(6), Heun(6), Sde(6)))
+def test_captured_is_direct(process):
+    """With the CPU's noise, so the latents are those of a CPU but for rounding."""
+    device, results = torch.device("cuda"), []
+    direct, captured = (network_of(small(), "fp16", device) for _ in range(2))
+    direct.captures = False
+    for network, place in ((direct, device), (captured, device), (captured, device), (Plain(small()), "cpu")):
+        z = Z.to(place)
+        draw = upstream_noise(z, 2, generator=torch.Generator().manual_seed(0))
+        results.append(denoise(network, process, Guidance(4.0, 8), z, LABELS.to(place), draw))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert error(results[0], results[3].double()) < 1e-2
+
+
 #################################################################################
 #                                     Files                                     #
 #################################################################################

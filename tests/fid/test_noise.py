@@ -82,3 +82,25 @@ def test_balanced_labels_are_as_many_of_each_class_from_the_same_noise(kind, wor
     assert all(balanced[number][1] == number % 8 for number in range(24))
     assert any(random[number][1] != number % 8 for number in range(24))
     assert all(torch.equal(balanced[number][0], random[number][0]) for number in range(24))
+
+
+@pytest.mark.gpu
+def test_noise_of_steps_from_the_cpu():
+    """SiT's stream: z and labels of the GPU's generator, steps of the CPU's; a record of both resumes it."""
+    chosen, device = order(noise_from_cpu=True), torch.device("cuda")
+
+    def begun():
+        return UpstreamNoise(chosen, Batches(chosen, 0, 1), device)
+
+    noise, drawn, states = begun(), [], [None]
+    for batch in range(3):
+        z, labels, draw = noise.batch(batch, None)
+        drawn.append([z, labels, draw(), draw()])
+        states.append(noise.state())
+    torch.manual_seed(3)
+    for z, labels, *steps in drawn:
+        assert torch.equal(z, torch.randn(2, 4, 16, 16, device=device))
+        assert torch.equal(labels, torch.randint(0, 8, (2,), device=device))
+        assert all(torch.equal(step.cpu(), torch.randn(4, 4, 16, 16)[:2]) for step in steps)
+    z, labels, draw = begun().batch(2, states[2])
+    assert all(torch.equal(a, b) for a, b in zip([z, labels, draw(), draw()], drawn[2], strict=True))
