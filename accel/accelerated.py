@@ -253,7 +253,7 @@ def require_finite(network: BlockNetwork, held: Held, state: dict[str, Tensor], 
             finite = (bool(network.shallow(depth).forward(*inputs).isfinite().all()) for depth in depths)
             where = f"block {next((i for i, fine in enumerate(finite) if not fine), network.depth - 1)}"
         other = "bf16" if tier == "fp16" and supports("bf16", device) else "fp32"
-        raise UsageError(f"precision {tier}: {where} gives values that it does not hold; use {other}")
+        raise UsageError(f"`precision={tier}`: {where} gives values that it does not hold; use {other}")
 
 
 def require_same(network: BlockNetwork, held: Held, tier: str) -> None:

@@ -288,9 +288,9 @@ def large_weight(model):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: large_inside(small()), "precision fp16: blocks.0.mlp.fc1.weight gives .* does not hold; use "),
-        (lambda: large_between(small()), "precision fp16: block 1 gives .* does not hold; use "),
-        (lambda: large_weight(small()), "precision fp16: blocks.1.mlp.fc2.bias gives .* does not hold; use "),
+        (lambda: large_inside(small()), "precision=fp16: blocks.0.mlp.fc1.weight gives .* does not hold; use "),
+        (lambda: large_between(small()), "precision=fp16: block 1 gives .* does not hold; use "),
+        (lambda: large_weight(small()), "precision=fp16: blocks.1.mlp.fc2.bias gives .* does not hold; use "),
     ],
 )
 def test_weights_that_overflow_are_named(make, words):
