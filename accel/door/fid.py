@@ -65,7 +65,7 @@ def folder_of(options: FidOptions) -> Path:
         own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
-    changed = f"-{options.sampler}" * (options.sampler not in ("ddpm", "ddim", "sde"))
+    changed = f"-{options.sampler}" * (options.sampler not in (None, "ddpm", "ddim", "sde"))
     if options.guidance_interval != (0, 1):
         changed += "-interval-{:g}-{:g}".format(*options.guidance_interval)
     changed += f"-channels-{options.guidance_channels}" * (options.guidance_channels != CHANNELS_GUIDED)
