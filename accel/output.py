@@ -1,5 +1,6 @@
 """Where pictures and latents go: names of files, and pixels → PNG, grid, folder; latents → .npy. Imports no torch."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:  # torch is slow to import
 
 def is_folder(output: str, kind: str) -> bool:
     """Whether every picture becomes a file of its own in the folder `output`; kind: image or latent."""
-    return kind == "image" and (output.endswith("/") or Path(output).is_dir())
+    return kind == "image" and (output.endswith("/") or os.path.isdir(output))  # False where the name is too long, too
 
 
 def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list[str]:

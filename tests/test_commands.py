@@ -130,6 +130,7 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
         (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),
         (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
         (["--output", "file/deeper/"], "--output file/deeper/000.png: Not a directory"),
+        (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
         (["--precision", "fp16"], "--precision fp16: cpu has no float16 tensor cores"),
         (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
     ],

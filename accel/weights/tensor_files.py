@@ -146,10 +146,10 @@ def _read_pickle(path: Path, parameter: str, mapped: bool) -> object:
             warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path))
     except pickle.UnpicklingError as error:
-        if "truncated" in str(error) or "Ran out of input" in str(error):
-            raise damaged from None
         what = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
-        what = next(filter(None, what.groups())) if what else "objects that are not tensors"
+        if what is None:  # it names nothing to run: another kind of file, or the half of one
+            raise damaged from None
+        what = next(filter(None, what.groups()))
         raise UsageError(
             f"`{parameter}={path}`: refused, loading it would run code ({what}); save its state dict with torch.save"
         ) from None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import fill
 from hub import Hub
+from PIL import Image
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
@@ -210,6 +211,12 @@ def test_code_is_never_run(tmp_path, how, monkeypatch):
     message = error(path)
     assert "would run code" in message and "system" in message
     assert not (tmp_path / "exploded").exists()
+
+
+def test_another_kind_of_file_is_said_to_be_one(tmp_path):
+    """A picture under a checkpoint's name runs nothing."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.pt", format="PNG")
+    assert "x.pt: truncated or not a checkpoint" in error(tmp_path / "x.pt")
 
 
 def test_no_state_dict(tmp_path):
