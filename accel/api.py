@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,8 +36,8 @@ class Sampler:
     diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
     AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
     compare, as `accelerate` does. options: other fields of GridOptions by their names, such as ckpt, num_classes,
-    vae_precision, batch_size; those that `sample` takes become its defaults. With output_type="latent" no decoder is
-    needed.
+    vae_precision, batch_size; those that `sample` takes become its defaults; `sampler` may be a scheduler of diffusers
+    that draws no noise. With output_type="latent" no decoder is needed.
 
     Pictures are those of sample.py with the same flags, to the bit. On a GPU a step is captured at its first use with a
     number of pictures, steps and guidance, then replayed. Callers in several threads, of this and of other Samplers,
@@ -67,6 +68,8 @@ class Sampler:
             model, options["ckpt"] = None, model
         if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
             raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
+        own = not isinstance(options.get("sampler", ""), str)  # the caller's scheduler
+        self._process_of = partial(door.solver_of, options.pop("sampler")) if own else door.process_of
         with TemporaryDirectory() as folder:
             if isinstance(vae, torch.nn.Module):
                 vae = _written(vae, folder)
@@ -86,6 +89,8 @@ class Sampler:
 
                         require_same(self._run.network, held, self._run.tier)
                     held.release()
+                if own:
+                    self._run = self._run._replace(process=self._process_of(self.options))
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Take the weights of `model`, of the same shape, in place: pictures are those of a new Sampler, to the bit,
@@ -143,7 +148,7 @@ class Sampler:
         options = replace(self.options, labels=labels, **given).resolve()
         with self._running() as run:
             if (options.num_sampling_steps, options.cfg_scale) != (self._run.process.steps, self._run.guidance.scale):
-                process, guidance = door.process_of(options, self._weights), door.guidance_of(options)
+                process, guidance = self._process_of(options, self._weights), door.guidance_of(options)
                 self._run = run = run._replace(process=process, guidance=guidance)
             with step_bar(options.num_sampling_steps, run.device, disable=not progress) as queued:
                 latents = door.latents(options, run, on_step=lambda index, _: queued(index))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,6 +130,13 @@ def process_of(options: Options, weights: Checkpoint | Held) -> Process:
     if options.sampler in SOLVERS:
         return Solver(make_scheduler(options.sampler), options.num_sampling_steps)
     return Ddim(diffusion, options.eta) if options.sampler == "ddim" else Ancestral(diffusion)
+
+
+def solver_of(scheduler: Any, options: Options, weights: Checkpoint | Held | None = None) -> Solver:
+    """As `process_of`, by a scheduler that the caller holds."""
+    if options.weights.flow:
+        raise UsageError("`sampler`: a scheduler takes estimates of noise, a SiT's are velocities; give sde or euler")
+    return Solver(scheduler, options.num_sampling_steps)
 
 
 def batch_of(options: Options, batch: tuple[int, int] | None = None) -> Batch:

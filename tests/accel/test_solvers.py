@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from conftest import fill
 from networks import sample, small
 
+from accel import Sampler
 from accel.errors import UsageError
 from accel.fast.dit import FastDiT
 from accel.network import Plain
@@ -13,6 +15,7 @@ from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver
 from accel.sampling.solvers import make_scheduler as make
 from diffusion import create_diffusion
+from sit import SiT
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")
@@ -100,6 +103,23 @@ def test_outside_the_interval_half_the_rows_are_evaluated(process):
     torch.manual_seed(0)
     always = denoise(network, process, Guidance(3.0, 8, interval=(0.0, 1.0)), Z, LABELS, upstream_noise(Z, 2))
     assert torch.equal(always, whole)
+
+
+def test_a_scheduler_for_a_sampler():
+    """By its name, and as an object with a configuration of its own; other weights than a DiT's are refused."""
+    how = dict(device="cpu", num_sampling_steps=5, output_type="latent")
+    with (
+        Sampler("DiT-Demo/2", sampler="unipc", **how) as named,
+        Sampler("DiT-Demo/2", sampler=make("unipc"), **how) as own,
+    ):
+        want = named.latents([1, 3], seed=4)
+        assert torch.equal(own.latents([1, 3], seed=4), want)
+        assert torch.equal(own.latents([1, 3], seed=4, num_sampling_steps=4), named.latents([1, 3], 4, 4))
+    with Sampler("DiT-Demo/2", sampler=make("unipc", solver_order=1), **how) as other:
+        assert not torch.equal(other.latents([1, 3], seed=4), want)
+    module = fill(SiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8))
+    with pytest.raises(UsageError, match="sampler: a scheduler takes estimates of noise, a SiT's are velocities"):
+        Sampler(module, sampler=make("unipc"), **how)
 
 
 @pytest.mark.gpu
