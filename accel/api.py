@@ -150,7 +150,7 @@ class Sampler:
             if (options.num_sampling_steps, options.cfg_scale) != (self._run.process.steps, self._run.guidance.scale):
                 process, guidance = self._process_of(options, self._weights), door.guidance_of(options)
                 self._run = run = run._replace(process=process, guidance=guidance)
-            with step_bar(options.num_sampling_steps, run.device, disable=not progress) as queued:
+            with step_bar(run.process.steps, run.device, disable=not progress) as queued:
                 latents = door.latents(options, run, on_step=lambda index, _: queued(index))
             return latents.clone()  # no inference tensor: the caller may want gradients
 

@@ -1,6 +1,7 @@
 """A device, a tier and weights → a network that is ready to sample."""
 
 import gc
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from accel.network import Network, Plain
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.held import Held
-from models import DiT
 
 
 class Batch(NamedTuple):
@@ -107,7 +107,7 @@ def load_network(
 
 
 @torch.inference_mode()
-def overflows(network: Network, batch: Batch, device: torch.device, times: tuple = DiT.SOME_TIMES) -> bool:
+def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
     """Whether `network` gives infinities or NaN on noise at `times`."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     n, shape = batch.latents, (network.in_channels, batch.side, batch.side)

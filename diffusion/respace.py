@@ -64,7 +64,17 @@ def _counts(values, given):
     return counts
 
 
-class SpacedDiffusion(GaussianDiffusion):
+class ByValue:
+    """Equal to others of its class with the same `_values`: what was captured of one serves the other."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(self._values)
+
+
+class SpacedDiffusion(ByValue, GaussianDiffusion):
     """
     The process restricted to `use_timesteps`: the same marginals there, and betas that lead from
     one kept step to the next.
@@ -92,13 +102,6 @@ class SpacedDiffusion(GaussianDiffusion):
         kept = base.alphas_cumprod[self.timestep_map]
         kwargs["betas"] = 1.0 - kept / np.append(1.0, kept[:-1])
         super().__init__(**kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        """Equal processes have the same tables: what was captured of one serves the other."""
-        return type(self) is type(other) and self._values == other._values
-
-    def __hash__(self) -> int:
-        return hash(self._values)
 
     @property
     def _values(self):

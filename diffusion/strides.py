@@ -47,12 +47,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .respace import SpacedDiffusion
+from .respace import ByValue, SpacedDiffusion
 
 Kind = tuple[int, int]  # (steps, network evaluations) of a stride
 
 
-class Strides:
+class Strides(ByValue):
     """
     Ancestral sampling of `diffusion` by strides.
 
@@ -73,12 +73,9 @@ class Strides:
         self.tables = {kind: _tables_of(diffusion, *kind) for kind in self.kinds}
         self._device_tables = {}
 
-    def __eq__(self, other: object) -> bool:
-        """Equal ones make the same moves of equal processes: what was captured of one serves the other."""
-        return type(self) is type(other) and (self.diffusion, self.moves) == (other.diffusion, other.moves)
-
-    def __hash__(self) -> int:
-        return hash((self.diffusion, *self.moves))
+    @property
+    def _values(self):
+        return self.diffusion, *self.moves
 
     def timesteps(self) -> list[tuple[int, int]]:
         """Of every evaluation of a run, in order: t at the start of its stride, and the original timestep of its

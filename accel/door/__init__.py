@@ -229,7 +229,7 @@ def warm_up(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slic
 
 def sample(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice(None), show: bool = True) -> Tensor:
     """`latents` with a bar, repeated and timed as the options say. show: whether this process prints."""
-    total, times = options.num_sampling_steps * len(slices(rows, len(options.labels), options.batch_size)), []
+    total, times = run.process.steps * len(slices(rows, len(options.labels), options.batch_size)), []
     for _ in range(options.repeats):
         start = time.perf_counter()
         with watch.phase("sample"), step_bar(total, run.device, disable=not show) as queued:

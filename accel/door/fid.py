@@ -23,11 +23,8 @@ from accel.weights.identity import CHANNELS
 
 # Recorded as what they came to.
 RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
-LATER = {
-    "guidance_interval",
-    "guidance_channels",
-    "repa",
-}  # than folders that may be resumed: recorded where not the default
+# Younger than folders that may be resumed: recorded where they are not the default.
+LATER = {"guidance_interval", "guidance_channels", "repa"}
 
 
 def require_seeds(options: FidOptions, world: int) -> None:
@@ -65,7 +62,7 @@ def folder_of(options: FidOptions) -> Path:
         own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
-    changed = f"-{options.sampler}" * (options.sampler not in (None, "ddpm", "ddim", "sde"))
+    changed = f"-{options.sampler}" * (options.sampler not in ("ddpm", "ddim", "sde"))
     if options.guidance_interval != (0, 1):
         changed += "-interval-{:g}-{:g}".format(*options.guidance_interval)
     changed += f"-channels-{options.guidance_channels}" * (options.guidance_channels != CHANNELS_GUIDED)

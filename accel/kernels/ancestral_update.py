@@ -37,7 +37,7 @@ def ancestral_update(
 
     tokens (n, T, p·p·2C): the network's output before unpatchify, ε's C channels before the variance's. scale: s, on
     the first `guided_channels`; with any there are 2n batch rows, those with the null label last. noise: like x. t (n,)
-    int64: rows of `coefficients` (S, 6), which holds r, m, c₁, c₂, log β̃, log β (diffusion's `ancestral_coefficients`).
+    int64: rows of `coefficients` (S, 6), which has r, m, c₁, c₂, log β̃, log β (diffusion's `ancestral_coefficients`).
     backend: "triton" (all float32, contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU.
     """
     check_backend("ancestral_update", backend, BACKENDS)

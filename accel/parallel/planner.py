@@ -51,7 +51,7 @@ def share_evaluations(
         return network, OFF
     job = groups.job
     job.wait_for_collectives()
-    reason = "given by --parallel"
+    reason = "as it was asked for"
     if layout is None:
         layout, reason = choose_once(network, evaluation, groups)
     busy = min(evaluation.pictures, job.world) if layout.ranks == 1 else layout.ranks

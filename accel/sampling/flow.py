@@ -39,20 +39,9 @@ class Euler(Process):
     def levels(self) -> list[float]:
         return [i / self.number for i in range(self.number, 0, -1)]
 
-    def prepare(self, device) -> None:
-        _table(self, device)
-
-    def coefficients(self) -> list[tuple[float, float, float]]:
-        """Of x, v and the noise in the step that each evaluation begins."""
-        return [(1.0, 1 / self.number, 0.0)] * self.evaluations
-
     def move(self, kind, state, at, noise, evaluate) -> State:
-        (x,), (of_x, of_v, of_noise) = (
-            state,
-            _table(self, state[0].device)[:, at, None, None, None],
-        )  # each (n, 1, 1, 1)
-        x = of_x * x + of_v * evaluate(x)
-        return (x + of_noise * noise[0] if self.draws else x,)
+        (x,) = state
+        return (x + 1 / self.number * evaluate(x),)
 
 
 class Heun(Euler):
@@ -92,18 +81,24 @@ class Sde(Euler):
     def levels(self) -> list[float]:
         return [1 - t for t in self.times()]
 
-    def coefficients(self) -> list[tuple[float, float, float]]:
-        *starts, last = self.times()
-        step = (1 - LAST) / (self.number - 1)
-        steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]
-        return [*steps, (1 - LAST, LAST * (1 + last), 0.0)]  # its noise is that of the step before, times zero
+    def prepare(self, device) -> None:
+        _coefficients(self, device)
+
+    def move(self, kind, state, at, noise, evaluate) -> State:
+        (x,), of_each = state, _coefficients(self, state[0].device)[:, at, None, None, None]
+        of_x, of_v, of_noise = of_each  # each (n, 1, 1, 1)
+        return (of_x * x + of_v * evaluate(x) + of_noise * noise[0],)
 
 
 FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}
 
 
 @lru_cache(maxsize=16)
-def _table(process: Euler, device: torch.device) -> Tensor:
-    """The coefficients (3, evaluations) of a process on a device."""
+def _coefficients(process: Sde, device: torch.device) -> Tensor:
+    """Of x, v and the noise (3, evaluations) in the step that each evaluation begins, on a device."""
+    *starts, last = process.times()
+    step = (1 - LAST) / (process.number - 1)
+    steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]
+    steps.append((1 - LAST, LAST * (1 + last), 0.0))  # its noise is that of the step before, times zero
     with torch.inference_mode(False):  # later callers may be in another mode
-        return torch.tensor(process.coefficients(), dtype=torch.float64).T.float().to(device)
+        return torch.tensor(steps, dtype=torch.float64).T.float().to(device)

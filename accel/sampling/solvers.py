@@ -11,6 +11,7 @@ from typing import Any
 from accel.errors import UsageError
 from accel.sampling.process import Kind, Process, State
 from diffusion.gaussian_diffusion import get_named_beta_schedule
+from diffusion.respace import ByValue
 
 # Name → module and class of diffusers.schedulers; by its module a class is imported in a fraction of the time.
 SOLVERS = {
@@ -34,7 +35,7 @@ class _NoGenerator:
         raise UsageError("`sampler`: this scheduler draws noise in its steps; give a deterministic one")
 
 
-class Solver(Process):
+class Solver(ByValue, Process):
     """Sampling by a scheduler of diffusers that predicts from the noise and draws none.
 
     scheduler: any with the library's interface, not changed; steps: its num_inference_steps; timesteps: in their place,
@@ -47,30 +48,27 @@ class Solver(Process):
         if scheduler.config.get("prediction_type", "epsilon") != "epsilon":
             raise UsageError(f"`sampler`: predicts {scheduler.config.prediction_type}, and a DiT predicts epsilon")
         self.scheduler = scheduler
-        self.how = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)
-        self.moves: list[Kind] = [(1, 1)] * len(self._begun().timesteps)
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._values == other._values
-
-    def __hash__(self) -> int:
-        return hash(self._values)
+        self.given = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)
+        takes_generator = "generator" in inspect.signature(scheduler.step).parameters
+        self.how = dict(return_dict=False, **dict(generator=_NoGenerator()) if takes_generator else {})
+        self._times = self._begun().timesteps.tolist()
+        self.moves: list[Kind] = [(1, 1)] * len(self._times)
 
     @property
     def _values(self):
-        return type(self.scheduler), str(self.scheduler.config), *self.times()
+        return type(self.scheduler), str(self.scheduler.config), *self._times
 
     def _begun(self):
         """A scheduler of the same kind at its first step."""
         scheduler = type(self.scheduler).from_config(self.scheduler.config)
-        scheduler.set_timesteps(**self.how)
+        scheduler.set_timesteps(**self.given)
         return scheduler
 
     def times(self) -> list[float]:
-        return self._begun().timesteps.tolist()
+        return self._times
 
     def levels(self) -> list[float]:
-        return [time / self.scheduler.config.num_train_timesteps for time in self.times()]
+        return [time / self.scheduler.config.num_train_timesteps for time in self._times]
 
     def begin(self, x) -> State:
         scheduler = self._begun()
@@ -80,5 +78,4 @@ class Solver(Process):
         x, scheduler, times = state
         t = next(times)
         eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]  # without the learned variance
-        how = dict(generator=_NoGenerator()) if "generator" in inspect.signature(scheduler.step).parameters else {}
-        return scheduler.step(eps, t, x, **how, return_dict=False)[0], scheduler, times
+        return scheduler.step(eps, t, x, **self.how)[0], scheduler, times

@@ -30,7 +30,7 @@ def read(path: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict
     while found := [one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)]:
         prefix += found[0]
     if prefix:
-        print(f'--ckpt {path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
+        print(f'{path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
     said = content.get("args", {})
     said = vars(said) if isinstance(said, argparse.Namespace) else said
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, said if isinstance(said, dict) else {}

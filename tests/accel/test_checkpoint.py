@@ -109,7 +109,7 @@ def test_wrapped_models_load(tmp_path, state, prefix, capsys):
     weights = Checkpoint(tmp_path / "a.pt")
     assert same(weights.state, state) and weights.state is weights.state
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"--ckpt {tmp_path / 'a.pt'}: ") and f'"{prefix}"' in line
+    assert line.startswith(f"{tmp_path / 'a.pt'}: ") and f'"{prefix}"' in line
     save_file(state, tmp_path / "b.safetensors")
     assert weights.digest() == Checkpoint(tmp_path / "b.safetensors").digest() and capsys.readouterr().out == ""
 

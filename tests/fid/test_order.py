@@ -20,7 +20,15 @@ def options(**more):
     [
         ({}, "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0"),
         (
-            {"ckpt": "a/b.pt", "vae": "c/d", "image_size": 256, "cfg_scale": 1.5, "seed": 3, "model": "DiT-B/4"},
+            {
+                "ckpt": "a/b.pt",
+                "vae": "c/d",
+                "image_size": 256,
+                "cfg_scale": 1.5,
+                "seed": 3,
+                "model": "DiT-B/4",
+                "sampler": "ddpm",
+            },
             "DiT-B-4-b-size-256-vae-d-cfg-1.5-seed-3",
         ),
         ({"model": "DiT-Demo/2"}, "DiT-Demo-2-pretrained-size-128-vae-pretrained-cfg-4.0-seed-0"),

@@ -108,7 +108,7 @@ def test_what_is_warmed_up_is_what_runs(case, tier, launched):
     run = noted_run(launched, network, options, pictures, rows)
     assert run == warmed_up
     launched.clear()
-    assert not loading.overflows(network, door.batch_of(options, batch), CPU)
+    assert not loading.overflows(network, door.batch_of(options, batch), CPU, (500,))
     assert launched == {note for note in run if note[0] != "update"}
 
 
