@@ -30,7 +30,9 @@ from accel.network import MODELS, Network, Plain, unpatchify
 from accel.options import ROOT, GridOptions
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
+from accel.sampling.flow import Sde
 from accel.sampling.guidance import Guidance
+from accel.sampling.process import Process
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as
@@ -378,19 +380,25 @@ class Rival(Plain):
         return network, lambda *evaluations: None
 
 
+def process_of(model: str, steps: int = 250) -> Process:
+    """The process that sample.py takes for a model of that name."""
+    return Sde(steps) if model.startswith("SiT") else Ancestral(create_diffusion(str(steps)))
+
+
 def sampling(
     network: Network,
+    process: Process,
     z: torch.Tensor,
     labels: torch.Tensor,
     cfg_scale: float,
     null_label: int,
-    steps: str = "250",
     rows: slice = slice(None),
     generator: torch.Generator | None = None,
 ) -> Callable:
-    """Ancestral sampling with guidance as `loop(on_step)` → latents. rows: those of the batch that this process
-    computes; generator: of the steps' noise."""
-    process, guidance = Ancestral(create_diffusion(steps)), Guidance(cfg_scale, null_label)
+    """Sampling with guidance as `loop(on_step)` → latents. rows: those of the batch that this process computes;
+    generator: of the steps' noise, by default torch's own of the process's device."""
+    guidance = Guidance(cfg_scale, null_label)
+    generator = generator or (torch.default_generator if process.noise_from_cpu else None)
 
     def loop(on_step=None):
         draw = upstream_noise(z, guidance.copies, rows, generator)
@@ -404,7 +412,7 @@ def batch(network: Network, args: Namespace, device: torch.device) -> Callable:
     side = args.image_size // 8
     z = torch.randn(args.pictures, 4, side, side, device=device)
     labels = torch.arange(args.pictures, device=device) % args.num_classes
-    return sampling(network, z, labels, args.cfg_scale, args.num_classes)
+    return sampling(network, process_of(args.model), z, labels, args.cfg_scale, args.num_classes)
 
 
 def guided(network: Network, z: torch.Tensor, labels: torch.Tensor, cfg_scale: float, null_label: int) -> torch.Tensor:

@@ -101,6 +101,7 @@ class Table:
         generator = torch.Generator(groups.device).manual_seed(1)
         self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=groups.device)
         self.labels = torch.arange(self.pictures, device=groups.device)
+        self.process = harness.process_of(args.model)
         self.alone = None  # one GPU's output
 
     def settings(self, wanted: list[Layout]) -> Iterator[tuple[Layout, int]]:
@@ -122,7 +123,7 @@ class Table:
         # A copy, which shares the weights: the graphs of this layout go when it goes.
         network = laid_out(self.network.shallow(self.network.depth), self.evaluation, self.groups, layout)
         rows = share(pictures, ranks, self.job.rank) if layout == OFF and active else slice(None)
-        loop = harness.sampling(network, self.z, self.labels, SCALE, NULL_LABEL, rows=rows)
+        loop = harness.sampling(network, self.process, self.z, self.labels, SCALE, NULL_LABEL, rows=rows)
         row = self.case | dict(gpus=ranks, plan=name_of(layout, ranks, pictures))
         row |= step_time(loop, self.args, self.job, self.groups.device, active and len(self.labels[rows]) > 0)
         if ranks == 1 or active and layout != OFF:

@@ -61,7 +61,7 @@ def work(args: Namespace, device: torch.device) -> None:
             run(f"{name}, {tier}, {rows} rows", network.forward, x, t, y.to(device))
             if rows % 2 == 0:
                 half = x[: rows // 2], y[: rows // 2].to(device)
-                harness.sampling(network, *half, 4.0, 1000, "2")()
+                harness.sampling(network, harness.process_of(name, 2), *half, 4.0, 1000)()
         qkv, kv = noise(rows, tokens // 2, 3 * 1152).half(), noise(rows, tokens, 2 * 1152).half()
         run("attention_to", lambda qkv, kv: attention_to(qkv, kv, 16), qkv, kv)
     HalfDecoder(harness.random_decoder(device))(noise(1, 4, 8, 8))

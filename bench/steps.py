@@ -73,7 +73,8 @@ class Reference:
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(2, 4, args.image_size // 8, args.image_size // 8, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
-        self.t = [torch.full((2,), t, device=device) for t in (980, 500, 20)]
+        times = (0.02, 0.5, 0.98) if args.model.startswith("SiT") else (980, 500, 20)
+        self.t = [torch.full((2,), t, device=device) for t in times]
         wide = harness.build(copy.deepcopy(model).double(), "fp32", device)
         self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
 
@@ -84,11 +85,11 @@ class Reference:
 
 
 class Judge:
-    """The demo's pictures after 250 guided steps, 64 a seed, against those of fp32 from the same noise."""
+    """A demo's pictures after 250 guided steps, 64 a seed, against those of fp32 from the same noise."""
 
-    def __init__(self, seeds: int, device: torch.device, each: int = 64, steps: str = "250"):
-        self.device, self.seeds, self.steps = device, range(seeds), steps
-        demo = Namespace(model="DiT-Demo/2", ckpt=None, image_size=None, num_classes=None)
+    def __init__(self, seeds: int, device: torch.device, each: int = 64, steps: int = 250, model: str = "DiT-Demo/2"):
+        self.device, self.seeds, self.process = device, range(seeds), harness.process_of(model, steps)
+        demo = Namespace(model=model, ckpt=None, image_size=None, num_classes=None)
         self.options = harness.options_of(demo)
         demo.ckpt = self.options.ckpt
         self.model = harness.model_of(demo, device)
@@ -100,13 +101,15 @@ class Judge:
         """Of each seed (n, H, W, 3) uint8. share: makes the network one that GPUs share."""
         network = share(harness.build(self.model, tier, self.device, **switches))
         options, latents, side = self.options, [], self.options.latent_size
-        total, quiet = int(self.steps) * len(self.seeds), os.environ.get("RANK", "0") != "0"
+        total, quiet = self.process.steps * len(self.seeds), os.environ.get("RANK", "0") != "0"
         with tqdm(total=total, desc=f"{tier}: pictures", unit="step", leave=False, disable=quiet) as bar:
             for seed in self.seeds:
                 generator = torch.Generator(self.device).manual_seed(seed)
                 z = torch.randn(len(self.labels), 4, side, side, generator=generator, device=self.device)
+                if self.process.noise_from_cpu:
+                    generator = torch.Generator().manual_seed(seed)
                 guidance = options.cfg_scale, options.num_classes
-                loop = harness.sampling(network, z, self.labels, *guidance, self.steps, generator=generator)
+                loop = harness.sampling(network, self.process, z, self.labels, *guidance, generator=generator)
                 latents.append(loop(lambda *_: bar.update()))
         if self.device.type == "cuda":
             precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
@@ -132,7 +135,8 @@ def timed(name: str, network: Network, args: Namespace, device: torch.device) ->
 def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
     """The rungs, timed and judged, then the rivals."""
     model = harness.model_of(args, device)
-    reference, judge = Reference(model, args, device), Judge(args.gate, device) if args.gate else None
+    demo = "SiT-Demo/2" if args.model.startswith("SiT") else "DiT-Demo/2"
+    reference, judge = Reference(model, args, device), Judge(args.gate, device, model=demo) if args.gate else None
 
     def rung(name, make):
         gc.collect()  # the memory of the one before
@@ -259,7 +263,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--backends", nargs="+", type=backends, default=[], metavar=form, help=what)
     what = f"the same weights in float16 as others run them: {', '.join(RIVALS)} (compile: torch.compile)"
     parser.add_argument("--vs", type=listed, default=[], metavar="WHAT,WHAT", help=what)
-    parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge the demo's pictures, 64 a seed")
+    parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed")
     numbers = dict(nargs="+", type=positive, default=[])
     parser.add_argument("--sweep-pictures", **numbers, metavar="N", help="instead: the last rung's step at these")
     parser.add_argument("--sweep-sizes", **numbers, metavar="PX", help="the same at these sizes of a picture")
@@ -274,6 +278,8 @@ def main() -> None:
         device = harness.prepare(args)
         if args.vs and device.type != "cuda":
             raise UsageError("--vs: compares float16 on a GPU, and this is none; leave it out")
+        if "diffusers" in args.vs and not args.model.startswith("DiT"):
+            raise UsageError(f"--vs diffusers: has no {args.model}; leave it out")
         rungs_of(args, device)
         harness.check_sizes(args.model, args.sweep_sizes)
         kind, work = ("decoder", decoding) if args.decoder else ("steps", climb)

@@ -122,8 +122,10 @@ def test_rivals_compute_the_same(what, monkeypatch):
             block.norm1.emb.time_proj.downscale_freq_shift = 0
     assert torch.allclose(harness.guided(rival, x, y, scale, 8), want, atol=1e-4)
     if what != "diffusers":  # in the loop, which gives the index of an evaluation for its time
-        noise = [dict(steps="3", generator=torch.Generator().manual_seed(1)) for _ in "ab"]
-        runs = [harness.sampling(one, x, y, scale, 8, **how)() for one, how in zip((plain, rival), noise)]
+        noise = [torch.Generator().manual_seed(1) for _ in "ab"]
+        process = harness.process_of("DiT-Demo/2", 3)
+        loops = [harness.sampling(one, process, x, y, scale, 8, generator=g) for one, g in zip((plain, rival), noise)]
+        runs = [loop() for loop in loops]
         assert torch.allclose(*runs, atol=1e-4)
 
 

@@ -59,7 +59,7 @@ def test_decoder(tmp_path, monkeypatch):
 
 def test_a_judge_sees_a_worse_tier():
     """Eight pictures of two steps: fp32 equals itself, a network with other weights does not."""
-    judge = steps.Judge(1, torch.device("cpu"), each=8, steps="2")
+    judge = steps.Judge(1, torch.device("cpu"), each=8, steps=2)
     same = judge.judge("fp32", {})
     assert same["contest"] and same["strict"] and same["pictures"] == 8 and same["worst"]["mae"] == 0
     model = harness.random_network("DiT-Demo/2", "cpu", input_size=16, num_classes=8)
