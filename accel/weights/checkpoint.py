@@ -133,6 +133,11 @@ class Checkpoint:
 def published_name(model: str, image_size: int, num_classes: int) -> str:
     """The published weights of a model for an image size in pixels. Raises UsageError if there are none."""
     name = f"DiT-XL-2-{image_size}x{image_size}.pt"
+    if model.startswith("SiT"):  # its authors publish them on the hub alone
+        raise UsageError(
+            f"`ckpt`: {model} needs a file; SiT's are fetched by: hf download nyu-visionx/SiT-collections --local-dir "
+            "pretrained_models"
+        )
     if model != "DiT-XL/2" or name not in pretrained_models or num_classes != 1000:
         raise UsageError(
             f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} classes "
