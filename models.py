@@ -353,7 +353,6 @@ def _constructors(network):
 DiT_models = _constructors(DiT)
 # Small, trained on drawn pictures, shipped with its weights; head dim 72 as in XL, so that every kernel for XL runs on
 # it.
-DiT_models["DiT-Demo/2"] = _constructor(
-    "DiT_Demo_2", DiT, patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8
-)
+_DEMO = dict(patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8)
+DiT_models["DiT-Demo/2"] = _constructor("DiT_Demo_2", DiT, **_DEMO)
 globals().update({build.__name__: build for build in DiT_models.values()})

@@ -9,7 +9,7 @@ Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)²
 
 from torch import Tensor
 
-from models import DiT, _constructors
+from models import _DEMO, DiT, _constructor, _constructors
 
 
 class SiT(DiT):
@@ -28,4 +28,5 @@ class SiT(DiT):
 
 
 SiT_models = _constructors(SiT)
+SiT_models["SiT-Demo/2"] = _constructor("SiT_Demo_2", SiT, learn_sigma=False, **_DEMO)  # shipped with its weights
 globals().update({build.__name__: build for build in SiT_models.values()})

@@ -17,7 +17,7 @@ NEAREST = 5  # names that an error suggests
 
 def class_names(model: str, num_classes: int) -> tuple[str, ...]:
     """The name of every class of a model; () where they are unknown."""
-    if model.endswith("DiT-Demo/2") and num_classes == len(DEMO):
+    if model.endswith("-Demo/2") and num_classes == len(DEMO):
         return DEMO
     return _imagenet() if num_classes == 1000 else ()
 

@@ -20,6 +20,7 @@ MODELS = (
     "DiT-Demo/2",
     *(f"Large-DiT-{size}/2" for size in ("600M", "3B", "7B", "Demo")),
     *(f"SiT-{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8)),
+    "SiT-Demo/2",
 )
 FLOWS = "sde", "euler", "heun"  # the samplers of a SiT, its default first
 SAMPLERS = "ddpm", "ddim", "dpm++", "unipc", *FLOWS
@@ -27,10 +28,11 @@ SAMPLERS = "ddpm", "ddim", "dpm++", "unipc", *FLOWS
 IMAGENET = dict(image_size=512, num_classes=1000, vae="ema", ckpt=None)
 DRAWN = dict(image_size=128, num_classes=8, vae=str(DEMO / "vae"))
 DEFAULTS_OF = {
-    "DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "dit.safetensors")),
-    "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
     **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
     **dict.fromkeys((name for name in MODELS if name.startswith("SiT")), dict(image_size=256)),
+    "DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "dit.safetensors")),
+    "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
+    "SiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "sit.safetensors")),
 }
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
@@ -98,7 +100,7 @@ class Options:
     model: str = what(
         None,
         "network: DiT- or SiT-XL/2, L, B or S with /2, /4 or /8 for its patches, Large-DiT-600M/2, 3B or 7B; "
-        "DiT-Demo/2 and Large-DiT-Demo/2 ship with their weights, run anywhere; default: that of --ckpt, else DiT-XL/2",
+        "DiT-, Large-DiT- and SiT-Demo/2 ship with their weights, run anywhere; default: that of --ckpt, else DiT-XL/2",
         action="store",
     )
     image_size: int = what(

@@ -5,6 +5,7 @@ arXiv:2211.01095), UniPC (Zhao et al. 2023, arXiv:2302.04867), and whatever else
 """
 
 import inspect
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +25,20 @@ def make_scheduler(name: str, **config: Any) -> Any:
     """The scheduler of a name in SOLVERS with DiT's betas. config: what else its class takes, such as solver_order."""
     module, kind = SOLVERS[name]
     betas = get_named_beta_schedule("linear", 1000)
-    return getattr(import_module(f"diffusers.schedulers.{module}"), kind)(trained_betas=betas, **config)
+    return getattr(_import(f"diffusers.schedulers.{module}"), kind)(trained_betas=betas, **config)
+
+
+def _import(module):
+    """A module of diffusers. The library asks torch's compiler for a decorator, which is more than half of the seconds
+    that its import takes, and goes without where there is no compiler."""
+    compiler = "torch._dynamo"
+    if compiler in sys.modules:
+        return import_module(module)
+    sys.modules[compiler] = None  # importing it fails
+    try:
+        return import_module(module)
+    finally:
+        sys.modules.pop(compiler, None)
 
 
 class _NoGenerator:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel.command_line import OneLineParser
@@ -31,6 +31,7 @@ from diffusion import create_diffusion
 from large_dit import Large_DiT_models
 from models import DiT_models
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
+from sit import SiT, SiT_models
 
 FOLDER = Path(__file__).resolve().parent
 # Name → stem of the weights' file, and a constructor: nn.Module with forward(x, t, y) for the demo's classes and
@@ -38,17 +39,17 @@ FOLDER = Path(__file__).resolve().parent
 NETWORKS = {
     "DiT-Demo/2": ("dit", DiT_models["DiT-Demo/2"]),
     "Large-DiT-Demo/2": ("large-dit", Large_DiT_models["Large-DiT-Demo/2"]),
+    "SiT-Demo/2": ("sit", SiT_models["SiT-Demo/2"]),
 }
 PEAK_RATE = 1e-3
 KL_WEIGHT = 1.5e-4  # against L1 per pixel: the decoder learns to forgive the network's small errors
-EMA_DECAY = 0.9995
 
 
 def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: float, average=None) -> dict:
     """AdamW on `loss()`, gradients clipped at norm 1, the rate warmed up, then a cosine to zero. Returns what happened.
 
     The schedule runs over `steps`, or faster if `minutes` (compilation included) would end first: the rate always ends
-    near zero. The module `average` follows the weights of `module`.
+    near zero. The module `average` follows the weights of `module`, over a tenth of the steps.
     """
     start, parameters = time.perf_counter(), [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device
@@ -65,7 +66,7 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
         optimiser.step()
         with torch.no_grad():
             if average is not None:
-                torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), 1 - EMA_DECAY)
+                torch._foreach_lerp_(list(average.parameters()), list(module.parameters()), min(1.0, 10 / steps))
             mean_loss.copy_(torch.where(mean_loss.isnan(), value, mean_loss.lerp(value, 0.01)))
 
     run = capture(step, runs=3) if cuda else step  # a backward pass settles after a few
@@ -90,7 +91,7 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
 
 def half_precision(device: torch.device) -> torch.autocast:
     # A graph keeps no cast of a weight from one step to the next: no cache.
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def train_vae(pictures: torch.Tensor, args: argparse.Namespace) -> tuple[AutoencoderKL, dict]:
@@ -163,7 +164,10 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     weights. Returns what happened."""
     device = mean.device
     stem, build = NETWORKS[args.model]
-    model = build().to(device).train()
+    model = build()
+    if args.init:
+        model.load_state_dict(begun(load_file(args.init), model))
+    model = model.to(device).train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
     # Autocast would keep a Large-DiT's residual stream in bfloat16.
     model.x_embedder.register_forward_hook(lambda *arguments: arguments[-1].float())
@@ -180,6 +184,8 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     def loss():
         index = torch.randint(len(labels), (args.dit_batch,), device=device)
         x = torch.addcmul(mean[index], std[index], torch.randn_like(mean[: args.dit_batch])) * SCALE
+        if isinstance(model, SiT):
+            return velocity_loss(network, x, labels[index])
         t = torch.randint(diffusion.num_timesteps, (args.dit_batch,), device=device)
         return diffusion.training_losses(network, x, t, dict(y=labels[index]))["loss"].mean()
 
@@ -187,7 +193,25 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     dtype = getattr(torch, args.save_dtype)
     state = {name: value.to("cpu", dtype).contiguous() for name, value in average.state_dict().items()}
     save_file(state, args.output / f"{stem}.safetensors")
-    return {stem: report | {"batch": args.dit_batch, "ema_decay": EMA_DECAY}}
+    return {stem: report | {"batch": args.dit_batch, "init": args.init and args.init.name}}
+
+
+def begun(state: dict, model: nn.Module) -> dict:
+    """Weights to begin with; of a DiT for a SiT, whose last layer has no channels for variances."""
+    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        if isinstance(model, SiT):  # (p·p·2C, …) → (p·p·C, …)
+            state[name] = state[name].unflatten(0, (-1, 2, model.out_channels))[:, 0].flatten(0, 1)
+    return state
+
+
+def velocity_loss(network: Callable, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean squared error of velocities on the linear path at random times (Ma et al. 2024, arXiv:2401.08740).
+
+    x: latents (N, 4, L, L).
+    """
+    noise, t = torch.randn_like(x), torch.rand(len(x), device=x.device)
+    share = t.view(-1, 1, 1, 1)  # of data
+    return (network(share * x + (1 - share) * noise, t, labels) - (x - noise)).square().mean()
 
 
 def arguments() -> argparse.Namespace:
@@ -196,6 +220,7 @@ def arguments() -> argparse.Namespace:
     add("--model", choices=NETWORKS, default="DiT-Demo/2", help="network to train (default: %(default)s)")
     add("--output", type=Path, default=Path("output/demo"), help="folder for all that is made (default: %(default)s)")
     add("--vae", type=Path, metavar="DIR", help="a trained VAE in diffusers' layout, instead of training one")
+    add("--init", type=Path, metavar="FILE", help="weights to begin with (.safetensors), of DiT-Demo/2 for a SiT")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if there is one")
     add("--seed", type=int, default=0, help="seed of pictures, weights and training (default: 0)")
     add("--pictures", type=int, default=16384, help="pictures a class (default: %(default)s)")

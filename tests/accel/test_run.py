@@ -54,15 +54,19 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, w
         door.ready(options_of(weights, **{"vae": "ema", **wrong}))
 
 
-def test_loading_imports_no_compiler():
-    """Making the network on the meta device, to check the weights against, must not cost seconds."""
+@pytest.mark.parametrize("sampler, imported", [("ddpm", "set()"), ("unipc", "{'diffusers'}")])
+def test_loading_imports_no_compiler(sampler, imported):
+    """Making the network on the meta device, to check the weights against, must not cost seconds, and diffusers' import
+    no more than it must. Both are whole for who wants them after."""
     code = (
         "import sys, torch\nfrom accel import door\nfrom accel.options import GridOptions\n"
-        "_, run, _ = door.ready(GridOptions(model='DiT-Demo/2', device='cpu').resolve())\n"
-        "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))"
+        f"_, run, _ = door.ready(GridOptions(model='DiT-Demo/2', device='cpu', sampler='{sampler}').resolve())\n"
+        "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
+        "from diffusers import DiTTransformer2DModel\n"
+        "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
     )
     done = forks.run(["-c", code])
-    assert done.stdout.strip() == "6 set()", done.stdout + done.stderr
+    assert done.stdout.splitlines() == [f"6 {imported}", "1.0"], done.stdout + done.stderr
 
 
 def test_loading_costs_the_file(tmp_path):
