@@ -231,6 +231,13 @@ class Options:
         """Whether the network estimates a velocity, by the weights or by the model's name."""
         return self.weights.flow if self.weights is not None else (self.model or "").startswith("SiT")
 
+    def steps_and_guidance(self, evaluations: str = "") -> str:
+        """In words; evaluations: what follows the steps."""
+        by = "" if self.sampler == "ddpm" else f"{self.sampler.upper()} "
+        steps = f"{self.num_sampling_steps} {by}steps{evaluations}"
+        at = "" if self.guidance_interval == (0, 1) else " at levels {:g} to {:g}".format(*self.guidance_interval)
+        return f"{steps} · cfg {self.cfg_scale:g}{at}"
+
     @property
     def patch_size(self) -> int:
         """Side of a token in the latent, by the weights or by the model's name."""

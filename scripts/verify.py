@@ -52,7 +52,7 @@ def sample(options: GridOptions, seeds: range, device: torch.device, name: str) 
         seeded = replace(opened.options, seed=seed)
         harness.synchronize(device)
         start = time.perf_counter()
-        with step_bar(options.num_sampling_steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
+        with step_bar(run.process.steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
             latents = door.latents(seeded, run, on_step=lambda index, _, queued=queued: queued(index))
         harness.synchronize(device)
         times.append(time.perf_counter() - start)
@@ -153,7 +153,7 @@ def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torc
     how = f" · forecast {options.forecast}" * (options.forecast != "off")
     print(
         f"{options.model} · {options.image_size} px · {count(len(options.labels), 'label')} · "
-        f"{options.num_sampling_steps} steps · cfg {options.cfg_scale:g} · {count(args.seeds, 'seed')}{how} · "
+        f"{options.steps_and_guidance()} · {count(args.seeds, 'seed')}{how} · "
         f"{where} · torch {torch.__version__}"
     )
     if tiers == [AGAIN]:
@@ -170,6 +170,7 @@ def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torc
         image_size=options.image_size,
         pictures=len(options.labels),
         num_sampling_steps=options.num_sampling_steps,
+        sampler=options.sampler,
         seeds=args.seeds,
         forecast=options.forecast,
         gate=args.gate,

@@ -193,11 +193,9 @@ def describe(options: Options, run: Run, ranks: int | None = None) -> str:
     gpu, process = run.device.type == "cuda", run.process
     where = torch.cuda.get_device_name(run.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     plan = f" ({process.evaluations} network evaluations)" if process.evaluations < process.steps else ""
-    by = "" if options.sampler == "ddpm" else f"{options.sampler.upper()} "
     return (
-        f"{options.model} · {options.image_size} px · {options.pictures} · "
-        f"{options.num_sampling_steps} {by}steps{plan} · cfg {options.cfg_scale:g} · {run.tier} · "
-        f"{where} · torch {torch.__version__}" + (f" · {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
+        f"{options.model} · {options.image_size} px · {options.pictures} · {options.steps_and_guidance(plan)} · "
+        f"{run.tier} · {where} · torch {torch.__version__}" + (f" · {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
     )
 
 
