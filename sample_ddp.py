@@ -161,7 +161,7 @@ def sample_for_fid(options: FidOptions, job: "Job") -> None:
             batch, tuning = (order.largest_batch, order.copies), (fid.tuner_folders(order.folder), job.from_rank_0)
             run = job.run_collectively(lambda: door.load(opened, batch, tuning))
         print(door.describe(options, run, job.world))
-        decoder = door.decoder_of(opened)
+        decoder = door.decoder_of(opened, captured=True)
         settings = job.run_collectively(lambda: fid_door.settings_of(opened, run, decoder, job.world), only=0)
         fid.run(order, job, settings, fid_door.maker_of(options, run, decoder, watch))
 

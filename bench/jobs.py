@@ -2,11 +2,13 @@
 
     python bench/jobs.py --contest fp32 fp16 --output output/contest.json
     python bench/jobs.py --gpus 4 --output output/ddp.json
+    python bench/jobs.py --fid 640 --image-size 256 --output output/fid.json
 
 --contest: T from loading the model to the picture on disk, and its points, which the contest's own job alone has;
 sample.py in a process of its own, after a run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh
 looks for it. `process` is the time from the start of the process. --gpus: sample_ddp.py on N GPUs of this node against
-one: a grid of 8 labels, an FID job's pictures/s.
+one: a grid of 8 labels, an FID job's pictures/s. --fid: an FID job on one GPU by so few network evaluations that
+decoding and writing count: pictures/s from the start of the process, and from when the first batch is written.
 
 Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
 """
@@ -128,6 +130,23 @@ def against_one(args: Namespace, device: torch.device, flags: list, folder: Path
     print(json.dumps(results, indent=1))
 
 
+def fid(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+    flags = [*flags, "--cfg-scale", args.cfg_scale, "--device", device]
+    flags += ["--precision", args.precision or precision.default_tier(device), "--sampler", "dpm++"]
+    flags += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
+    runs = []
+    for index in tqdm(range(1 + args.repeats), desc="jobs", unit="job", leave=False):
+        count, place = args.fid if index else 1, folder / f"fid{index}"  # the first fills the caches
+        lines, taken = run(["sample_ddp.py", *flags, "--num-fid-samples", count, "--sample-dir", place])
+        if index:
+            rates = dict(whole=args.fid / taken, steady=pictures_per_second(place, args.batch))
+            runs.append(dict(phases(lines), process=taken, pictures_per_s=rates))
+            record(dict(batch=args.batch, sampler="dpm++", fid=runs))
+    for name in ("whole", "steady"):
+        rates = sorted(one["pictures_per_s"][name] for one in runs)
+        print(f"{name:6} {statistics.median(rates):.2f} pictures/s, {rates[0]:.2f} to {rates[-1]:.2f}")
+
+
 def pictures_per_second(folder: Path, batch: int) -> float:
     """Of an FID job's folder: from when its first `batch` pictures are written to when all are."""
     written = [path.stat().st_mtime for path in sorted(folder.rglob("*.png"))]
@@ -140,10 +159,11 @@ def parse() -> tuple[OneLineParser, Namespace]:
     tiers = dict(nargs="*", choices=tuple(precision.TIERS), metavar="TIER")
     what.add_argument("--contest", **tiers, help="the contest's T and points in these tiers (default: sample.py's)")
     what.add_argument("--gpus", type=positive, help="so many GPUs of this node against one of them")
+    what.add_argument("--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU")
     harness.add_arguments(parser, batch=False)
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
-    parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of --gpus (default: sample_ddp.py's)")
-    parser.add_argument("--steps", type=positive, help="steps (default: 250; --gpus without GPUs: 25)")
+    parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of sample_ddp.py (default: its own)")
+    parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)")
     for name, default, what in (
         ("--repeats", 3 if on_gpu else 1, "runs of each"),
         ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
@@ -162,7 +182,10 @@ def check(args: Namespace) -> torch.device:
     for flag, tier in [*asked, ("--precision", args.precision)]:
         if tier and not precision.supports(tier, device):
             raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
-    args.steps = args.steps or (25 if args.gpus and device.type != "cuda" else GridOptions.num_sampling_steps)
+    if args.fid and args.fid <= args.batch:
+        raise UsageError(f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}")
+    steps = 25 if args.gpus and device.type != "cuda" else GridOptions.num_sampling_steps
+    args.steps = args.steps or (10 if args.fid else steps)
     return device
 
 
@@ -170,11 +193,12 @@ def main() -> None:
     parser, args = parse()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
         device, folder = check(args), Path(folder)
-        kind, work = ("ddp", against_one) if args.contest is None else ("contest", contest)
+        kind, work = ("ddp", against_one) if args.gpus else ("fid", fid) if args.fid else ("contest", contest)
         about = dict(kind=kind, **harness.provenance(device, args.commit), model=args.model, image_size=args.image_size)
-        about |= dict(pictures=8, weights=Path(args.ckpt).name if args.ckpt else "random, seed 0", steps=args.steps)
-        if args.gpus:
-            about |= dict(gpus=args.gpus, precision=args.precision or precision.default_tier(device))
+        about |= dict(pictures=args.fid or 8, steps=args.steps)
+        about |= dict(weights=Path(args.ckpt).name if args.ckpt else "random, seed 0")
+        if args.contest is None:
+            about |= dict(gpus=args.gpus or 1, precision=args.precision or precision.default_tier(device))
         flags = ["--model", args.model, "--image-size", args.image_size, "--num-classes", args.num_classes]
         args.vae = args.vae or DEFAULTS_OF.get(args.model, {}).get("vae")
         if not (args.ckpt and args.vae):

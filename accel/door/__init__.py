@@ -162,13 +162,13 @@ def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = (
     return Run(network, process, guidance, tier, device, options.latent_size)
 
 
-def decoder_of(opened: Opened) -> LazyDecoder | None:
-    """The options' decoder, not loaded yet; None for latents."""
+def decoder_of(opened: Opened, captured: bool = False) -> LazyDecoder | None:
+    """The options' decoder, not loaded yet; None for latents. captured: for many pictures, as CheckedDecoder has it."""
     options, _, device, tier, arithmetic = opened
     if not options.into_pictures:
         return None
     otherwise = precision.float32_decoder(tier, device)
-    return LazyDecoder(options.vae, vae.find_vae(options.vae), arithmetic, otherwise, device)
+    return LazyDecoder(options.vae, vae.find_vae(options.vae), arithmetic, otherwise, device, captured)
 
 
 def ready(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from accel import kernels, vae
-from accel.door import Opened, decode, enough_memory, guidance_of
+from accel.door import Opened, enough_memory, guidance_of
 from accel.errors import UsageError
 from accel.fid import Maker
 from accel.fid.folder import CODE, Order
@@ -79,7 +79,7 @@ def maker_of(options: FidOptions, run: Run, decoder: LazyDecoder, watch: Stopwat
         with enough_memory(options):
             return run.denoise(*what)
 
-    return Maker(denoise, lambda latents: decode(decoder, latents, watch), run.device, watch)
+    return Maker(denoise, decoder.decode, run.device, watch)
 
 
 def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> dict:

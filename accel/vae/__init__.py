@@ -2,12 +2,14 @@
 
 import math
 import stat
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from accel.errors import UsageError
+from accel.graphs import Replayed
 from accel.precision import convolutions
 from accel.vae.decoder import Decoder
 from accel.weights.checkpoint import FOLDER, fetch_from_hub
@@ -107,6 +109,7 @@ class CheckedDecoder:
     """A Decoder in fp32, tf32 or fp16; in fp16 only where that loses nothing that can be seen.
 
     plain: the float32 decoder. precision: the arithmetic asked for; otherwise: fp32 or tf32, used where fp16 fails.
+    captured: float16 on a GPU is replayed as a CUDA graph, the same bits. The capture takes as long as some pictures.
 
     float16 is compared with `plain` once, here, on noise of a generator of its own. So the outcome depends on the
     weights alone: every rank and every restart finds the same, and the run's random stream is untouched. If float16
@@ -114,7 +117,7 @@ class CheckedDecoder:
     picture that overflows later is decoded by `plain`: its bits, too, depend on its latents and the weights alone.
     """
 
-    def __init__(self, plain: Decoder, precision: str, otherwise: str):
+    def __init__(self, plain: Decoder, precision: str, otherwise: str, captured: bool = False):
         self.plain, self.precision, self.otherwise = plain, precision, otherwise
         self.half = self.refusal = None
         self.overflowed = False  # whether the line about overflowing pictures was printed
@@ -125,6 +128,8 @@ class CheckedDecoder:
             if problem := self._problem():
                 self.half, self.precision = None, otherwise
                 self.refusal = f"this decoder {problem}: decoding in {_NAMES[otherwise]}"
+            elif captured and plain.decoder.conv_in.weight.is_cuda:
+                self.half = Replayed(self.half)
 
     @torch.inference_mode()
     def _problem(self) -> str | None:
@@ -141,23 +146,33 @@ class CheckedDecoder:
         return None
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """As the function `decode`."""
+        """As the function `decode`. Raises FloatingPointError if float32, too, gives pixels that are not finite."""
         if self.half is None:
             with convolutions(self.precision):
-                return decode(self.plain, latents)
-        pixels = [self.half(latent / SCALE) for latent in latents.split(1)]
-        # One synchronisation for all pictures, after the last.
-        finite = torch.stack([picture.isfinite().all() for picture in pixels]).tolist()
-        for index in [index for index, one in enumerate(finite) if not one]:
-            pixels[index] = self.plain(latents[index : index + 1] / SCALE)
-        if not all(finite) and not self.overflowed:
-            print(f"a picture overflows the float16 decoder; such pictures are decoded in {_NAMES[self.otherwise]}")
-            self.overflowed = True
-        return torch.cat(pixels)
+                pixels = decode(self.plain, latents)
+            failed = _not_finite(pixels)
+        else:
+            pixels = decode(self.half, latents)
+            failed = _not_finite(pixels)
+            if failed:
+                if not self.overflowed:
+                    in_float32 = f"such pictures are decoded in {_NAMES[self.otherwise]}"
+                    print(f"a picture overflows the float16 decoder; {in_float32}")
+                    self.overflowed = True
+                pixels[failed] = decode(self.plain, latents[failed])
+                failed = _not_finite(pixels[failed])
+        if failed:
+            raise FloatingPointError("pixels are not finite")
+        return pixels
+
+
+def _not_finite(pixels):
+    """Which pictures have a value that is not finite; one synchronisation for all."""
+    return [index for index, finite in enumerate(pixels.isfinite().flatten(1).all(1).tolist()) if not finite]
 
 
 @torch.inference_mode()
-def decode(vae: Decoder | CheckedDecoder, latents: torch.Tensor) -> torch.Tensor:
+def decode(vae: Callable[[torch.Tensor], torch.Tensor] | CheckedDecoder, latents: torch.Tensor) -> torch.Tensor:
     """Latents (n, 4, L, L) → pixels (n, 3, 8L, 8L) float32, about (-1, 1).
 
     One picture at a time: this takes little memory, and a picture's bits do not depend on the others of the batch.
@@ -169,8 +184,9 @@ def decode(vae: Decoder | CheckedDecoder, latents: torch.Tensor) -> torch.Tensor
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU: 127.5·x + 128, truncated, as in FID jobs."""
-    return (127.5 * pixels + 128.0).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).cpu()
+    """Pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8, contiguous: 127.5·x + 128, truncated, as in FID jobs."""
+    levels = (127.5 * pixels + 128.0).clamp(0, 255).permute(0, 2, 3, 1)
+    return levels.to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 def to_grid(pixels: torch.Tensor, columns: int = 4, padding: int = 2) -> torch.Tensor:

@@ -14,12 +14,14 @@ from accel.errors import UsageError
 class LazyDecoder:
     """The decoder in the folder of a VAE, on a device.
 
-    name: the VAE's, as the user gave it. precision, otherwise: as CheckedDecoder has them.
+    name: the VAE's, as the user gave it. precision, otherwise, captured: as CheckedDecoder has them.
     """
 
-    def __init__(self, name: str, folder: Path, precision: str, otherwise: str, device: torch.device):
+    def __init__(
+        self, name: str, folder: Path, precision: str, otherwise: str, device: torch.device, captured: bool = False
+    ):
         self.name, self.folder, self.device = name, folder, device
-        self.precision, self.otherwise = precision, otherwise
+        self.precision, self.otherwise, self.captured = precision, otherwise, captured
         self._decoder = self._loading = None
 
     def load_ahead(self) -> None:
@@ -44,7 +46,8 @@ class LazyDecoder:
         """It, on the device since the first call."""
         if self._decoder is None:
             plain = self._loading.result() if self._loading else vae.load_vae(self.folder, self.device)
-            self._decoder = vae.CheckedDecoder(plain.to(self.device), self.precision, self.otherwise)
+            how = self.precision, self.otherwise, self.captured
+            self._decoder = vae.CheckedDecoder(plain.to(self.device), *how)
             if self._decoder.refusal:
                 print(self._decoder.refusal)
         return self._decoder
@@ -53,16 +56,15 @@ class LazyDecoder:
         """Latents, finite → pixels (n, 3, H, W), about (-1, 1). Raises UsageError if one picture does not fit in
         memory, or if the decoder makes pixels that are not finite, which would become black ones."""
         try:
-            pixels = vae.decode(self.load(), latents)
+            return vae.decode(self.load(), latents)
         except torch.OutOfMemoryError:
             half = self._decoder and self._decoder.half
             raise UsageError(
                 f"`image_size={8 * latents.shape[-1]}`: decoding a picture does not fit in free GPU memory; use "
                 f"{'`output_type=latent`' if half else '`vae_precision=fp16`'}, or a smaller size"
             ) from None
-        if not pixels.isfinite().all():
+        except FloatingPointError:
             raise UsageError(
                 f"`vae={self.name}`: decodes finite latents to pixels that are not finite; check its weights, or "
                 "choose another"
-            )
-        return pixels
+            ) from None

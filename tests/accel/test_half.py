@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accel import door, precision, vae
+from accel.graphs import Replayed
 from accel.options import DEMO, GridOptions, UsageError
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.vae.half import HalfDecoder
@@ -190,9 +191,27 @@ def test_sd_vae_ft_at_512px(switches):
 
 
 @pytest.mark.gpu
-def test_a_picture_that_does_not_fit_is_one_line(switches):
+def test_a_captured_decoder_gives_the_direct_ones_bits(switches, capsys):
+    """From one graph; a picture that overflows is decoded in float32 all the same."""
+    device = torch.device("cuda")
+    precision.apply_precision("fp16", device)
+    plain = random_decoder(device, **SD_VAE_FT)
+    latents = noise(4, 32, device)
+    latents[[1, 3]] *= 1e6
+    want = vae.decode(plain, latents)
+    direct, captured = (vae.CheckedDecoder(plain, "fp16", "tf32", captured) for captured in (False, True))
+    got = [vae.decode(decoder, latents) for decoder in (direct, captured, captured)]
+    assert isinstance(captured.half, Replayed) and len(captured.half.graphs) == 1
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+    assert [torch.equal(a, b) for a, b in zip(got[1], want)] == [False, True, False, True]
+    assert capsys.readouterr().out.count("overflows the float16 decoder") == 2  # once each
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_picture_that_does_not_fit_is_one_line(captured, switches):
     device, folder = torch.device("cuda"), DEMO / "vae"
-    decoder = LazyDecoder(str(folder), folder, "fp16", "tf32", device)
+    decoder = LazyDecoder(str(folder), folder, "fp16", "tf32", device, captured)
     decoder.decode(noise(1, 16, device))
     free = torch.cuda.memory_reserved() + 2**26
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.get_device_properties(0).total_memory)

@@ -69,6 +69,20 @@ def test_one_process_against_two(forked, tmp_path, monkeypatch):
     assert rates["efficiency"] == pytest.approx(rates["2"] / (2 * rates["1"])) and rates["batch"] == 1
 
 
+def test_an_fid_job(forked, tmp_path, monkeypatch, capsys):
+    how = ["--fid", 4, "--batch", 2, "--device", "cpu", "--steps", 2, "--output", tmp_path / "log.json"]
+    here(monkeypatch, *how)
+    record = json.loads((tmp_path / "log.json").read_text())
+    assert (record["kind"], record["pictures"], record["steps"], record["precision"]) == ("fid", 4, 2, "fp32")
+    [once] = record["fid"]
+    assert once["pictures_per_s"]["whole"] == 4 / once["process"] and once["pictures_per_s"]["steady"] > 0
+    assert 0 < once["sample"] + once["decode"] < once["total"] < once["process"]
+    assert "steady" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        here(monkeypatch, *how[:3], 4)
+    assert "--fid 4: needs a second batch" in capsys.readouterr().err
+
+
 def test_pictures_per_second(tmp_path):
     """Three batches of two: the first, which warms up, does not count."""
     (tmp_path / "job").mkdir()

@@ -22,7 +22,10 @@ from networks import sde, side_of
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, unprivileged
 
+from accel import door
 from accel.errors import STOPPED, USAGE
+from accel.graphs import Replayed
+from accel.vae.half import HalfDecoder
 from diffusion import create_diffusion
 from models import DiT_models
 from sit import SiT, SiT_models
@@ -257,6 +260,25 @@ def test_world_independent_noise(demo, one, tmp_path):
     for other in others:
         assert sorted(other) == sorted(whole) and all(np.array_equal(other[name], whole[name]) for name in whole)
     assert len({next(place.glob("*.npz")).read_bytes() for place in places}) == 1
+
+
+@pytest.mark.gpu
+def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
+    """On a GPU, as a CUDA graph: the same pictures as by a decoder whose kernels are launched one by one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # both take the GEMM algorithms that the first chose
+    decoders, decoder_of = [], door.decoder_of
+
+    def kept(opened, captured):
+        decoders.append(decoder_of(opened, captured and not decoders))
+        return decoders[-1]
+
+    monkeypatch.setattr(door, "decoder_of", kept)
+    for name in ("replayed", "launched"):
+        one("--model", "DiT-Demo/2", "--precision", "fp16", *SHORT, "--sample-dir", tmp_path / name)
+    replayed, launched = (decoder.load().half for decoder in decoders)
+    assert isinstance(replayed, Replayed) and len(replayed.graphs) == 1 and isinstance(launched, HalfDecoder)
+    made, others = (pictures(tmp_path / name) for name in ("replayed", "launched"))
+    assert len(made) == 6 and all(np.array_equal(made[name], others[name]) for name in made)
 
 
 #################################################################################
