@@ -1,4 +1,4 @@
-"""FID and Inception Score of pictures, without TensorFlow.
+"""FID, sFID and Inception Score of pictures, without TensorFlow.
 
     python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz     # against ADM's reference statistics
     python -m scripts.fid fp16.npz fp32.npz                               # two jobs: does the fast tier change FID?
@@ -6,8 +6,9 @@
 
 Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph that ADM's evaluator runs, FID
 (Heusel et al. 2017, arXiv:1706.08500), Inception Score (Salimans et al. 2016, arXiv:1606.03498), precision and recall
-(Kynkäänniemi et al. 2019, arXiv:1904.06991). Added here: archives of pictures (arr_0, uint8, N×H×W×3) and of
-statistics (mu, sigma; they go first), float32 without TF32, weights of a known hash, and what makes a figure
+(Kynkäänniemi et al. 2019, arXiv:1904.06991). Added here: sFID (Nash et al. 2021, arXiv:2103.03841), the FID of
+features that keep their place in the picture, archives of pictures (arr_0, uint8, N×H×W×3) and of statistics (mu,
+sigma, mu_s, sigma_s; they go first), float32 without TF32, weights of a known hash, and what makes a figure
 incomparable.
 """
 
@@ -37,6 +38,10 @@ SHA256 = "6726825d"  # of the published weights: what torch's hub checks, the fi
 PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}  # DiT-XL/2's FID, Table 2 of the paper
 FULL, LEAST = 50_000, 10  # pictures: of a published figure; one for each part of the Inception Score
 POOL, LOGITS = "2048", "logits_unbiased"  # torch-fidelity's names of Inception's outputs
+SPATIAL, CHANNELS = "spatial", 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
+STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}  # names in an archive
+FID, SFID = "frechet_inception_distance", "spatial_frechet_inception_distance"  # the first is torch-fidelity's
+METRICS = {POOL: FID, SPATIAL: SFID}
 SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
@@ -47,7 +52,7 @@ class Pictures(torch.utils.data.Dataset):
     """
 
     def __init__(self, path: Path):
-        self.path, self.files, self.statistics, self.shape = path, [], None, (0,)
+        self.path, self.files, self.statistics, self.shape = path, [], {}, (0,)
         with self.errors():
             if path.is_dir():
                 self.files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
@@ -57,11 +62,14 @@ class Pictures(torch.utils.data.Dataset):
                 self._open(zipfile.ZipFile(path))
 
     def _open(self, archive):
-        if "mu.npy" in archive.namelist():
+        for layer, (mu, sigma, size) in STATISTICS.items():
+            if f"{mu}.npy" not in archive.namelist():
+                break
             with np.load(self.path) as arrays:
-                self.statistics = {name: arrays[name].astype(np.float64) for name in ("mu", "sigma")}
-            if self.statistics["mu"].shape != (2048,) or self.statistics["sigma"].shape != (2048, 2048):
-                raise ValueError("mu and sigma are not of Inception's 2048 features")
+                found = {"mu": arrays[mu].astype(np.float64), "sigma": arrays[sigma].astype(np.float64)}
+            if found["mu"].shape != (size,) or found["sigma"].shape != (size, size):
+                raise ValueError(f"{mu} and {sigma} are not of Inception's {size} features")
+            self.statistics[layer] = found
         if "arr_0.npy" in archive.namelist():
             self.member = archive.open("arr_0.npy")
             np.lib.format.read_magic(self.member)
@@ -140,30 +148,46 @@ def load_inception(path: Path, cuda: bool) -> torch.nn.Module:
         raise UsageError(f"--inception-weights {path}: are not Inception's ({reason}); take {URL}") from None
 
 
+@contextmanager
+def spatial_features(network: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """A list that fills with sFID's features (n, 2023) of each batch that the network evaluates inside.
+
+    torch-fidelity converts the weights of TensorFlow's mixed_6/conv to Mixed_6d.branch1x1.
+    """
+    found = []
+
+    def keep(module, given, out):
+        # (n, 192, 17, 17) → row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
+        found.append(out[:, :CHANNELS].permute(0, 2, 3, 1).flatten(1).cpu())
+
+    with network.Mixed_6d.branch1x1.register_forward_hook(keep):
+        yield found
+
+
 def compare(samples: Pictures, reference: Pictures, network, cuda: bool, batch_size: int, neighbours: bool) -> dict:
     """The metrics of `samples` by torch-fidelity's names. neighbours: precision and recall, too, of the same
-    features."""
+    features. No sFID where the reference's statistics lack its own."""
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_isc import isc_features_to_metric
     from torch_fidelity.metric_prc import prc_features_to_metric
     from torch_fidelity.utils import get_featuresdict_from_dataset
 
     def features(pictures):
-        with pictures.errors(), convolutions("fp32"):
-            return get_featuresdict_from_dataset(pictures, network, batch_size, cuda, save_cpu_ram=True, verbose=True)
+        how = dict(batch_size=batch_size, cuda=cuda, save_cpu_ram=True, verbose=True)
+        with pictures.errors(), convolutions("fp32"), spatial_features(network) as spatial:
+            return get_featuresdict_from_dataset(pictures, network, **how) | {SPATIAL: torch.cat(spatial)}
 
-    found = features(samples)
-    pool, of_reference = found[POOL], reference.statistics
-    of_samples = fid_features_to_statistics(pool)
-    if neighbours or of_reference is None:
-        others = features(reference)[POOL]
-    if of_reference is None:
-        of_reference = fid_features_to_statistics(others)
-    else:
-        of_samples = {name: value.astype(np.float64) for name, value in of_samples.items()}
-    metrics = fid_statistics_to_metric(of_samples, of_reference, verbose=False) | isc_features_to_metric(found[LOGITS])
+    found, of_reference = features(samples), reference.statistics
+    if neighbours or not of_reference:
+        others = features(reference)
+    of_reference = of_reference or {layer: fid_features_to_statistics(others[layer]) for layer in STATISTICS}
+    metrics = isc_features_to_metric(found[LOGITS])
+    for layer, theirs in of_reference.items():
+        ours = fid_features_to_statistics(found[layer])
+        ours = {name: value.astype(theirs[name].dtype) for name, value in ours.items()}
+        metrics[METRICS[layer]] = fid_statistics_to_metric(ours, theirs, verbose=False)[FID]
     if neighbours:
-        metrics |= prc_features_to_metric(pool, others, save_cpu_ram=True, verbose=False)
+        metrics |= prc_features_to_metric(found[POOL], others[POOL], save_cpu_ram=True, verbose=False)
     return metrics
 
 
@@ -191,7 +215,9 @@ def caveats(samples: Pictures, reference: Pictures, published: bool) -> Iterator
 def main() -> None:
     parser = OneLineParser(description=__doc__)
     parser.add_argument("samples", type=Path, help=".npz (arr_0), or a folder of pictures")
-    parser.add_argument("reference", type=Path, help="the same, or ADM's statistics: an .npz with mu and sigma")
+    parser.add_argument(
+        "reference", type=Path, help="the same, or ADM's statistics: an .npz with mu, sigma, mu_s, sigma_s"
+    )
     parser.add_argument(
         "--inception-weights",
         type=Path,
@@ -207,7 +233,7 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser):
         samples, reference = Pictures(args.samples), Pictures(args.reference)
-        for one in [samples] + [reference] * (args.precision_recall or reference.statistics is None):
+        for one in [samples] + [reference] * (args.precision_recall or not reference.statistics):
             if len(one) < LEAST:
                 raise UsageError(f"{one.path}: holds {len(one)} pictures (arr_0, or PNGs); at least {LEAST} needed")
         cuda = (args.device or "cuda") == "cuda" and torch.cuda.is_available()
@@ -218,7 +244,9 @@ def main() -> None:
         found = compare(samples, reference, network, cuda, args.batch_size, args.precision_recall)
         print(f"{samples.path}: {len(samples)} pictures")
         print(f"{reference.path}: {'statistics' if reference.statistics else f'{len(reference)} pictures'}")
-        print(f"FID              {found['frechet_inception_distance']:.6g}")
+        print(f"FID              {found[FID]:.6g}")
+        sfid = f"{found[SFID]:.6g}" if SFID in found else "none: the reference has statistics, but not mu_s, sigma_s"
+        print(f"sFID             {sfid}")
         print(f"Inception Score  {found['inception_score_mean']:.6g} ± {found['inception_score_std']:.2g}")
         if args.precision_recall:
             print(f"Precision        {found['precision']:.4f}")

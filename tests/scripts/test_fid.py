@@ -67,8 +67,8 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def theirs(data, inception):
+@pytest.fixture
+def theirs(data, inception, one_thread):
     """torch-fidelity's own figures of the folders."""
     return calculate_metrics(
         input1=str(data / "samples"),
@@ -97,9 +97,11 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, inception, t
     how = "--inception-weights", inception, "--device", "cpu", "--precision-recall"
     done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)
     assert done.returncode == 0, done.stderr
+    sfid = figures[0].pop(fid.SFID)
     assert figures == [theirs] and theirs["frechet_inception_distance"] > 0.01 and theirs["inception_score_mean"] > 1
-    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] in "FPR")
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] in "FPRs")
     assert math.isclose(float(lines["FID"]), theirs["frechet_inception_distance"], rel_tol=1e-3)
+    assert math.isclose(float(lines["sFID"]), sfid, rel_tol=1e-5)
     assert float(lines["Precision"]) == round(theirs["precision"], 4)
     assert float(lines["Recall"]) == round(theirs["recall"], 4)
     assert "samples.npz: 20 pictures\n" in done.stdout and "reference: 24 pictures\n" in done.stdout
@@ -125,22 +127,52 @@ def test_archives_are_streamed(tmp_path):
     tracemalloc.stop()
 
 
+def features(network, pictures):
+    """FID's features, and sFID's as ADM's evaluator flattens them: TensorFlow has the channels last. Float64."""
+    of_block = []
+    hook = network.Mixed_6d.register_forward_hook(lambda module, given, out: of_block.append(out))
+    with torch.inference_mode():
+        pool, _ = network(torch.from_numpy(pictures).permute(0, 3, 1, 2))
+    hook.remove()
+    [out] = of_block  # (n, 768, 17, 17): the 1×1 branch comes first
+    spatial = np.moveaxis(out.double().numpy(), 1, -1)[..., :7].reshape(len(pictures), -1)
+    assert spatial.shape[1] == 2023 and spatial.std() > 0.01
+    return pool.double().numpy(), spatial
+
+
 def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path):
     """With statistics in the file its pictures are not looked at, but for precision and recall."""
-    random = np.random.default_rng(0)
-    root = random.normal(size=(2048, 2048)) / 2048**0.5
-    mu, sigma = random.normal(size=2048), root @ root.T + np.eye(2048)
-    np.savez(tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu[:7])
+    random, of_reference = np.random.default_rng(0), []
+    for size in (2048, 2023):
+        root = random.normal(size=(size, size)) / size**0.5
+        of_reference.append((random.normal(size=size), root @ root.T + np.eye(size)))
+    (mu, sigma), (mu_s, sigma_s) = of_reference
+    np.savez(tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s)
     samples, reference = fid.Pictures(data / "samples.npz"), fid.Pictures(tmp_path / "adm.npz")
     network = fid.load_inception(inception, cuda=False)
     mine = fid.compare(samples, reference, network, False, 7, False)
-    with torch.inference_mode():
-        pool = network(torch.from_numpy(draw(20)).permute(0, 3, 1, 2))[0].double().numpy()
-    # S = XᵀX for X's 20 centred rows, so S·T has the nonzero eigenvalues of the 20×20 matrix X·T·Xᵀ.
-    x = (pool - pool.mean(0)) / 19**0.5
-    cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
-    direct = np.sum((pool.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()
-    assert math.isclose(mine["frechet_inception_distance"], direct, rel_tol=1e-5)
+    for name, found, (mu, sigma) in zip((fid.FID, fid.SFID), features(network, draw(20)), of_reference, strict=True):
+        # S = XᵀX for X's 20 centred rows, so S·T has the nonzero eigenvalues of the 20×20 matrix X·T·Xᵀ.
+        x = (found - found.mean(0)) / 19**0.5
+        cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
+        direct = np.sum((found.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()
+        assert math.isclose(mine[name], direct, rel_tol=1e-5), name
+
+
+def test_sfid_of_pictures_is_that_of_their_statistics(data, inception, tmp_path, here):
+    """And an archive without those of sFID gives none."""
+    network = fid.load_inception(inception, cuda=False)
+    pool, spatial = features(network, draw(24, seed=1))
+    known = dict(mu=pool.mean(0), sigma=np.cov(pool, rowvar=False))
+    np.savez(tmp_path / "fid.npz", **known)
+    np.savez(tmp_path / "both.npz", **known, mu_s=spatial.mean(0), sigma_s=np.cov(spatial, rowvar=False))
+    samples, references = fid.Pictures(data / "samples.npz"), (data / "reference.npz", tmp_path / "both.npz")
+    pictures, both = (fid.compare(samples, fid.Pictures(one), network, False, 8, False) for one in references)
+    assert math.isclose(pictures[fid.SFID], both[fid.SFID], rel_tol=1e-4) and pictures[fid.SFID] > 0.01
+    how = "--inception-weights", inception, "--device", "cpu"
+    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", *how)
+    assert done.returncode == 0 and "\nsFID             none: the reference has statistics, but not mu_s" in done.stdout
+    assert math.isclose(float(done.stdout.split("\nFID")[1].split()[0]), pictures[fid.FID], rel_tol=1e-4)
 
 
 @pytest.fixture(scope="session")
@@ -208,6 +240,7 @@ def cut(content):
         (archive(arr_0=np.zeros((3, 8, 8, 3), np.uint8)), "holds 3 pictures (arr_0, or PNGs); at least 10 needed"),
         (archive(mu=np.zeros(2048), sigma=np.eye(2048)), "holds 0 pictures"),
         (archive(mu=np.zeros(64), sigma=np.eye(64)), "not of Inception's 2048 features"),
+        (archive(mu=np.zeros(2048), sigma=np.eye(2048), mu_s=np.zeros(7), sigma_s=np.eye(7)), "Inception's 2023"),
         (cut(archive(arr_0=np.zeros((12, 8, 8, 3), np.uint8))), "cannot be read"),
     ],
 )
