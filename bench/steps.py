@@ -113,7 +113,7 @@ class Judge:
                 latents.append(loop(lambda *_: bar.update()))
         if self.device.type == "cuda":
             precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
-        return [vae.to_uint8(vae.decode(self.decoder, one)).numpy(force=True) for one in latents]
+        return [vae.to_uint8(vae.decode(self.decoder, one)).numpy() for one in latents]
 
     def judge(self, tier: str, switches: dict, **how) -> dict:
         """The worst picture's figures, and whether every picture meets each criterion. LPIPS is left to evaluate.py.

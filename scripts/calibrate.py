@@ -85,7 +85,7 @@ class Bench:
         return self.decoded(torch.cat(parts))
 
     def decoded(self, latents: torch.Tensor) -> np.ndarray:
-        return vae.to_uint8(self.decoder.decode(latents)).numpy(force=True)
+        return vae.to_uint8(self.decoder.decode(latents)).numpy()
 
     def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
         """(i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a float32 run. A state is

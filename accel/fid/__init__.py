@@ -123,10 +123,10 @@ def _make_pictures(maker, order, job, journal, todo, already):
             z, labels, draw = noise.batch(batch, journal.states.get(batch - batches.world))
             with maker.watch.phase("sample"):
                 latents = maker.denoise(z, labels, draw)
-            with maker.watch.phase("decode"):  # which waits for the copy, into pinned memory
-                pixels = to_uint8(maker.decode(latents)).to("cpu", non_blocking=True)
+            with maker.watch.phase("decode"):
+                pixels = to_uint8(maker.decode(latents)).numpy()
             written.result()  # at most one batch waits in memory
-            written = background.submit(journal.write, batch, pixels.numpy(), noise.state())
+            written = background.submit(journal.write, batch, pixels, noise.state())
             bar.update(already + job.counter("pictures", len(pixels)) - bar.n)
         written.result()
         job.barrier()

@@ -184,9 +184,10 @@ def decode(vae: Callable[[torch.Tensor], torch.Tensor] | CheckedDecoder, latents
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8, contiguous: 127.5·x + 128, truncated, as in FID jobs."""
+    """Pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, contiguous: 127.5·x + 128, truncated, as in FID
+    jobs."""
     levels = (127.5 * pixels + 128.0).clamp(0, 255).permute(0, 2, 3, 1)
-    return levels.to(torch.uint8, memory_format=torch.contiguous_format)
+    return levels.to(torch.uint8, memory_format=torch.contiguous_format).cpu()
 
 
 def to_grid(pixels: torch.Tensor, columns: int = 4, padding: int = 2) -> torch.Tensor:

@@ -43,6 +43,11 @@ def test_large_dit_on_the_cpu(here, tmp_path):
     make("cpu", here, tmp_path, *ddim, model="Large-DiT-Demo/2", stem="large-dit-golden")
 
 
+def test_sit_on_the_cpu(here, tmp_path):
+    heun = "--sampler", "heun", "--num-sampling-steps", "12"
+    make("cpu", here, tmp_path, *heun, model="SiT-Demo/2", stem="sit-golden")
+
+
 @pytest.mark.gpu
 def test_golden_on_a_gpu(here, tmp_path):
     """CUDA's stream is another than the CPU's, and the same on every GPU for so small a draw."""
