@@ -42,7 +42,7 @@ REFUSED = [
     ("jobs", ["--gpus", "1"], "--gpus 1: is compared with one GPU; give 2 or more"),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "--contest bf16: cpu cannot run it"),
     ("jobs", ["--gpus", "2", "--precision", "exact", *NO_GPU], "--precision exact: cpu cannot run it"),
-    ("jobs", [], "one of the arguments --contest --gpus is required"),
+    ("jobs", [], "one of the arguments --contest --gpus --fid is required"),
     ("many_gpus", [], "torchrun"),
     ("many_gpus", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
     ("many_gpus", ["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
