@@ -43,7 +43,8 @@ def main() -> None:
 
 def sample_alone(options: GridOptions) -> None:
     """The picture, by this process."""
-    from accel import door, loading  # after the cheap checks: torch is slow to import
+    start.import_torch()  # after the cheap checks: it is slow
+    from accel import door, loading
     from accel.progress import Stopwatch
 
     watch = Stopwatch(loading.choose_device(options.device))

@@ -79,7 +79,8 @@ def sample(options: Options, parser: OneLineParser) -> None:
     if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
-    from accel.parallel.processes import launched_job, own_device  # after the cheap checks: torch is slow to import
+    start.import_torch()  # after the cheap checks: it is slow
+    from accel.parallel.processes import launched_job, own_device
 
     with launched_job(parser.prog, parser.worded) as job:
         if fid:

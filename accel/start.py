@@ -1,9 +1,10 @@
-"""How a command starts: when it began, and the processes that it starts itself, one a GPU. Imports no torch.
+"""How a command starts: when it began, its import of torch, and the processes that it starts itself, one a GPU.
 
 They find each other as torchrun's ranks do. Jobs over several nodes stay with torchrun and srun.
 """
 
 import argparse
+import gc
 import os
 import random
 import signal
@@ -29,6 +30,18 @@ ENDINGS = {
 def seconds() -> float:
     """Since the command began, and not one of the processes that it has started."""
     return time.perf_counter() - BEGAN
+
+
+def import_torch() -> None:
+    """Import torch without the garbage collector, which never goes through what torch has made then: most of it stays
+    to the end of the process, and at the end it would be gone through once more."""
+    if "torch" in sys.modules:  # a notebook's, whose garbage must not stay
+        return
+    gc.disable()
+    import torch  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
 
 def gpus(text: str) -> int | None:
