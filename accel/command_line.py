@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from accel.errors import INTERRUPTED, USAGE, UsageError, shown
+from accel.errors import INTERRUPTED, USAGE, UsageError, out_of_memory, shown
 from accel.flags import flag_names
 from accel.options import GridOptions, Options
 
@@ -92,11 +92,14 @@ def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) ->
 
 @contextmanager
 def user_errors(parser: OneLineParser) -> Iterator[None]:
-    """Turn a UsageError into its line and exit status 2, Ctrl-C into a line and 130."""
+    """Turn a UsageError and the want of memory into a line and exit status 2, Ctrl-C into a line and 130."""
     try:
         yield
-    except UsageError as error:
-        parser.exit(USAGE, f"{parser.prog}: {parser.worded(error)}\n")
+    except Exception as error:
+        mistake = error if isinstance(error, UsageError) else out_of_memory(error)
+        if mistake is None:
+            raise
+        parser.exit(USAGE, f"{parser.prog}: {parser.worded(mistake)}\n")
     except KeyboardInterrupt:
         print(f"\n{parser.prog}: interrupted; nothing was written", file=sys.stderr)
         sys.exit(INTERRUPTED)

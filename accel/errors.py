@@ -45,6 +45,16 @@ class Stopped(Exception):
     """The job was asked to stop and has recorded its work; the text goes to the user. Commands exit with STOPPED."""
 
 
+def out_of_memory(error: BaseException) -> UsageError | None:
+    """The line for an error by which Python or torch says that memory, a GPU's or the machine's, has run out; None for
+    other errors. On a CPU torch's is a RuntimeError like any other."""
+    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
+        return UsageError(
+            "memory ran out; use a smaller `image_size` or model, fewer pictures at a time, or fewer processes"
+        )
+    return None
+
+
 def shown(value: object, most: int = 80) -> str:
     """`value` as a message shows it: on one line, without control characters, and not longer than `most`."""
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)

@@ -366,10 +366,12 @@ class GridOptions(Options):
     @property
     def smaller_batch(self) -> str:
         """The parameter that asks for so large a batch, and what to do where it does not fit in memory."""
+        n = len(self.labels)
+        if 1 in (n, self.batch_size):
+            return f"`image_size={self.image_size}`: a picture does not fit in free GPU memory; use a smaller one"
         if self.batch_size:
             return f"`batch_size={self.batch_size}`: does not fit in free GPU memory; use a smaller one"
-        n = len(self.labels)
-        return f"`labels`: {n} pictures at a time do not fit in free GPU memory; use `batch_size={max(1, n // 2)}`"
+        return f"`labels`: {n} pictures at a time do not fit in free GPU memory; use `batch_size={n // 2}`"
 
     @property
     def class_names(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, little_memory
 from networks import build
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -123,6 +123,20 @@ def test_latents_that_are_not_finite_are_no_picture(tmp_path, tiny_vae, here):
     output = ["--vae", tiny_vae, "--num-sampling-steps", 2, "--output", tmp_path / "x.png"]
     done = here("sample.py", *DEMO, "--ckpt", tmp_path / "bad.safetensors", *output)
     assert done.returncode == 2 and "not finite" in done.stderr and not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("where", ["loading", "sampling"])
+def test_too_little_memory_is_one_line(where, weights, tmp_path, here):
+    path = tmp_path / "large.pt"
+    torch.save({"x": torch.zeros(2**25)}, path)
+    flags = ["--ckpt", path] if where == "loading" else ["--ckpt", weights, "--image-size", 2048]
+    with little_memory():
+        done = here(
+            "sample.py", *DEMO, *flags, "--labels", 1, "--output", tmp_path / "x.npy", "--output-type", "latent"
+        )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("sample.py: memory ran out; use a smaller --image-size"), done.stderr
+    assert not (tmp_path / "x.npy").exists()
 
 
 def test_ctrl_c_leaves_nothing(weights, tiny_vae, tmp_path):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from accel.errors import INTERRUPTED, STOPPED, USAGE, Stopped, UsageError, say_last
+from accel.errors import INTERRUPTED, STOPPED, USAGE, Stopped, UsageError, out_of_memory, say_last
 from accel.start import STARTED_HERE
 
 START = timedelta(minutes=10)  # in which all ranks have to start and connect
@@ -306,11 +306,15 @@ def _fail(job, program, error, worded):
     if STARTED_HERE:  # if a killed rank is the cause, the parent says so, and ends this one before it complains
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(0.2)
+        if sys.stderr.isatty():
+            print(end="\r\033[K", file=sys.stderr)  # rank 0's bar
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
     status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
     last = f"{program}: rank {job.rank} of {job.world} on {job.host}: {cause}"
+    if not isinstance(error, UsageError):
+        error = out_of_memory(error) or error
     if isinstance(error, UsageError):
         status, text = USAGE, "\n".join(f"{program}: {line}" for line in worded(error).splitlines())
         last = text

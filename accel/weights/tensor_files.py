@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from accel.errors import UsageError, path_errors
+from accel.errors import UsageError, out_of_memory, path_errors
 from accel.files import atomic_write, cache_folder, open_regular, read_small
 from accel.files import read_json as read_object
 
@@ -155,8 +155,8 @@ def _read_pickle(path: Path, parameter: str, mapped: bool) -> object:
         ) from None
     except OSError:
         raise
-    except Exception:  # an unpickler ends in whatever the bytes happen to mean
-        raise damaged from None
+    except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
+        raise (out_of_memory(error) or damaged) from None
 
 
 def _can_be_mapped(path: Path) -> bool:

@@ -44,7 +44,8 @@ def test_guidance_and_the_batch_of_a_kind_of_job():
     """A grid is always guided; an FID job as upstream only above a scale of one."""
     grid, job = GridOptions(cfg_scale=1.0).resolve(), dict(num_fid_samples=100, per_proc_batch_size=7)
     assert grid.guided and grid.pictures == "8 labels" and grid.smaller_batch.startswith("`labels`: 8 pictures")
-    assert GridOptions(labels=(1,)).resolve().pictures == "1 label"
+    one = GridOptions(labels=(1,)).resolve()
+    assert one.pictures == "1 label" and one.smaller_batch.startswith("`image_size=512`: a picture does not fit")
     for scale in (1.0, 4.0):
         options = FidOptions(cfg_scale=scale, **job).resolve()
         assert options.guided == (scale > 1) and options.pictures == "100 pictures"
