@@ -110,7 +110,8 @@ def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
         network = FastDiT(small().state_dict(), 2, torch.float32, CPU)
         network.table = ConditioningTable(network.conditioning, entries * network.conditioning.bias.numel() * 4)
         results.append(latents_of(network, plan))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    for other in results[1:]:  # GEMMs of fewer rows round otherwise on some processors
+        assert (other - results[0]).norm() < 1e-5 * results[0].norm()
 
 
 #################################################################################

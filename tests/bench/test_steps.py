@@ -46,7 +46,6 @@ def test_sweep(tmp_path, monkeypatch):
     assert [(row["image_size"], row["pictures"]) for row in rows] == [(128, 1), (128, 3), (64, 1)]
     assert log["kind"] == "sweep" and log["image_size"] == 128
     assert all(row["rung"] == "fp32" and row["ms_a_picture"] == row["ms"] / row["pictures"] > 0 for row in rows)
-    assert rows[2]["ms"] < rows[1]["ms"]
 
 
 def test_decoder(tmp_path, monkeypatch):
