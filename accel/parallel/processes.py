@@ -322,8 +322,8 @@ def _fail(job, program, error, worded):
         status, text, last = INTERRUPTED, f"{program}: interrupted", ""
     try:
         first, status = map(int, job.store.compare_set("failed", "", f"{job.rank} {status}").split())
-    except dist.DistError:  # rank 0 or its launcher held the store
-        first, status = 0, 1
+    except dist.DistError:  # rank 0 or its launcher held the store; this rank's own status is no worse than theirs
+        first = 0
     if first != job.rank:
         text, last = f"rank {job.rank}: {cause} (after rank {first} failed)" if status == 1 else "", ""
     elif status == 1:
