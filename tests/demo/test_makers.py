@@ -170,6 +170,9 @@ def test_committed_figures_reach_the_aim_and_the_card_quotes_them():
     quoted = [training[key] for key in ("commit", "date", "torch", "device", "command")]
     quoted += [f"{100 * figures['recognised']:.1f} %", f"{training['vae']['psnr_db']} dB", str(training["dit"]["loss"])]
     quoted += [f"{name} {100 * share:.1f} %" for name, share in figures["by_class"].items()]
+    flow, judged = (json.loads((DEMO / f"sit-{name}.json").read_text()) for name in ("training", "score"))
+    quoted += [flow["torch"], f"{flow['sit']['steps']:,} steps", str(flow["sit"]["loss"]), flow["command"]]
+    quoted += [f"{100 * judged[name]:.1f} %" for name in ("recognised", "classifier_right_on_drawn")]
     card = (DEMO / "README.md").read_text()
     assert [figure for figure in quoted if figure not in card] == []
     assert max(path.stat().st_size for path in DEMO.rglob("*.safetensors")) <= 25_000_000
