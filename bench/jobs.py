@@ -58,6 +58,7 @@ def phases(lines: list[str]) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])}
 
 
+ENOUGH = 60.0  # seconds of a tier's runs after which it is not run again: long runs differ by less than 1 %
 CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # T and points are of this job alone
 
 
@@ -81,10 +82,11 @@ def contest(args: Namespace, device: torch.device, flags: list, folder: Path, re
             run([*command, min(3, args.steps)])
             bar.update()
             runs = []
-            for _ in range(args.repeats):
+            while len(runs) < args.repeats and sum(one["total"] for one in runs) < ENOUGH:
                 lines, taken = run([*command, args.steps])
                 runs.append(dict(phases(lines), process=taken))
                 bar.update()
+            bar.update(args.repeats - len(runs))
             totals = [one["total"] for one in runs]
             row = dict(tier=tier, seconds=statistics.median(totals), runs=runs)
             row |= dict(picture=hashlib.sha256(picture.read_bytes()).hexdigest())
@@ -165,7 +167,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of sample_ddp.py (default: its own)")
     parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)")
     for name, default, what in (
-        ("--repeats", 3 if on_gpu else 1, "runs of each"),
+        ("--repeats", 3 if on_gpu else 1, "most runs of each; --contest: in a minute"),
         ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
         ("--batch", FidOptions.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
     ):
