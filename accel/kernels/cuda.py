@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def writes_to_peer(index: int, peer: int) -> bool:
     """Whether GPU `index` can write to GPU `peer` and update its words atomically: over NVLink, seldom over PCIe."""
-    driver, _ = _bindings()
+    driver = _bindings("driver")
     devices = [call(driver.cuDeviceGet, ordinal) for ordinal in (index, peer)]
     return all(
         call(
@@ -47,13 +48,13 @@ def writes_to_peer(index: int, peer: int) -> bool:
 
 
 @lru_cache(None)
-def _bindings():
-    """cuda.bindings' driver and nvrtc, imported when first used: CPUs and older GPUs do without."""
+def _bindings(name):
+    """cuda.bindings' driver or nvrtc, imported when first used: CPUs and older GPUs do without, and who finds every
+    kernel in the cache does without the compiler."""
     try:
-        from cuda.bindings import driver, nvrtc
+        return import_module(f"cuda.bindings.{name}")
     except ImportError:
         raise RuntimeError("CUDA's driver is called through cuda.bindings: pip install cuda-bindings") from None
-    return driver, nvrtc
 
 
 def call(function: Callable, *arguments: Any) -> Any:
@@ -147,7 +148,7 @@ def source(files: tuple[Path, ...], config: NamedTuple, functions: tuple[str, ..
 
 def compile_cubin(text: str, name: str) -> bytes:
     """Machine code for sm_90a, by NVRTC; needs no GPU. Raises RuntimeError with the compiler's log."""
-    _, nvrtc = _bindings()
+    nvrtc = _bindings("nvrtc")
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), OPTIONS)
@@ -190,7 +191,7 @@ class Kernel:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{name}: first used inside a CUDA graph; run the step once before capturing it")
         self.threads, self.shared_bytes, self.device, self.cluster = threads, shared_bytes, device, cluster
-        driver, _ = _bindings()
+        driver = _bindings("driver")
         self.as_cluster, self.overlapping = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
         self.as_cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         dimension = self.as_cluster.value.clusterDim
@@ -213,7 +214,7 @@ class Kernel:
         """How many clusters the device runs at a time, with one block on a multiprocessor."""
         if self.cluster == 1:
             return multiprocessors(self.device)
-        driver, _ = _bindings()
+        driver = _bindings("driver")
         with torch.cuda.device(self.device):
             return call(driver.cuOccupancyMaxActiveClusters, self.function, self._configuration(self.cluster))
 
@@ -224,7 +225,7 @@ class Kernel:
         overlap: programmatic dependent launch, for a kernel that itself awaits what it depends on. shared_bytes: in
         place of the kernel's own.
         """
-        driver, _ = _bindings()
+        driver = _bindings("driver")
         values, kinds = zip(*map(_argument, arguments))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -232,7 +233,7 @@ class Kernel:
             call(driver.cuLaunchKernelEx, configuration, self.function, (values, kinds), 0)
 
     def _configuration(self, blocks, stream=0, overlap=False, shared_bytes=None):
-        driver, _ = _bindings()
+        driver = _bindings("driver")
         configuration = driver.CUlaunchConfig()
         configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = blocks, 1, 1
         configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = self.threads, 1, 1
@@ -261,7 +262,7 @@ def tensor_map(
     sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost. box: what one copy
     takes. swizzle: bytes that the box's lines are swizzled over, 0 for none.
     """
-    driver, _ = _bindings()
+    driver = _bindings("driver")
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
         raise ValueError("backend 'hopper' takes contiguous tensors in half precision, aligned to 16 bytes")
     element = f"CU_TENSOR_MAP_DATA_TYPE_{'B' * (tensor.dtype == torch.bfloat16)}FLOAT16"

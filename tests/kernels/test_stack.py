@@ -60,7 +60,7 @@ def header_refuses(*claims: str) -> str:
     folders = wheel / "include", wheel.with_name("cuda_runtime") / "include"
     text = CHECKS + "\n".join(f'static_assert({claim}, "");' for claim in claims)
     contents, names = ([one.encode() for one in ones] for ones in (C_LIBRARY.values(), C_LIBRARY))
-    _, nvrtc = cuda._bindings()
+    nvrtc = cuda._bindings("nvrtc")
     program = cuda.call(nvrtc.nvrtcCreateProgram, text.encode(), b"claims", len(names), contents, names)
     options = [
         b"--std=c++17",
@@ -197,9 +197,9 @@ class NoDriver:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver the kernels' tests call it")
 def test_the_drivers_bindings_take_what_they_are_given(cpu_as_a_gpu, monkeypatch):
-    real, nvrtc = cuda._bindings()
+    real, nvrtc = map(cuda._bindings, ("driver", "nvrtc"))
     driver = NoDriver(real)
-    monkeypatch.setattr(cuda, "_bindings", lambda: (driver, nvrtc))
+    monkeypatch.setattr(cuda, "_bindings", dict(driver=driver, nvrtc=nvrtc).get)
     text = 'extern "C" __global__ void fill(int *to) {}'
     kernel = cuda.Kernel(text, "fill", 128, 1 << 16, torch.device("cpu"), cluster=2)
     assert kernel.concurrent_clusters() == 7
@@ -217,7 +217,7 @@ def test_the_drivers_bindings_take_what_they_are_given(cpu_as_a_gpu, monkeypatch
 
 def test_nvrtc_has_every_function_that_is_called():
     """In the bindings, and in the library that they have loaded."""
-    _, nvrtc = cuda._bindings()
+    nvrtc = cuda._bindings("nvrtc")
     cuda.compile_cubin('extern "C" __global__ void fill() {}', "fill")
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc.so" in line}
     called = set(re.findall(r"nvrtc\.(nvrtc\w+)", Path(cuda.__file__).read_text()))
