@@ -43,7 +43,7 @@ def main() -> None:
 
 def sample_alone(options: GridOptions) -> None:
     """The picture, by this process."""
-    start.import_torch()  # after the cheap checks: it is slow
+    start.import_torch(options.device)  # after the cheap checks: it is slow
     from accel import door, loading
     from accel.progress import Stopwatch
 

@@ -79,7 +79,7 @@ def sample(options: Options, parser: OneLineParser) -> None:
     if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, stop_at_once)
-    start.import_torch()  # after the cheap checks: it is slow
+    start.import_torch(options.device)  # after the cheap checks: it is slow
     from accel.parallel.processes import launched_job, own_device
 
     with launched_job(parser.prog, parser.worded) as job:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -32,16 +33,33 @@ def seconds() -> float:
     return time.perf_counter() - BEGAN
 
 
-def import_torch() -> None:
-    """Import torch without the garbage collector, which never goes through what torch has made then: most of it stays
-    to the end of the process, and at the end it would be gone through once more."""
+def import_torch(device: str | None) -> None:
+    """Import torch, and meanwhile let the driver make the context of the GPU that this process will take.
+
+    device: as the user gave it. The import runs without the garbage collector, which never goes through what torch has
+    made then: most of it stays to the end of the process, and at the end it would be gone through once more.
+    """
     if "torch" in sys.modules:  # a notebook's, whose garbage must not stay
         return
+    if (device or "cuda").startswith("cuda"):
+        threading.Thread(target=_make_context, args=(device or "cuda",), daemon=True).start()
     gc.disable()
     import torch  # noqa: F401
 
     gc.freeze()
     gc.enable()
+
+
+def _make_context(device):
+    """A context of the GPU of `device`, else of this process's own, for torch to find. What fails here fails there
+    too, and torch says it better."""
+    with suppress(Exception):
+        from cuda.bindings import driver
+
+        driver.cuInit(0)
+        number = device.partition(":")[2] or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+        _, gpu = driver.cuDeviceGet(int(number) % driver.cuDeviceGetCount()[1])
+        driver.cuDevicePrimaryCtxRetain(gpu)
 
 
 def gpus(text: str) -> int | None:

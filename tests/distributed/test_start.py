@@ -163,10 +163,29 @@ def test_one_gpu_is_this_process(monkeypatch):
 
 def test_the_garbage_collector_leaves_torch_alone():
     """Not what a caller has made who imported torch before."""
-    code = "import gc; from accel import start; start.import_torch(); print(gc.isenabled(), gc.get_freeze_count())"
+    code = "import gc; from accel import start; start.import_torch('cpu'); print(gc.isenabled(), gc.get_freeze_count())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     enabled, frozen = done.stdout.split()
     assert enabled == "True" and int(frozen) > 100_000
     before = gc.get_freeze_count()
-    start.import_torch()
+    start.import_torch("cpu")
     assert gc.get_freeze_count() == before and gc.isenabled()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [None, "cuda:0", "cpu"])
+def test_the_context_is_made_while_torch_is_imported(device):
+    code = f"""
+import time
+from accel import start
+start.import_torch({device!r})
+import torch
+from cuda.bindings import driver
+driver.cuInit(0)
+until = time.monotonic() + 5
+while not (active := driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])[2]) and time.monotonic() < until:
+    time.sleep(0.01)
+print(active, torch.cuda.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0" if device == "cpu" else "1", "False"]
