@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def provenance(device: torch.device, commit: str | None) -> dict:
         version=accel.__version__,
         commit=commit or git.stdout.strip(),
         date=str(date.today()),
-        command=" ".join([launcher, os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        command=f"{launcher} {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
     )
 
 

@@ -12,6 +12,7 @@ if not __package__:
 
 import base64
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -78,8 +79,12 @@ def markdown(data: dict, lang: str) -> str:
     """The report's text, by the language's template."""
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
-    absent = (type(None), jinja2.Undefined)
-    environment.filters["fmt"] = lambda value, spec: "–" if isinstance(value, absent) else format(float(value), spec)
+
+    def fmt(value, spec):
+        absent = isinstance(value, (type(None), jinja2.Undefined)) or math.isnan(float(value))
+        return "–" if absent else format(float(value), spec)
+
+    environment.filters["fmt"] = fmt
     environment.filters["ms"] = lambda value: f"{value:.1f}" if value >= 10 else f"{value:.2f}"
     say = words(lang)
     environment.filters |= dict(say=say, rung=lambda name: report_plots.rung_name(name, say))

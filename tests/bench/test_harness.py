@@ -62,10 +62,10 @@ def test_refused_before_anything_is_measured(program, arguments, words, monkeypa
 
 
 def test_provenance(monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "x.py"), "--flag"])
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "x.py"), "--flag", "two words"])
     about = harness.provenance(torch.device("cpu"), None)
     assert about["gpu"] is None and about["torch"] == torch.__version__ and about["commit"] and about["date"]
-    assert about["command"] == "python bench/x.py --flag"
+    assert about["command"] == "python bench/x.py --flag 'two words'"  # to be typed again
     monkeypatch.setenv("WORLD_SIZE", "4")
     about = harness.provenance(torch.device("cpu"), "abc")
     assert about["command"].startswith("torchrun --nproc_per_node=4 ") and about["commit"] == "abc"

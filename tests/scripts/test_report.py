@@ -146,6 +146,13 @@ def test_the_front_page_shows_both_pictures_or_says_what_was_not_measured(tmp_pa
     assert image.getpixel((100, 100))[2] < image.getpixel((900, 100))[2] < 30 and image.getpixel((500, 600))[0] > 240
     missing = data["front"]["missing"]
     assert {"v100", "fid", "likeness", "lpips", "weights"} == {*missing}  # verified at 128 px
+    tiers = change(folder / "verify" / "verify.json")["tiers"]
+    for tier in tiers:  # as verify.py leaves them without LPIPS' weights
+        tier["worst"]["grid"]["lpips"] = "nan"
+        tier["verdicts"] = dict.fromkeys(tier["verdicts"], "NONE")
+    change(folder / "verify" / "verify.json", tiers=tiers, vgg_weights=None)
+    text, missing = text_of(folder), report_data.collect(folder)["front"]["missing"]
+    assert "vgg" in missing and "lpips" not in missing and "--vgg-weights" in text and " nan |" not in text
     for seed in folder.glob("verify/seed*"):
         seed.unlink()
     assert "![DiT-Demo/2: fp32, fp16 and their difference](figures/pictures.jpg)" in text_of(folder)
