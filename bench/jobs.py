@@ -6,9 +6,9 @@
 
 --contest: T from loading the model to the picture on disk, and its points, which the contest's own job alone has;
 sample.py in a process of its own, after a run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh
-looks for it. `process` is the time from the start of the process. --gpus: sample_ddp.py on N GPUs of this node against
-one: a grid of 8 labels, an FID job's pictures/s. --fid: an FID job on one GPU by so few network evaluations that
-decoding and writing count: pictures/s from the start of the process, and from when the first batch is written.
+looks for it. `process` is the time from the start of the process. --gpus: N GPUs of this node against one: a grid of 8
+labels by sample.py, an FID job's pictures/s by sample_ddp.py. --fid: an FID job on one GPU by so few evaluations
+that decoding and writing count: pictures/s from the start of the process, and from when the first batch is written.
 
 Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
 """
@@ -104,27 +104,30 @@ def against_one(args: Namespace, device: torch.device, flags: list, folder: Path
     flags += ["--device", "cpu"] if device.type == "cpu" else []
     with tqdm(total=(device.type == "cuda") + 2 * args.repeats + 2, desc="jobs", unit="job", leave=False) as bar:
 
-        def launch(ranks, steps, *more):
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
+        def launch(command, ranks, steps, *more):
             threads = str(max(1, min(4, os.cpu_count() // ranks)))
-            lines, taken = run([*launcher, *flags, "--num-sampling-steps", steps, *more], OMP_NUM_THREADS=threads)
+            lines, taken = run([*command, *flags, "--num-sampling-steps", steps, *more], OMP_NUM_THREADS=threads)
             bar.update()
             return dict(phases=phases(lines), seconds=taken)
 
+        def grid(ranks, steps):
+            return launch(["sample.py", "--gpus", ranks], ranks, steps, "--output", folder / "grid.png")
+
         if device.type == "cuda":
-            launch(args.gpus, 3, "--output", folder / "warm.png")  # file and kernel caches
+            grid(args.gpus, 3)  # file and kernel caches
         grids = {ranks: [] for ranks in (1, args.gpus)}
         for ranks, some in [*grids.items()] * args.repeats:
-            some.append(launch(ranks, args.steps, "--output", folder / "grid.png"))
-        sampling = {ranks: [grid["phases"]["sample"] for grid in some] for ranks, some in grids.items()}
+            some.append(grid(ranks, args.steps))
+        sampling = {ranks: [one["phases"]["sample"] for one in some] for ranks, some in grids.items()}
         results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
         for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
-            results[name] = {ranks: [grid[key] for grid in some] for ranks, some in grids.items()}
+            results[name] = {ranks: [one[key] for one in some] for ranks, some in grids.items()}
         record(results)
         rates = {}
         for ranks in (1, args.gpus):
             size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
-            launch(ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
+            launch(torchrun, ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
             rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
         efficiency = rates[args.gpus] / (args.gpus * rates[1])
         results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)

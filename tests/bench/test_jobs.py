@@ -92,9 +92,9 @@ def test_pictures_per_second(tmp_path):
     assert jobs.pictures_per_second(tmp_path, 2) == 4 / (112 - 108)
 
 
-def test_a_ranks_complaint_is_given_in_its_line(forked, tmp_path, monkeypatch, capsys):
+def test_a_commands_complaint_is_given_in_its_line(forked, tmp_path, monkeypatch, capsys):
     weights = ["--gpus", "2", "--device", "cpu", "--vae", "x", "--output"]
     with pytest.raises(SystemExit) as stop:
         here(monkeypatch, *weights, tmp_path / "x.json")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("jobs.py: sample_ddp.py: --vae x: ")
+    assert stop.value.code == 2 and error.startswith("jobs.py: sample.py: --vae x: ")
