@@ -170,7 +170,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of sample_ddp.py (default: its own)")
     parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)")
     for name, default, what in (
-        ("--repeats", 3 if on_gpu else 1, "most runs of each; --contest: in a minute"),
+        ("--repeats", 3 if on_gpu else 1, "runs of each; a contest tier gets no more after a minute"),
         ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
         ("--batch", FidOptions.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
     ):

@@ -1,6 +1,7 @@
 """The report's front page: what was measured in one table, the two pictures, and what was not measured."""
 
 import io
+import math
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def summary(data: dict, gpus: int, device: str) -> dict:
         likeness=bool(verified and job and any(verified[key] != job[key] for key in ("model", "image_size"))),
         lpips=bool(verified and verified["vgg_weights"] and not verified["vgg_weights"]["published"]),
         judged=not verified,
-        vgg=bool(verified and not verified["vgg_weights"]),
+        vgg=bool(verified and any(math.isnan(tier["lpips"]) for tier in verified["tiers"])),
         contest=bool(job and job["rehearsal"]),
         v100="V100" not in device,
         gpus=not data.get("many") or gpus == 1,
