@@ -167,7 +167,9 @@ def parse() -> tuple[OneLineParser, Namespace]:
     what.add_argument("--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU")
     harness.add_arguments(parser, batch=False)
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
-    parser.add_argument("--precision", choices=tuple(precision.TIERS), help="tier of sample_ddp.py (default: its own)")
+    parser.add_argument(
+        "--precision", choices=tuple(precision.TIERS), help="tier of --gpus and --fid (default: the commands' own)"
+    )
     parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)")
     for name, default, what in (
         ("--repeats", 3 if on_gpu else 1, "runs of each; a contest tier gets no more after a minute"),
