@@ -41,8 +41,9 @@ def import_torch(device: str | None) -> None:
     """
     if "torch" in sys.modules:  # a notebook's, whose garbage must not stay
         return
-    if (device or "cuda").startswith("cuda"):
-        threading.Thread(target=_make_context, args=(device or "cuda",), daemon=True).start()
+    kind, _, number = (device or "cuda").partition(":")
+    if kind == "cuda":
+        threading.Thread(target=_make_context, args=(number,), daemon=True).start()
     gc.disable()
     import torch  # noqa: F401
 
@@ -50,16 +51,15 @@ def import_torch(device: str | None) -> None:
     gc.enable()
 
 
-def _make_context(device):
-    """A context of the GPU of `device`, else of this process's own, for torch to find. What fails here fails there
-    too, and torch says it better."""
+def _make_context(number):
+    """A context of GPU `number`, "" for this process's own, for torch to find. What fails here fails there too, and
+    torch says it better."""
     with suppress(Exception):
+        visible = _visible_gpus()
         from cuda.bindings import driver
 
-        driver.cuInit(0)
-        number = device.partition(":")[2] or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-        _, gpu = driver.cuDeviceGet(int(number) % driver.cuDeviceGetCount()[1])
-        driver.cuDevicePrimaryCtxRetain(gpu)
+        number = number or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+        driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(int(number) % visible)[1])
 
 
 def gpus(text: str) -> int | None:

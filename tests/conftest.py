@@ -1,11 +1,9 @@
 import importlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import urllib.request
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -49,17 +47,6 @@ def fill(model, seed=0):
         scale = 1.0 / value.shape[-1] ** 0.5 if value.ndim > 1 else 0.1
         value.data = torch.randn(value.shape, generator=generator).mul_(scale).to(value)
     return model.eval()
-
-
-@contextmanager
-def little_memory():
-    """Inside, this process gets 64 MB beyond what it has."""
-    pages, limits = Path("/proc/self/statm").read_text().split()[0], resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (resource.getpagesize() * int(pages) + 2**26, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.fixture(autouse=True)

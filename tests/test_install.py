@@ -90,7 +90,7 @@ def test_what_make_installs_is_there_for_the_oldest_and_the_newest_python(python
         pytest.skip("no package registry in reach; the workflow's matrix installs on both")
     lines = [line for name in ("", "-test") for line in (ROOT / f"requirements{name}.txt").read_text().splitlines()]
     wanted = [line for line in lines if re.match("[A-Za-z]", line)]
-    pinned = [line for line in wanted if line.startswith("torch") and "==" in line and "metrics" not in line]
+    pinned = [line for line in wanted if re.match("torch(vision)?==", line)]
     there = ["--python-version", python, "--only-binary=:all:"]
     for name, _, number in (line.partition("==") for line in pinned):
         done = subprocess.run([*PIP, "index", "versions", name, *there], capture_output=True, text=True)

@@ -1,13 +1,16 @@
 """sample.py as its users meet it: a command."""
 
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, little_memory
+from conftest import ROOT
 from networks import build
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -123,6 +126,17 @@ def test_latents_that_are_not_finite_are_no_picture(tmp_path, tiny_vae, here):
     output = ["--vae", tiny_vae, "--num-sampling-steps", 2, "--output", tmp_path / "x.png"]
     done = here("sample.py", *DEMO, "--ckpt", tmp_path / "bad.safetensors", *output)
     assert done.returncode == 2 and "not finite" in done.stderr and not (tmp_path / "x.png").exists()
+
+
+@contextmanager
+def little_memory():
+    """Inside, this process gets 64 MB beyond what it has."""
+    pages, limits = Path("/proc/self/statm").read_text().split()[0], resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.getpagesize() * int(pages) + 2**26, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.mark.parametrize("where", ["loading", "sampling"])

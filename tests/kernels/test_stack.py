@@ -213,7 +213,7 @@ def test_the_drivers_bindings_take_what_they_are_given(cpu_as_a_gpu, monkeypatch
     assert configuration.attrs[0].value.clusterDim.x == 2 and configuration.numAttrs == 2
     assert cuda.writes_to_peer(0, 1)
     monkeypatch.setattr("cuda.bindings.driver", driver)
-    start._make_context("cuda:1")
+    start._make_context("1")
     sources = "".join(path.read_text() for path in FOLDER.parent.rglob("*.py"))
     assert driver.called == set(re.findall(r"driver\.(cu[A-Z]\w+)", sources))
 
