@@ -326,14 +326,15 @@ def _fail(job, program, error, worded):
         first = 0
     if first != job.rank:
         text, last = f"rank {job.rank}: {cause} (after rank {first} failed)" if status == 1 else "", ""
-    elif status == 1:
-        get_error_handler().record_exception(error)  # for torchrun's summary
     print(text, file=sys.stderr, end="\n" * bool(text), flush=True)
     say_last(last)
     if first != job.rank:
         time.sleep(2)
-    elif job.rank == 0 and job.world > 1:
-        time.sleep(1)  # it may hold the store
+    elif job.world > 1 and (job.rank == 0 or status == 1):
+        time.sleep(1)  # rank 0 may hold the store; a rank that was killed has been noticed by then
+    if first == job.rank and status == 1:
+        # For torchrun's summary, which goes by whole seconds: a killed rank that is the cause must not be the later.
+        get_error_handler().record_exception(error)
     _exit(status)
 
 
