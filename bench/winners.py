@@ -1,7 +1,7 @@
 """Which algorithms win XL/2's GEMMs on this GPU under load, for accel/kernels/linear/known.json.
 
     python bench/winners.py --output output/winners.json
-    python bench/winners.py --batch-rows 16 4 2 1 --record
+    python bench/winners.py --batch-rows 2 --tokens 256 --record
 
 All candidates take turns in replayed graphs of 28 launches with as many weights, more than the cache holds, as in a
 step. The fastest of them then run alone for seconds each: at its power limit a GPU lowers its clock, and the algorithm
@@ -86,7 +86,7 @@ def record_winners(gpu: str, gemms: list[dict], path: Path) -> None:
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch-rows", nargs="+", type=positive, default=[16, 4, 2, 1], metavar="N")
+    parser.add_argument("--batch-rows", nargs="+", type=positive, default=[16, 8, 4, 2, 1], metavar="N")
     parser.add_argument("--tokens", type=positive, default=1024, help="of a row; 1024 is a picture of 512 px")
     parser.add_argument("--load", type=float, default=1.5, help="seconds of each of the fastest, alone")
     parser.add_argument("--record", action="store_true", help="put the winners into known.json")
