@@ -227,7 +227,7 @@ def line(row: dict) -> str:
         text += f"   error {row['error']:.1e}"
     if "judged" in row:
         judged, worst = row["judged"], row["judged"]["worst"]
-        text += f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255: "
+        text += f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255, without LPIPS: "
         text += ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
     return f"{text}   {row.get('refused') or ''}".rstrip()
 

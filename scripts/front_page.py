@@ -14,8 +14,9 @@ from bench.jobs import CONTEST
 def summary(data: dict, gpus: int, device: str) -> dict:
     """Before and after, from the sections' data.
 
-    before, after: the contest's rows of upstream's arithmetic and of the recommended tier. judged: tier → metrics in
-    `verified`. shown: the two pictures. missing: keys of what was not measured.
+    before, after: the contest's rows of upstream's arithmetic and of the recommended tier. upstream: as it ships.
+    here: this project's tiers. judged: tier → metrics in `verified`. shown: the two pictures. missing: keys of what was
+    not measured.
     """
     single = data.get("single") or {}
     rows = {row["tier"]: row for row in single.get("contest") or data.get("baseline", {}).get("contest", [])}
@@ -47,6 +48,7 @@ def summary(data: dict, gpus: int, device: str) -> dict:
         before=before,
         after=after,
         upstream=rows.get("tf32") if before is not rows.get("tf32") else None,
+        here=[row for tier, row in rows.items() if tier not in ("fp32", "tf32") and row is not before],
         judged=judged,
         verified=verified,
         shown=verified and shown(verified, judged.get(after["tier"], verified["best"]) if after else verified["best"]),
