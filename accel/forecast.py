@@ -9,6 +9,7 @@ from accel.files import read_json
 from accel.sampling.process import Kind
 
 KIND = "forecast plan, version 3"
+AS_PUBLISHED = {"guidance_interval": [0, 1], "guidance_channels": 3}  # of a plan that does not say
 
 
 def plan_beside(weights: Path) -> Path:
@@ -17,8 +18,8 @@ def plan_beside(weights: Path) -> Path:
 
 
 def read_plan(path: Path, settings: dict) -> list[Kind]:
-    """The strides of a plan that was made for `settings`: model, image_size, num_sampling_steps, cfg_scale and the
-    digest of the weights. Raises UsageError if there is none, if it is damaged, or if it was made for others."""
+    """The strides of a plan that was made for `settings`: model, image_size, num_sampling_steps, guidance and the
+    weights' digest. Raises UsageError if there is none, if it is damaged, or if it was made for others."""
     where, remedy = f"`forecast_plan={path}`", "make one with scripts/calibrate.py, or use `forecast=off`"
     try:
         plan = read_json(path)
@@ -29,9 +30,10 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
         raise UsageError(f"{where}: cannot be read ({reason}); {remedy}") from None
     if plan.get("kind") != KIND:
         raise UsageError(f"{where}: is not a {KIND}; {remedy}")
+    plan = AS_PUBLISHED | plan
     for key, value in settings.items():
         if plan.get(key) != value:
-            what = "other weights" if key == "weights" else f"`{key}={plan.get(key)}`, not {value}"
+            what = "other weights" if key == "weights" else f"`{key}={_shown(plan.get(key))}`, not {_shown(value)}"
             raise UsageError(f"{where}: was made for {what}; {remedy}")
     strides = plan.get("strides")
     if not isinstance(strides, list) or not all(map(_is_stride, strides)):
@@ -42,6 +44,10 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
     if strides[:1] != [[1, 1]] or sum(made for made, _ in strides) != steps:
         raise UsageError(f"{where}: must begin with [1, 1] and make {steps} steps; {remedy}")
     return [tuple(stride) for stride in strides]
+
+
+def _shown(value) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _is_stride(item):

@@ -90,11 +90,11 @@ class Bench:
     def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
         """(i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a float32 run. A state is
         x, m and values, as Strides.stride gives them."""
-        guidance, network, strides = self.reference.guidance, self.reference.network, Strides(self.diffusion, kinds)
-        y = guidance.labels(labels)
+        network, strides = self.reference.network, Strides(self.diffusion, kinds)
 
         def model(x, t):
-            tokens = network.tokens(x, t.repeat(guidance.copies), y)
+            guidance = self.reference.guidance.at(int(t[0]) / self.diffusion.original_num_steps)
+            tokens = network.tokens(x, t.repeat(guidance.copies), guidance.labels(labels))
             return guidance.combine(unpatchify(tokens, network.patch_size)).to(x.dtype)
 
         def stride(i, state, noise, evaluations=1):

@@ -320,5 +320,7 @@ def plan_settings(options: Options, weights: Checkpoint) -> dict:
         "image_size": options.image_size,
         "num_sampling_steps": options.num_sampling_steps,
         "cfg_scale": float(options.cfg_scale),
+        "guidance_interval": list(options.guidance_interval),
+        "guidance_channels": options.guidance_channels,
         "weights": weights.digest(),
     }

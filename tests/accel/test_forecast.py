@@ -134,6 +134,8 @@ REFUSED = {
     "weights": ({"weights": "0" * 16}, "made for other weights"),
     "steps": ({"num_sampling_steps": 250}, "num_sampling_steps=250, not 10"),
     "guidance": ({"cfg_scale": 1.5}, "cfg_scale=1.5, not 4.0"),
+    "interval": ({"guidance_interval": [0.2, 0.7]}, "guidance_interval=0.2 0.7, not 0.0 1.0"),
+    "channels": ({"guidance_channels": 4}, "guidance_channels=4, not 3"),
     "model": ({"model": "DiT-XL/2"}, "model=DiT-XL/2, not DiT-Demo/2"),
     "size": ({"image_size": 256}, "image_size=256, not 128"),
     "first": ({"strides": [[2, 1], [8, 2]]}, "must begin with [1, 1] and make 10 steps"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, fill
 
-from accel.door import plan_settings
+from accel.door import checkpoint_of, plan_settings
 from accel.options import GridOptions
 from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
@@ -82,10 +82,21 @@ def test_a_sit_is_refused(tmp_path, tiny_vae, here):
     assert done.returncode == 2 and "--model SiT-S/4: is a SiT, and plans are for a DiT" in done.stderr, done.stderr
 
 
-def test_a_plan_that_sample_follows(tmp_path, here, monkeypatch):
+@pytest.mark.parametrize("guidance", [{}, dict(guidance_interval=(0.2, 0.7)), dict(guidance_channels=4)])
+def test_what_is_recorded_is_what_sample_makes(guidance):
+    """To the bit: strides are measured from these states."""
+    options = GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=5, **guidance).resolve()
+    options = options.complete(checkpoint_of(options, torch.device("cpu")))
+    bench = calibrate.Bench(options, torch.device("cpu"), 2)
+    want = bench.reference.latents(bench.labels(2), calibrate.FIRST_SEED, at_once=2)
+    assert torch.equal(calibrate.record(bench, 2)["states"][-1][0], want)
+
+
+@pytest.mark.parametrize("guidance", [[], ["--guidance-interval", 0.2, 0.7]])
+def test_a_plan_that_sample_follows(tmp_path, here, monkeypatch, guidance):
     monkeypatch.setattr(calibrate, "THRESHOLD", 8)  # so few steps leave none out at the criterion's 40 dB
     plan = tmp_path / "p.json"
-    demo = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4]
+    demo = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4, *guidance]
     few = ["--pictures", 2, "--seeds", 1, "--each", 8]
     done = here("scripts/calibrate.py", *demo, *few, "--plan", plan)
     assert done.returncode == 0, done.stderr
