@@ -43,8 +43,8 @@ for file in (file for path in named for file in (sorted(path.rglob("*.json")) if
         if row.get("picture") == digest:
             made_up = record["weights"].startswith("random")
             if made_up or any(record[key] != value for key, value in job.items()):
-                what = "{model}, {pictures} pictures at {image_size} px in {steps} steps, weights {weights}".format(**record)
-                print(f"REHEARSAL, which earns no points: {what}, not the contest's job")
+                what = "{model}, {pictures} pictures at {image_size} px in {steps} steps".format(**record)
+                print(f"REHEARSAL, which earns no points: {what}, weights {record['weights']}, not the contest's job")
             print(f"Final result: final_result.png, from {picture}\nPrecision tier: {row['tier']}")
             print(f"Settings: {row['settings']}, weights {record['weights']}, commit {record['commit']}")
             print(f"Measured in: {file}\nT: {row['seconds']:.2f} s\nSHA-256: {digest}")
