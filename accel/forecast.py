@@ -4,12 +4,14 @@ the mathematics."""
 import json
 from pathlib import Path
 
-from accel.errors import UsageError
+from accel.errors import UsageError, shown
 from accel.files import read_json
+from accel.sampling.guidance import Guidance
 from accel.sampling.process import Kind
 
 KIND = "forecast plan, version 3"
-AS_PUBLISHED = {"guidance_interval": [0, 1], "guidance_channels": 3}  # of a plan that does not say
+# Younger than plans, which were made by the defaults.
+LATER = {"guidance_interval": list(Guidance.interval), "guidance_channels": Guidance.channels}
 
 
 def plan_beside(weights: Path) -> Path:
@@ -30,10 +32,10 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
         raise UsageError(f"{where}: cannot be read ({reason}); {remedy}") from None
     if plan.get("kind") != KIND:
         raise UsageError(f"{where}: is not a {KIND}; {remedy}")
-    plan = AS_PUBLISHED | plan
+    plan = LATER | plan
     for key, value in settings.items():
         if plan.get(key) != value:
-            what = "other weights" if key == "weights" else f"`{key}={_shown(plan.get(key))}`, not {_shown(value)}"
+            what = "other weights" if key == "weights" else f"`{key}={shown(plan.get(key))}`, not {shown(value)}"
             raise UsageError(f"{where}: was made for {what}; {remedy}")
     strides = plan.get("strides")
     if not isinstance(strides, list) or not all(map(_is_stride, strides)):
@@ -44,10 +46,6 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
     if strides[:1] != [[1, 1]] or sum(made for made, _ in strides) != steps:
         raise UsageError(f"{where}: must begin with [1, 1] and make {steps} steps; {remedy}")
     return [tuple(stride) for stride in strides]
-
-
-def _shown(value) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _is_stride(item):

