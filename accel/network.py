@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from accel.families.dit.network import DiT_models, attention
+from accel.families.large_dit.network import Large_DiT_models
+from accel.families.sit.network import SiT_models
 from accel.graphs import Latest, Replayed
-from large_dit import Large_DiT_models
-from models import DiT_models, attention
-from sit import SiT_models
 
 MODELS = {**DiT_models, **Large_DiT_models, **SiT_models}  # every name that --model takes → its constructor
 KEPT = 4  # captured moves: of another guidance or number of steps, each is another

@@ -20,7 +20,9 @@ from tqdm import tqdm
 
 import accel
 from accel import door, gpu, loading, precision, vae
+from accel.diffusion import create_diffusion
 from accel.errors import UsageError
+from accel.families.large_dit.network import DiT_Llama
 from accel.fast import family_of
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
@@ -37,8 +39,6 @@ from accel.sampling.process import Process
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as
-from diffusion import create_diffusion
-from large_dit import DiT_Llama
 
 
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:

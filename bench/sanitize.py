@@ -14,6 +14,8 @@ from argparse import Namespace
 import torch
 
 from accel.command_line import OneLineParser, user_errors
+from accel.families.dit.network import DiT
+from accel.families.large_dit.network import DiT_Llama
 from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
@@ -21,8 +23,6 @@ from accel.kernels.linear import cublaslt, hopper
 from accel.vae.half import HalfDecoder
 from bench import harness
 from bench.winners import LAYERS
-from large_dit import DiT_Llama
-from models import DiT
 
 
 @torch.inference_mode()

@@ -5,12 +5,12 @@ from functools import partial
 import torch
 from conftest import fill
 
+from accel.diffusion import create_diffusion
+from accel.families.dit.network import DiT, DiT_models
+from accel.families.sit.network import SiT
 from accel.fast import family_of
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
-from diffusion import create_diffusion
-from models import DiT, DiT_models
-from sit import SiT
 
 
 def build(name, seed=0, **arguments):

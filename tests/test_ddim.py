@@ -8,11 +8,11 @@ from jobs import run_each
 from networks import upstream
 from safetensors.torch import save_file
 
+from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.kernels.ancestral_update import ancestral_update
 from accel.network import MODELS, unpatchify
 from accel.options import FidOptions, GridOptions
-from diffusion import create_diffusion
 
 LABELS, STEPS, SEED, SCALE = (1, 5, 7), 10, 3, 2.5
 

@@ -1,42 +1,18 @@
 """What callers do with either family's reference network: guide it, train it, give it what does not fit."""
 
-import ast
-import inspect
-import textwrap
-
 import pytest
 import torch
 from conftest import fill
 
-import large_dit
-import models
-from diffusion import create_diffusion
-from large_dit import DiT_Llama
-from models import DiT
+from accel.diffusion import create_diffusion
+from accel.families.dit.network import DiT
+from accel.families.large_dit.network import DiT_Llama
 
 SMALL = {
     DiT: dict(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=10),
     DiT_Llama: dict(input_size=8, dim=144, n_layers=1, n_heads=3, num_classes=10, qk_norm=True),
 }
 FAMILIES = pytest.mark.parametrize("family", SMALL)
-SHARED = "condition", "head", "forward", "forward_with_cfg"
-COPIES = [
-    *((getattr(models, name), getattr(large_dit, name)) for name in ("modulate", "attention")),
-    *((getattr(models, name).forward, getattr(large_dit, name).forward) for name in ("TimestepEmbedder", "FinalLayer")),
-    *((getattr(DiT, name), getattr(DiT_Llama, name)) for name in SHARED),
-]
-
-
-@pytest.mark.parametrize("one, other", COPIES, ids=[one.__qualname__ for one, _ in COPIES])
-def test_what_both_files_have_is_the_same(one, other):
-    """Each file stands alone, so it stands in both."""
-
-    def code(function):
-        [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-        documented = ast.get_docstring(tree) is not None
-        return ast.dump(tree.args), [ast.dump(line) for line in tree.body[documented:]]
-
-    assert code(one) == code(other)
 
 
 @FAMILIES

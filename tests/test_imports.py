@@ -25,8 +25,8 @@ def test_layers(monkeypatch, capsys):
     "files, allowed",
     [
         ("models.py", {"torch", "numpy"}),
-        ("large_dit.py", {"torch"}),
-        ("sit.py", {"torch", "models"}),
+        ("accel/families/large_dit/network.py", {"torch", "accel"}),
+        ("accel/families/sit/network.py", {"torch", "accel"}),
         ("diffusion/", {"torch", "numpy", "tqdm"}),
         ("evaluate.py", {"lpips", "matplotlib", "numpy", "PIL", "skimage", "torch"}),
     ],

@@ -26,34 +26,87 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in tracked("*.py", "*.toml", "*.txt", "README.md", "LICENSE", "accel", "pretrained_models"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+        shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
+    (folder / "accel" / "diffusion").symlink_to("../diffusion")  # a link to a folder is no file
     return folder
 
 
-@needs_setuptools
-def test_an_editable_copy_works_from_any_folder(checkout, tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    (packages,) = tmp_path.glob("venv/lib/python*/site-packages")
+def beside_others(folder, *names):
+    """Put foreign modules into `folder`, as a checkout of DiT, SiT or REPA has them, that end whoever imports them."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"raise SystemExit('this is the other {name}')")
+    return folder
+
+
+def environment(folder):
+    """The python of a new, empty environment, which sees the packages of this one but none of ours."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return folder / "bin" / "python", packages
+
+
+@needs_setuptools
+@pytest.mark.parametrize("how", ["editable", "wheel"])
+def test_an_installation_takes_one_name_and_works_beside_any_checkout(checkout, tmp_path, how):
+    python, packages = environment(tmp_path / "venv")
+    before = {path.name for path in packages.iterdir()}
+    what = ["--editable", checkout] if how == "editable" else [checkout]
+    subprocess.run([*PIP, "--python", python, "install", *OFFLINE, *what], check=True)
+    taken = {path.name for path in packages.iterdir()} - before
+    taken = {name for name in taken if "dit_sampling" not in name and name != "__pycache__"}
+    assert taken == ({"accel"} if how == "wheel" else set())
+    code = """if True:
+        import sys
+        from accel import Sampler, accelerate
+        import accel.door, accel.api, accel.parallel.planner, accel.fid
+        import torch
+        from accel.families.dit.network import DiT
+        model = DiT(input_size=16, hidden_size=64, depth=1, num_heads=4, num_classes=8)
+        for weight in model.parameters():
+            weight.data = weight.data + 0.1 * torch.randn(weight.shape)
+        x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([5, 5]), torch.tensor([1, 2])
+        assert torch.allclose(accelerate(model, "fp32")(x, t, y), model.eval()(x, t, y), atol=1e-4)
+        with Sampler(model, output_type="latent", device="cpu") as sampler:
+            assert sampler.latents([1], num_sampling_steps=2).isfinite().all()
+        print(*sorted({"models", "diffusion", "download", "sit", "large_dit"} & set(sys.modules)))
+    """
+    layouts = {
+        "DiT": ("models.py", "diffusion/__init__.py", "download.py"),
+        "SiT": ("models.py", "transport/__init__.py", "download.py", "train_utils.py"),
+        "REPA": ("models/__init__.py", "models/sit.py", "utils.py", "samplers.py", "loss.py"),
+        "Large-DiT": ("models.py", "diffusion/__init__.py", "train.py"),
+    }
+    for name, files in layouts.items():
+        folder = beside_others(tmp_path / name, *files)
+        done = subprocess.run([python, "-c", code], cwd=folder, env={}, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (0, ""), f"{name}: {done.stdout}{done.stderr}"
+
+
+@needs_setuptools
+def test_an_editable_copy_samples_the_demo_from_any_folder(checkout, tmp_path):
+    python, _ = environment(tmp_path / "venv")
     subprocess.run([*PIP, "--python", python, "install", *OFFLINE, "--editable", checkout], check=True)
-
-    def run(code):
-        done = subprocess.run([python, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    assert run("""if True:
-        import importlib.util
+    code = """if True:
         from accel import Sampler, __version__
-        from diffusion import create_diffusion
-        from download import find_model
-        import large_dit, models
         with Sampler("DiT-Demo/2", device="cpu") as sampler:
             (picture,) = sampler.sample(["planet"], num_sampling_steps=2)
-        private = [name for name in ("evaluate", "sample", "bench", "scripts") if importlib.util.find_spec(name)]
-        print(models.__file__, __version__, *picture.size, *private)
-    """) == [str(checkout / "models.py"), accel.__version__, "128", "128"]
+        print(__version__, *picture.size)
+    """
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert done.stdout.split() == [accel.__version__, "128", "128"], done.stderr
+
+
+def test_a_notebook_beside_a_foreign_checkout(tmp_path):
+    """A kernel's folder comes first on its path."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    folder = beside_others(tmp_path, "models.py", "diffusion/__init__.py", "download.py")
+    code = f"import sys; sys.path.append({str(ROOT)!r})\nfrom accel import accelerate, Sampler\nimport accel.door"
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(book, resources={"metadata": {"path": str(folder)}}, kernel_name="python3").execute()
 
 
 @needs_setuptools
@@ -63,8 +116,8 @@ def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(check
     with zipfile.ZipFile(path) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
-    commands = {"evaluate.py", "sample.py", "sample_ddp.py"}
-    assert names == {*tracked("accel", "diffusion"), *(name for name in tracked("*.py") if "/" not in name)} - commands
+    linked = {f"accel/{name}" for name in tracked("diffusion")}
+    assert names == {*tracked("accel"), *linked}
 
     def same(requirement):  # torch-fidelity <0.5,>=0.4 is torch-fidelity>=0.4,<0.5
         return tuple(sorted(re.findall(r"[\w.-]+|[<>=]=?[\w.]+", requirement)))

@@ -1,15 +1,12 @@
 """large_dit.py against the network as it is defined, in float64; its names, shapes, guidance and training."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import ROOT, fill
+from conftest import fill
 from reference_networks import large_dit, relative_error
 
-import large_dit as module
-from large_dit import DiT_Llama, Large_DiT_models
+from accel.families.large_dit import network as module
+from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
 
 SMALL = dict(input_size=8, dim=144, n_layers=3, n_heads=3, num_classes=10)
 FORMS = (
@@ -111,11 +108,3 @@ def test_the_demo():
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="width 100 does not divide into 3 heads"):
         DiT_Llama(**{**SMALL, "dim": 100})
-
-
-def test_stands_alone(tmp_path):
-    """Copied to another project, it needs torch and nothing else."""
-    (tmp_path / "large_dit.py").write_text((ROOT / "large_dit.py").read_text())
-    code = "import sys; sys.modules['numpy'] = None; import large_dit; print(*large_dit.Large_DiT_models)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == list(Large_DiT_models)

@@ -5,9 +5,9 @@ import torch
 from conftest import fill
 from reference_networks import dit, relative_error
 
-import sit
-from models import DiT_models
-from sit import SiT, SiT_models
+from accel.families.dit.network import DiT_models
+from accel.families.sit import network as sit
+from accel.families.sit.network import SiT, SiT_models
 
 SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accel import loading, output, precision, vae
+from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.forecast import plan_beside, read_plan
 from accel.loading import Batch
@@ -34,7 +35,6 @@ from accel.vae.lazy import LazyDecoder
 from accel.weights.checkpoint import Checkpoint, published_name
 from accel.weights.held import Held
 from accel.weights.identity import shapes_only
-from diffusion import create_diffusion
 
 if TYPE_CHECKING:  # what a grid of one process does not wait for
     from accel.parallel.groups import Groups

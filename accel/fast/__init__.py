@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from accel.families.dit.network import DiT
+from accel.families.large_dit.network import DiT_Llama
+from accel.families.sit.network import SiT
 from accel.fast import dit, large_dit, sit
 from accel.fast.dit import FastDiT
 from accel.kernels.ancestral_update import ancestral_update
 from accel.kernels.linear import Tuner
 from accel.precision import TIERS
-from large_dit import DiT_Llama
-from models import DiT
-from sit import SiT
 
 
 class Family(NamedTuple):

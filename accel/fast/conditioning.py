@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from accel.families.dit.network import TimestepEmbedder
 from accel.kernels.adaln import Modulation
 from accel.precision import true_float32
-from models import TimestepEmbedder
 
 MOST_EVALUATIONS = 4096  # of a run
 TABLE_BYTES = 256 << 20  # on XL/2: 37 steps for eight labels and the null label

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from accel.families.large_dit.network import rotation_table
 from accel.fast.conditioning import Conditioning
 from accel.fast.dit import FastDiT
 from accel.kernels.linear import Linear, Tuner
 from accel.kernels.qk_norm_rotary import qk_norm_rotary
 from accel.kernels.swiglu import swiglu
 from accel.precision import TIERS
-from large_dit import rotation_table
 
 RMS_EPS = 1e-5
 

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate
 
+from accel.families.dit.network import DiT
+from accel.families.large_dit.network import DiT_Llama
+from accel.families.sit.network import SiT
 from accel.network import BlockNetwork, Plain
-from large_dit import DiT_Llama
-from models import DiT
-from sit import SiT
 
 
 class Division(NamedTuple):

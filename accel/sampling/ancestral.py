@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accel.diffusion.respace import SpacedDiffusion
 from accel.sampling.process import Kind, Process, State
-from diffusion.respace import SpacedDiffusion
 
 
 @dataclass(frozen=True)

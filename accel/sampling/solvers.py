@@ -9,10 +9,10 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from accel.diffusion.gaussian_diffusion import get_named_beta_schedule
+from accel.diffusion.respace import ByValue
 from accel.errors import UsageError
 from accel.sampling.process import Kind, Process, State
-from diffusion.gaussian_diffusion import get_named_beta_schedule
-from diffusion.respace import ByValue
 
 # Name → module and class of diffusers.schedulers; by its module a class is imported in a fraction of the time.
 SOLVERS = {

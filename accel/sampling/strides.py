@@ -6,8 +6,8 @@ from itertools import count
 
 import torch
 
+from accel.diffusion import strides
 from accel.sampling.process import Process, State
-from diffusion import strides
 
 
 class Strides(strides.Strides, Process):

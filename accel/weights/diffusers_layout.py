@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from accel.errors import UsageError, path_errors, shown
+from accel.families.dit.network import DiT_models, get_2d_sincos_pos_embed
 from accel.weights.tensor_files import read_json, read_tensors, require_floats
-from models import DiT_models, get_2d_sincos_pos_embed
 
 # Ours → diffusers'. It keeps a copy of both embedders in every block, and q, k, v apart.
 _OUTER = {

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from accel.errors import UsageError
+from accel.families.dit.network import DiT
+from accel.families.large_dit.network import DiT_Llama
+from accel.families.sit.network import SiT
 from accel.network import unwrapped
 from accel.weights.diffusers_layout import check_config, from_diffusers
 from accel.weights.identity import (
@@ -25,9 +28,6 @@ from accel.weights.identity import (
     shapes_only,
 )
 from accel.weights.repa import is_repa, to_sit
-from large_dit import DiT_Llama
-from models import DiT
-from sit import SiT
 
 FIRST = "blocks.0.attn.qkv.weight", "layers.0.attention.wq.weight"  # a weight of every DiT, of every Large-DiT
 COMPARED = "eps", "approximate"  # attributes of submodules that decide their function, and are in no weight

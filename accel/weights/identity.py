@@ -16,10 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from accel.errors import UsageError
+from accel.families.dit.network import DiT
+from accel.families.large_dit.network import Large_DiT_models
+from accel.families.sit.network import SiT
 from accel.network import MODELS
-from large_dit import Large_DiT_models
-from models import DiT
-from sit import SiT
 
 LABELS = "y_embedder.embedding_table.weight"
 PATCHES = "x_embedder.proj.weight"  # of a DiT, a convolution (D, C, p, p)

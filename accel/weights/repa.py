@@ -8,7 +8,7 @@ cos(f·s) and sin(f·s), which are linear in cos(f·t) and sin(f·t), and the ne
 import torch
 from torch import Tensor
 
-from models import TimestepEmbedder
+from accel.families.dit.network import TimestepEmbedder
 
 PROJECTORS = "projectors."  # what only training needs: the features that are held against an encoder's
 

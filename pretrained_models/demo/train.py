@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel.command_line import OneLineParser
+from accel.families.large_dit.network import Large_DiT_models
+from accel.families.sit.network import SiT, SiT_models
 from accel.graphs import capture
 from accel.vae import SCALE
 from diffusion import create_diffusion
-from large_dit import Large_DiT_models
 from models import DiT_models
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
-from sit import SiT, SiT_models
 
 FOLDER = Path(__file__).resolve().parent
 # Name → stem of the weights' file, and a constructor: nn.Module with forward(x, t, y) for the demo's classes and

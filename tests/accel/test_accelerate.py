@@ -13,9 +13,9 @@ from torch import nn
 from accel import accelerate
 from accel.accelerated import KEPT
 from accel.errors import UsageError
+from accel.families.large_dit.network import DiT_Llama
 from accel.precision import TIERS, supports, switches_kept
 from diffusion import create_diffusion
-from large_dit import DiT_Llama
 from models import DiT
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -12,14 +12,14 @@ from torch import nn
 
 from accel import Sampler, accelerate
 from accel.errors import UsageError
+from accel.families.dit.network import DiT
+from accel.families.sit.network import SiT, SiT_models
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance, Unguided
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.repa import is_repa, to_sit
-from models import DiT
-from sit import SiT, SiT_models
 
 SHAPE = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])

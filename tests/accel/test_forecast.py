@@ -12,6 +12,7 @@ from jobs import run
 from networks import build, sample, small
 from safetensors.torch import save_file
 
+from accel.diffusion import create_diffusion
 from accel.door import plan_of, plan_path, plan_settings
 from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
@@ -22,7 +23,6 @@ from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.strides import Strides
 from accel.weights.checkpoint import Checkpoint
-from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
 STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six evaluations

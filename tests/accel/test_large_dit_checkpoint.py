@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from accel import door
 from accel.errors import UsageError
+from accel.families.large_dit.network import DiT_Llama
 from accel.network import MODELS
 from accel.options import GridOptions
-from large_dit import DiT_Llama
 
 CPU = torch.device("cpu")
 DEMO = "Large-DiT-Demo/2"

@@ -5,10 +5,10 @@ import torch
 from conftest import fill
 from networks import evaluate, guided, inputs, small
 
+from accel.families.dit.network import DiT_models
+from accel.families.large_dit.network import DiT_Llama
 from accel.network import MODELS, Plain
 from accel.sampling.guidance import Guidance, Unguided
-from large_dit import DiT_Llama
-from models import DiT_models
 
 
 @pytest.fixture(params=("DiT", "Large-DiT"))

@@ -11,11 +11,11 @@ from networks import build, large_inside, small
 
 from accel import door, loading, vae
 from accel.errors import UsageError
+from accel.families.dit.network import DiT, DiT_models
 from accel.fast.dit import FastDiT
 from accel.loading import Batch, overflows
 from accel.options import FidOptions, GridOptions
 from accel.progress import Stopwatch
-from models import DiT, DiT_models
 
 CPU = torch.device("cpu")
 

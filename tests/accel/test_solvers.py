@@ -6,7 +6,9 @@ from conftest import fill
 from networks import sample, small
 
 from accel import Sampler
+from accel.diffusion import create_diffusion
 from accel.errors import UsageError
+from accel.families.sit.network import SiT
 from accel.fast.dit import FastDiT
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
@@ -14,8 +16,6 @@ from accel.sampling.ancestral import Ancestral
 from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver
 from accel.sampling.solvers import make_scheduler as make
-from diffusion import create_diffusion
-from sit import SiT
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")

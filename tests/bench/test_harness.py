@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT, fill
 
 from accel import gpu
+from accel.families.dit.network import DiT_models
 from bench import harness, seen_as
-from models import DiT_models
 
 
 def test_a_file_runs_as_its_module_does():

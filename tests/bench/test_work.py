@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from accel.families.dit.network import DiT_models
 from bench import work
-from models import DiT_models
 
 
 def test_work_is_that_of_the_modules():

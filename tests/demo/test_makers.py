@@ -13,12 +13,12 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file
 
 from accel import door, vae
+from accel.families.dit.network import DiT_models
+from accel.families.sit.network import SiT_models
 from accel.network import MODELS
 from accel.options import GridOptions
-from models import DiT_models
 from pretrained_models.demo import score, train
 from pretrained_models.demo.pictures import CLASSES, SIZE, from_bytes, render, render_all
-from sit import SiT_models
 
 DEMO = ROOT / "pretrained_models" / "demo"
 PSNR_BOUND = 33.0  # dB; the card quotes 34.6 over 512 pictures

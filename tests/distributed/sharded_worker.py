@@ -15,14 +15,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel import accelerate
+from accel.families.dit.network import DiT
+from accel.families.large_dit.network import DiT_Llama
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import Plain
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
-from large_dit import DiT_Llama
-from models import DiT
 
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
 

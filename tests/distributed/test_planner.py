@@ -11,6 +11,7 @@ from conftest import ROOT, fill
 
 from accel.door import wanted_layout
 from accel.errors import UsageError
+from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
 from accel.network import Plain
 from accel.options import GridOptions
@@ -19,7 +20,6 @@ from accel.parallel.groups import Groups
 from accel.parallel.layouts import OFF, Layout, candidates
 from accel.parallel.planner import Evaluation, check, choose_once, share_evaluations, situation
 from accel.parallel.processes import Job
-from models import DiT
 
 ONE_HOST = ["a"] * 4
 SIX_HEADS = 1024, 6  # tokens of a batch row, heads

@@ -18,7 +18,7 @@ SHOWN = re.compile(r"^(\S.*?)  # → (.*)$", re.MULTILINE)
 @pytest.fixture
 def checkout(tmp_path):
     """The repository's folder as a reader has it, and the model file that the page tells to keep."""
-    for name in ("accel", "diffusion", "models.py", "large_dit.py", "sit.py", "download.py", "pretrained_models"):
+    for name in ("accel", "diffusion", "models.py", "download.py", "pretrained_models"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my_models.py").write_text((ROOT / "models.py").read_text())
     return tmp_path

@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, unprivileged
 
 from accel import door
+from accel.diffusion import create_diffusion
 from accel.errors import STOPPED, USAGE
+from accel.families.dit.network import DiT_models
+from accel.families.sit.network import SiT, SiT_models
 from accel.graphs import Replayed
 from accel.vae.half import HalfDecoder
-from diffusion import create_diffusion
-from models import DiT_models
-from sit import SiT, SiT_models
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
 FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 10]

@@ -5,10 +5,10 @@ import pytest
 import torch
 from kernel_testing import draw, interpreted
 
+from accel.diffusion import create_diffusion
+from accel.families.dit.network import DiT
 from accel.kernels.ancestral_update import ancestral_update
 from accel.sampling.guidance import Guidance, Unguided
-from diffusion import create_diffusion
-from models import DiT
 
 # (pictures, side, patch): batches that fill no tile, every patch size, more pixels than a program computes.
 CASES = ((1, 16, 2), (3, 12, 2), (2, 16, 4), (1, 32, 8), (5, 6, 2))

@@ -5,8 +5,8 @@ import pytest
 import torch
 from kernel_testing import draw, error, interpreted
 
+from accel.families.large_dit.network import rotation_table
 from accel.kernels.qk_norm_rotary import qk_norm_rotary
-from large_dit import rotation_table
 
 CASES = ((1, 7, 2, 96), (3, 5, 4, 48), (2, 4, 3, 128))  # N, t, heads, head dim
 LARGE = ((2, 256, 32, 96), (2, 256, 32, 128), (16, 64, 32, 48))

@@ -10,12 +10,12 @@ import torch
 from conftest import ROOT, fill
 
 from accel.door import checkpoint_of, plan_settings
+from accel.families.sit.network import SiT_models
 from accel.options import GridOptions
 from accel.sampling.strides import Strides
 from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
 from scripts.calibrate import best_plans, compare, kinds_up_to, passes
-from sit import SiT_models
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -6,12 +6,12 @@ import torch
 from conftest import fill
 from safetensors.torch import save_file
 
+from accel.diffusion import create_diffusion
+from accel.families.dit.network import DiT_models
 from accel.network import MODELS
 from accel.options import DEMO
 from accel.weights.diffusers_layout import to_diffusers
-from diffusion import create_diffusion
 from download import find_model
-from models import DiT_models
 from scripts import convert_checkpoint
 
 

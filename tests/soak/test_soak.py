@@ -22,10 +22,10 @@ from conftest import fill
 from networks import evaluate, network_of, sample
 
 from accel import accelerate
+from accel.diffusion import create_diffusion
+from accel.families.dit.network import DiT
 from accel.files import atomic_write
 from accel.sampling.ancestral import Ancestral
-from diffusion import create_diffusion
-from models import DiT
 
 pytestmark = [
     pytest.mark.soak,

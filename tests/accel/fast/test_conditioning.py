@@ -4,10 +4,10 @@ import pytest
 import torch
 from networks import error, small
 
+from accel.diffusion import create_diffusion
 from accel.fast import dit
 from accel.fast.conditioning import ConditioningTable
 from accel.fast.dit import FastDiT
-from diffusion import create_diffusion
 
 
 @pytest.fixture

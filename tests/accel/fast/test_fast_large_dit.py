@@ -7,7 +7,9 @@ from networks import evaluate, network_of, sample
 from reference_networks import large_dit, relative_error
 from test_large_dit import FORMS, batch, build
 
+from accel.diffusion import create_diffusion
 from accel.errors import UsageError
+from accel.families.large_dit.network import DiT_Llama
 from accel.fast import load
 from accel.fast.large_dit import FastLargeDiT
 from accel.network import Plain
@@ -15,8 +17,6 @@ from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
 from accel.weights.identity import shapes_only
-from diffusion import create_diffusion
-from large_dit import DiT_Llama
 
 CPU = torch.device("cpu")
 

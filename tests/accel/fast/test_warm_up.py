@@ -8,6 +8,7 @@ import torch
 from networks import sample, small
 
 from accel import door, fast, loading
+from accel.diffusion import create_diffusion
 from accel.fast.dit import ExactDiT, FastDiT
 from accel.kernels import ancestral_update, linear, split_linear
 from accel.network import Network
@@ -15,7 +16,6 @@ from accel.options import FidOptions, GridOptions
 from accel.parallel.layouts import Layout
 from accel.parallel.rows import share
 from accel.sampling.ancestral import Ancestral
-from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
 COMMON = dict(model="DiT-Demo/2", image_size=64, num_classes=8)  # the latent of `small`

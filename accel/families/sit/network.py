@@ -9,7 +9,7 @@ Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)²
 
 from torch import Tensor
 
-from models import _DEMO, DiT, _constructor, _constructors
+from accel.families.dit.network import _DEMO, DiT, _constructor, _constructors
 
 
 class SiT(DiT):

@@ -8,7 +8,6 @@ constructor arguments and state-dict keys are those of the published checkpoints
 Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width, h heads, d head dim.
 """
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -17,66 +16,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x·(1 + scale) + shift; x (N, T, D), shift and scale (N, D)."""
-    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
+from accel.families.dit import network as dit
+from accel.families.dit.network import LabelEmbedder, TimestepEmbedder, attention, modulate
 
 
 def wide(x: Tensor) -> Tensor:
     """x in float32, or in float64 if it is float64 already: the dtype of norms and rotations."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-#################################################################################
-#                            Embeddings of t, y and x                           #
-#################################################################################
-
-
-@lru_cache(maxsize=None)
-def _frequencies(half, max_period, device):
-    """max_period^(-i/half) for i = 0 … half-1, uploaded once: the sampling loop has no host→device copy."""
-    with torch.inference_mode(False):
-        exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
-        return torch.exp(-math.log(max_period) * exponents).to(device)
-
-
-class TimestepEmbedder(nn.Module):
-    """A timestep as a vector: sinusoid, then a two-layer MLP. (N,) → (N, hidden_size)."""
-
-    def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
-        super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
-        )
-        self.frequency_embedding_size = frequency_embedding_size
-
-    @staticmethod
-    def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
-        """Sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32; dim is even."""
-        args = t[:, None].float() * _frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
-        return torch.cat([args.cos(), args.sin()], dim=-1)
-
-    def forward(self, t: Tensor) -> Tensor:
-        sinusoid = self.timestep_embedding(t, self.frequency_embedding_size)
-        return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
-
-
-class LabelEmbedder(nn.Module):
-    """A class label as a vector. (N,) → (N, hidden_size). The table's last row is the null label of classifier-free
-    guidance (Ho & Salimans 2022, arXiv:2207.12598)."""
-
-    def __init__(self, num_classes: int, hidden_size: int, dropout_prob: float):
-        super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + (dropout_prob > 0), hidden_size)
-        self.num_classes = num_classes
-        self.dropout_prob = dropout_prob
-
-    def forward(self, labels: Tensor, train: bool) -> Tensor:
-        if train and self.dropout_prob > 0:
-            drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
-            labels = torch.where(drop, self.num_classes, labels)
-        return self.embedding_table(labels)
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
@@ -121,14 +67,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = wide(x) * torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
-
-
-def attention(qkv: Tensor, num_heads: int) -> Tensor:
-    """softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
-
-    qkv (N, T, 3·D): q, k, v side by side, each head-major → (N, T, D)."""
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
@@ -207,24 +145,17 @@ class TransformerBlock(nn.Module):
         return torch.addcmul(x, gate_mlp.unsqueeze(1), self.feed_forward(h))
 
 
-class FinalLayer(nn.Module):
-    """Adaptive LayerNorm and the projection of a token to its patch. (N, T, D) → (N, T, p²·out_channels)."""
+class FinalLayer(dit.FinalLayer):
+    """DiT's final layer with a condition of its own width C. (N, T, D), (N, C) → (N, T, p²·out_channels)."""
 
     def __init__(self, dim: int, patch_size: int, out_channels: int):
-        super().__init__()
-        self.norm_final = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
-        self.linear = nn.Linear(dim, patch_size * patch_size * out_channels)
+        super().__init__(dim, patch_size, out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 2 * dim))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)  # each (N, D)
-        return self.linear(modulate(self.norm_final(x), shift, scale))
 
-
-class DiT_Llama(nn.Module):
-    """Large diffusion transformer over latent patches. Arguments as published; `input_size` is the latent's side."""
-
-    SOME_TIMES = 377, 999, 0  # of those that t may be
+class DiT_Llama(dit.DiT):
+    """Large diffusion transformer over latent patches. Arguments as published; `input_size` is the latent's side.
+    `forward` and `forward_with_cfg` are DiT's."""
 
     def __init__(
         self,
@@ -243,7 +174,7 @@ class DiT_Llama(nn.Module):
         learn_sigma: bool = True,
         qk_norm: bool = False,
     ):
-        super().__init__()
+        nn.Module.__init__(self)  # whose submodules have other names than DiT's
         self.learn_sigma = learn_sigma
         self.input_size = input_size
         self.in_channels = in_channels
@@ -307,10 +238,6 @@ class DiT_Llama(nn.Module):
             raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {(self.input_size,) * 2}")
         return self.x_embedder(patchify(x, self.patch_size)[:, tokens])
 
-    def condition(self, t: Tensor, y: Tensor) -> Tensor:
-        """Timesteps (N,) and labels (N,) → what every block adapts to, (N, C)."""
-        return self.t_embedder(t) + self.y_embedder(y, self.training)
-
     def transform(
         self,
         x: Tensor,
@@ -325,27 +252,6 @@ class DiT_Llama(nn.Module):
         for block in list(self.blocks)[:depth]:
             x = block(x, c, rotation, attend)
         return x
-
-    def head(self, x: Tensor, c: Tensor) -> Tensor:
-        """Tokens (N, T, D), condition c (N, C) → their patches (N, T, p·p·C')."""
-        return self.final_layer(x, c)
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); C channels without learned
-        sigma."""
-        c = self.condition(t, y)
-        return self.unpatchify(self.head(self.transform(self.embed(x), c), c))
-
-    def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
-        """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)
-        holds the N labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in
-        the first three channels and their own half's output in the rest."""
-        half = x[: len(x) // 2]
-        out = self.forward(torch.cat([half, half]), t, y)
-        eps, rest = out[:, :3], out[:, 3:]
-        cond, uncond = eps.chunk(2)
-        guided = uncond + cfg_scale * (cond - uncond)
-        return torch.cat([torch.cat([guided, guided]), rest], dim=1)
 
 
 #################################################################################

@@ -1,0 +1,1 @@
+"""Families of networks, a folder each."""
