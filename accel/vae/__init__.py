@@ -14,7 +14,7 @@ from accel.precision import convolutions
 from accel.vae.decoder import Decoder
 from accel.weights.checkpoint import FOLDER, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
-from accel.weights.identity import shapes_only
+from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_json, read_tensors, require_floats
 
 SCALE = 0.18215  # latents of sd-vae-ft-* times this have about unit variance

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from accel import door, precision, vae
+from accel.families import DEMO
 from accel.graphs import Replayed
-from accel.options import DEMO, GridOptions, UsageError
+from accel.options import GridOptions, UsageError
 from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.vae.half import HalfDecoder
 from accel.vae.lazy import LazyDecoder

@@ -17,9 +17,9 @@ found = {}
 prepare, evaluate, load_vae = loading.load, Plain.forward_blocks, vae.load_vae
 
 
-def prepare_and_note(weights, model, tier, device, batch, **how):
+def prepare_and_note(weights, fit, model, tier, device, batch, **how):
     found["prepared"] = batch.latents * batch.copies
-    return prepare(weights, model, tier, device, batch, **how)
+    return prepare(weights, fit, model, tier, device, batch, **how)
 
 
 def evaluate_and_note(self, h, *how):
