@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from accel.errors import UsageError, shown
 from accel.flags import checked, flag
 from accel.labels import class_names, find_label
+from accel.latents import LatentSpace
 from accel.output import is_folder, of_seed
 from accel.parallel import layouts
 
@@ -43,10 +44,11 @@ what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
 def _check_sizes(options):
     if options.weights is None and options.model not in (None, *MODELS):
         raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(MODELS)}")
-    size, unit = options.image_size, 8 * options.patch_size
+    size, unit = options.image_size, options.space.factor * options.patch_size
     if size is not None and size % unit:
         raise UsageError(
-            f"`image_size={size}`: must be a multiple of {unit} (VAE factor 8, patch {options.patch_size})"
+            f"`image_size={size}`: must be a multiple of {unit} (VAE factor {options.space.factor}, "
+            f"patch {options.patch_size})"
         )
     _require_seed(options.seed)
     if options.precision == "exact" and (options.model or "").startswith("Large-DiT"):
@@ -177,6 +179,7 @@ class Options:
     )
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
+    space: LatentSpace = field(default=LatentSpace(), repr=False)  # no flag: what the decoder says, see `door.fetch`
     weights: Any = field(default=None, repr=False)  # no flag: what the weights say of themselves, see `complete`
     CHECKS: ClassVar = (_check_sizes, _check_process)
 
@@ -204,7 +207,8 @@ class Options:
         UsageError for a contradiction."""
         identity = weights.identify(self.model, self.num_classes)
         options = replace(self, weights=identity, model=identity.model, num_classes=identity.num_classes)
-        options.image_size, options.vae = self.image_size or identity.image_size, self.vae or identity.vae
+        trained = identity.latent_size and self.space.factor * identity.latent_size
+        options.image_size, options.vae = self.image_size or trained, self.vae or identity.vae
         options._fill(identity.model)
         options._check()
         return options
@@ -223,8 +227,8 @@ class Options:
 
     @property
     def latent_size(self) -> int:
-        """Side of the latent: the VAE's factor is 8."""
-        return self.image_size // 8
+        """Side of the latent."""
+        return self.image_size // self.space.factor
 
     @property
     def flow(self) -> bool:

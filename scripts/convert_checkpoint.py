@@ -19,7 +19,7 @@ from safetensors.torch import save
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.files import atomic_write
-from accel.vae import find_vae
+from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint, find_model
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.weights.identity import is_flow
@@ -75,7 +75,7 @@ def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfi
         raise UsageError(f"--output {target}: must end in .pt or .safetensors, or name a folder")
     if pipeline and target.suffix or vae and not pipeline:
         raise UsageError("--pipeline: writes a folder, so --output must name one; --vae needs --pipeline")
-    vae = find_vae(vae) if vae else None
+    vae = find(vae).decoder if vae else None
     weights = Checkpoint(ckpt)
     state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
     dit, large_dit = (state.get(name, torch.empty(0)).ndim for name in ("x_embedder.proj.weight", "x_embedder.weight"))

@@ -8,16 +8,19 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel import loading, output, precision, vae
+from accel import loading, output, precision
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.forecast import plan_beside, read_plan
+from accel.latents.decoder import Decoder
+from accel.latents.files import PUBLISHED, find
 from accel.loading import Batch
 from accel.network import MODELS
 from accel.options import GridOptions, Options
@@ -31,7 +34,6 @@ from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Kind, Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
 from accel.sampling.strides import Strides
-from accel.vae.lazy import LazyDecoder
 from accel.weights.checkpoint import Checkpoint, published_name
 from accel.weights.held import Held
 from accel.weights.identity import shapes_only
@@ -88,22 +90,37 @@ def fetch(options: Options, weights: Checkpoint | Held) -> Options:
 
     def attempt(work, *arguments):
         try:
-            work(*arguments)
+            return work(*arguments)
         except UsageError as error:
             missing.append(error.marked)
 
     if options.vae and options.into_pictures:
-        attempt(vae.find_vae, options.vae)
+        options = replace(options, space=attempt(find, options.vae) or options.space)
     attempt(weights.fetch)
     if not missing:
-        options = options.complete(weights)
-        if options.into_pictures:
-            attempt(vae.find_vae, options.vae)
+        completed = options.complete(weights)
+        if options.into_pictures and not options.vae:
+            if completed.vae in PUBLISHED:  # before it is fetched
+                _require_channels(completed)
+            if space := attempt(find, completed.vae):
+                completed = replace(options, space=space).complete(weights)
+        options = completed
     if len(missing) > 1:
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
     if missing:
         raise UsageError("; ".join(missing))
+    if options.into_pictures:
+        _require_channels(options)
     return options
+
+
+def _require_channels(options):
+    have, wanted = options.space.channels, options.weights.channels
+    if have != wanted:
+        raise UsageError(
+            f"`vae={options.vae}`: decodes latents of {have} channels, and {options.model} makes {wanted}; give the "
+            "decoder that it was trained with"
+        )
 
 
 def empty_model(options: Options) -> torch.nn.Module:
@@ -153,8 +170,8 @@ def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = (
     """
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
-    trained = options.weights.image_size
-    if trained not in (None, options.image_size):
+    trained = options.space.factor * (options.weights.latent_size or options.latent_size)
+    if trained != options.image_size:
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
     how = dict(fixed=options.precision is not None, tuning=tuning, divided=options.divided)
     with enough_memory(options):
@@ -162,18 +179,17 @@ def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = (
     return Run(network, process, guidance, tier, device, options.latent_size)
 
 
-def decoder_of(opened: Opened, captured: bool = False) -> LazyDecoder | None:
-    """The options' decoder, not loaded yet; None for latents. captured: for many pictures, as CheckedDecoder has it."""
+def decoder_of(opened: Opened, captured: bool = False) -> Decoder | None:
+    """The options' decoder, not loaded yet; None for latents. captured: for many pictures, as Decoder has it."""
     options, _, device, tier, arithmetic = opened
     if not options.into_pictures:
         return None
-    otherwise = precision.float32_decoder(tier, device)
-    return LazyDecoder(options.vae, vae.find_vae(options.vae), arithmetic, otherwise, device, captured)
+    return Decoder(options.space, device, arithmetic, precision.float32_decoder(tier, device), captured)
 
 
 def ready(
     options: Options, batch: tuple[int, int] | None = None, weights: Held | None = None
-) -> tuple[Opened, Run, LazyDecoder | None]:
+) -> tuple[Opened, Run, Decoder | None]:
     """All that a run of this process needs. weights: the caller's, in place of those that the options name."""
     opened = open_weights(options, loading.choose_device(options.device), weights)
     return opened, load(opened, batch), decoder_of(opened)
@@ -239,7 +255,7 @@ def sample(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice
     return found
 
 
-def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: LazyDecoder | None = None) -> None:
+def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: Decoder | None = None) -> None:
     """Write the options' output: latents, or pictures: pixels, or what a decoder makes of latents.
 
     Every file is whole or absent. Raises UsageError if the disk does not take it.
@@ -257,8 +273,8 @@ def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: LazyD
             output.save_pictures(path, pixels)
 
 
-def decode(decoder: LazyDecoder, latents: Tensor, watch: Stopwatch) -> Tensor:
-    """As LazyDecoder.decode, timed."""
+def decode(decoder: Decoder, latents: Tensor, watch: Stopwatch) -> Tensor:
+    """As Decoder.decode, timed."""
     with watch.phase("decode"):
         return decoder.decode(latents)
 

@@ -43,7 +43,6 @@ COMPUTED = {
     "caption_channels": (None,),
     "cross_attention_dim": (None,),
     "double_self_attention": (False,),
-    "in_channels": (4,),
     "interpolation_scale": (None,),
     "norm_elementwise_affine": (False,),
     "norm_eps": (1e-5, 1e-6),
@@ -62,6 +61,7 @@ SIZES = (
     "out_channels",
     "patch_size",
     "sample_size",
+    "in_channels",
 )
 WITHOUT_EFFECT = "dropout", "norm_num_groups"  # in evaluation, of this kind of transformer
 
@@ -105,10 +105,11 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
             raise ValueError(
                 f"{name} {shown(value)} is unknown, so it cannot be computed here; remove it if it is idle"
             )
-    width, _, patch, _ = state["x_embedder.proj.weight"].shape
+    width, channels, patch, _ = state["x_embedder.proj.weight"].shape
     depth = sum(name.endswith("attn.qkv.weight") for name in state)
     heads, side, classes = (config.get(name) for name in ("num_attention_heads", "attention_head_dim", SIZES[2]))
     has = {
+        "in_channels": channels,
         "patch_size": patch,
         "num_layers": depth,
         "out_channels": state["final_layer.linear.weight"].shape[0] // patch**2,

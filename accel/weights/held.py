@@ -18,7 +18,6 @@ from accel.families.sit.network import SiT
 from accel.network import unwrapped
 from accel.weights.diffusers_layout import check_config, from_diffusers
 from accel.weights.identity import (
-    CHANNELS,
     LABELS,
     QK_NORM,
     Identity,
@@ -69,7 +68,7 @@ class Held:
         rows = len(self.state[LABELS])
         embedder = getattr(self.module, "y_embedder", None)
         self.null_row = getattr(embedder, "num_classes", rows - 1) < rows  # the last, unless all are classes
-        self.num_classes, self.image_size = rows - self.null_row, 8 * self.side
+        self.num_classes = rows - self.null_row
         if not self.null_row:
             self.build = partial(self.build, class_dropout_prob=0)
         with shapes_only():
@@ -93,15 +92,9 @@ class Held:
         """What options follow from the weights, as Checkpoint.identify. Raises UsageError."""
         if num_classes not in (None, self.num_classes):
             raise UsageError(f"`num_classes={num_classes}`: {self.name} has {self.num_classes} classes; drop it")
-        if self.model.in_channels != CHANNELS:
-            raise UsageError(
-                f"{self.name}: has {self.model.in_channels} latent channels, and sd-vae-ft-* decodes {CHANNELS}; take "
-                "accel.accelerate(model) for your own loop"
-            )
-        how = self.num_classes, self.null_row, self.model.learn_sigma, self.image_size
-        return Identity(
-            self.name, self.build, self.model.patch_size, *how, class_names=self.class_names, flow=self.flow
-        )
+        how = self.num_classes, self.null_row, self.model.learn_sigma, self.side
+        more = dict(class_names=self.class_names, flow=self.flow, channels=self.model.in_channels)
+        return Identity(self.name, self.build, self.model.patch_size, *how, **more)
 
     def fetch(self) -> None:
         """They are here."""

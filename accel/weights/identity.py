@@ -26,7 +26,6 @@ PATCHES = "x_embedder.proj.weight"  # of a DiT, a convolution (D, C, p, p)
 LAST = "final_layer.linear.weight"
 QK_NORM = "layers.0.attention.q_norm.weight"  # a weight of a Large-DiT with qk_norm only
 OF_A_FLOW = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}  # of SiT's and REPA's training: args
-CHANNELS = 4  # of the latents that sd-vae-ft-* decodes
 
 Shapes = dict[str, tuple]
 
@@ -40,10 +39,11 @@ class Identity(NamedTuple):
     num_classes: int
     null_class: bool = True  # whether the label table has a row for the unconditional estimate, after the classes'
     learn_sigma: bool = True
-    image_size: int | None = None  # that they were trained at, where they say so
+    latent_size: int | None = None  # side of the latents that they were trained on, where they say so
     vae: str | None = None
     class_names: tuple[str, ...] = ()
     flow: bool = False  # whether their output is a velocity
+    channels: int = 4  # of the latents
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -91,8 +91,8 @@ def identify(
         raise UsageError(f"`ckpt={source}`: holds the weights of {fits}, not of {model}; use `model={fits}`")
     heads = dict(num_heads=said["num_heads"]) if _divides(said.get("num_heads"), have) else {}
     build = partial(build, class_dropout_prob=how["class_dropout_prob"], **heads)
-    side = have.get("pos_embed") and isqrt(state["pos_embed"].shape[1]) * have[PATCHES][-1] * 8
-    size = said.get("image_size")
+    side = have.get("pos_embed") and isqrt(state["pos_embed"].shape[1]) * have[PATCHES][-1]
+    size = said["image_size"] // 8 if type(said.get("image_size")) is int else None  # their training's own factor
     vae = said.get("vae")
     vae = vae if isinstance(vae, str) and (vae in ("ema", "mse") or Path(vae).is_dir()) else None
     names = tuple(said.get("class_names", ()))
@@ -100,9 +100,9 @@ def identify(
     if not said_classes and classes != 1000 and classes != _made(build).y_embedder.num_classes:
         rows = classes + null_class
         print(f"{source}: {classes} classes and the null class (all {rows} are classes? then --num-classes {rows})")
-    learn_sigma = module.final_layer.linear.out_features == 2 * CHANNELS * module.patch_size**2
+    learn_sigma = module.final_layer.linear.out_features == 2 * module.in_channels * module.patch_size**2
     how = classes, null_class, learn_sigma, side or size, vae, names
-    return Identity(fits, build, module.patch_size, *how, flow)
+    return Identity(fits, build, module.patch_size, *how, flow, module.in_channels)
 
 
 def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
@@ -189,8 +189,8 @@ def _constructor(name, have):
     """The entry `name` of MODELS with what it leaves open, by the shapes `have`."""
     if name in Large_DiT_models:
         return partial(MODELS[name], qk_norm=QK_NORM in have)
-    patch = int(name.rpartition("/")[2])
-    return partial(MODELS[name], learn_sigma=have.get(LAST, (0,))[0] != CHANNELS * patch**2)
+    patch, channels = int(name.rpartition("/")[2]), have[PATCHES][1] if len(have.get(PATCHES, ())) == 4 else 4
+    return partial(MODELS[name], in_channels=channels, learn_sigma=have.get(LAST, (0,))[0] != channels * patch**2)
 
 
 def _divides(heads, have):
@@ -202,7 +202,7 @@ def _custom(have, said, flow):
     """(name, constructor) of a DiT or SiT of other sizes, where the number of heads was said; None where it was not."""
     try:
         width, channels, patch, _ = have[PATCHES]
-        if not _divides(said.get("num_heads"), have) or channels != CHANNELS:
+        if not _divides(said.get("num_heads"), have):
             return None
         network = SiT if flow else DiT
         build = like_dit(have, said["num_heads"], network)
@@ -213,8 +213,6 @@ def _custom(have, said, flow):
 
 def _why_none(source, have, model, wrong):
     """The line for weights that fit no model."""
-    if model is None and len(have.get(PATCHES, ())) == 4 and (have[PATCHES][1] != CHANNELS):
-        return f"`ckpt={source}`: is for latents of {have[PATCHES][1]} channels; sd-vae-ft-* has {CHANNELS}"
     name = model or min(wrong, key=lambda name: len(wrong[name]))
     entry, (there, wanted) = next(iter(wrong[name].items()))
     own, names = "", ", ".join(one for one in MODELS if one in wrong)

@@ -292,7 +292,7 @@ def test_which_model_the_weights_fit(tmp_path):
     weights = Checkpoint(DEMO / "dit.safetensors")
     for said in ((), ("DiT-Demo/2",), ("DiT-Demo/2", 8)):
         found = weights.identify(*said)
-        assert (found.model, found.num_classes, found.image_size) == ("DiT-Demo/2", 8, 128)
+        assert (found.model, found.num_classes, found.latent_size) == ("DiT-Demo/2", 8, 16)
         assert found.null_class and found.learn_sigma
     with pytest.raises(UsageError, match=r"num_classes=12: the label table in .* has 9 rows.*; use num_classes=8"):
         weights.identify("DiT-Demo/2", 12)
