@@ -127,7 +127,7 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
 def has_vae(folder: Path) -> bool:
     """Whether the index of a pipeline lists a decoder."""
     index = folder / "model_index.json"
-    return index.exists() and read_json(index, "ckpt").get("vae") == ["diffusers", "AutoencoderKL"]
+    return index.exists() and read_json(index, "ckpt").get("vae") not in (None, [None, None])
 
 
 def _of_pipeline(folder):

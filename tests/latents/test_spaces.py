@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import fill
 from decoders import SCALES, by_pipelines, levels, random_vae
+from hub import Hub
 from networks import transformer
 from PIL import Image
 
@@ -69,6 +70,17 @@ def test_decoders_of_another_class_are_refused_by_name(tiny_vae):
     for other in (Own.from_pretrained(tiny_vae), AutoencoderTiny(), VQModel()):
         with pytest.raises(UsageError, match=f"vae={type(other).__name__}: give ema, mse, a folder or an Auto"):
             Sampler(pipeline(None), vae=other, **SHORT)
+
+
+def test_a_hubs_pipeline_with_another_decoder_is_refused(tmp_path, run):
+    """Not decoded by sd-vae-ft-ema in its place."""
+    from diffusers import AutoencoderTiny
+
+    pipeline(AutoencoderTiny()).save_pretrained(tmp_path / "pipe")
+    how = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
+    with Hub("someone/pipe", tmp_path / "pipe") as hub:
+        done = run("sample.py", *FLAGS, "--ckpt", "someone/pipe", HF_ENDPOINT=hub.url, **how)
+    assert done.returncode == USAGE and "config.json: describes AutoencoderTiny, not AutoencoderKL" in done.stderr
 
 
 @pytest.mark.parametrize("channels, widths", [(3, (8, 12, 16)), (16, (8, 8, 12, 16, 16))])
