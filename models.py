@@ -206,6 +206,7 @@ class DiT(nn.Module):
     """
 
     SOME_TIMES = 377, 999, 0  # of those that t may be
+    attend = staticmethod(attention)
 
     def __init__(
         self,
@@ -337,6 +338,7 @@ def _constructor(name, network, **config):
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"{name}: {network.__name__} with {config}; keyword arguments override."
+    build.config = config
     return build
 
 

@@ -17,7 +17,7 @@ def __getattr__(name: str):
 
         return Sampler
     if name == "__version__":
-        from accel.options import ROOT
+        from accel.families import ROOT
 
         project = ROOT / "pyproject.toml"
         if project.is_file():

@@ -12,18 +12,22 @@ import torch
 from PIL import Image
 
 from accel import door
+from accel.compare import OTHER, own_guidance, require_same
 from accel.errors import UsageError
+from accel.families import model_names
+from accel.families.loaded_module import LoadedModule
+from accel.families.recognise import reference_state
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
 from accel.loading import free_memory, load_network, overflows
 from accel.network import unwrapped
-from accel.options import MODELS, GridOptions
+from accel.options import GridOptions
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
 from accel.run import Run
 from accel.weights.checkpoint import HUB_ID
-from accel.weights.held import Held
+from accel.weights.shapes import require_fit
 
 NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel", "decode"
 Labels = int | str | Iterable[int | str]
@@ -61,15 +65,16 @@ class Sampler:
         check: bool = True,
         **options,
     ):
-        held = None if model is None or isinstance(model, (str, Path)) else _held(model, options)
-        if held:
+        held = None
+        if not isinstance(model, (str, Path, type(None))):
+            held = _held(model, options, check)
             if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
                 vae = model.vae if vae is None else vae  # a pipeline's
             model, options["ckpt"] = None, held.name
-        elif model not in (None, *MODELS) and (Path(model).exists() or HUB_ID.fullmatch(model)):
+        elif model not in (None, *model_names()) and (Path(model).exists() or HUB_ID.fullmatch(str(model))):
             if "ckpt" in options:
                 raise UsageError(f"`ckpt={options['ckpt']}`: conflicts with {model}, which are weights too; give one")
-            model, options["ckpt"] = None, model
+            model, options["ckpt"] = None, str(model)
         if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
             raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
         own = not isinstance(options.get("sampler", ""), str)  # the caller's scheduler
@@ -83,14 +88,12 @@ class Sampler:
             with alone():
                 opened, self._run, self._decoder = door.ready(options, weights=held)
                 self.options, self._weights = opened.options, opened.weights
-                self._kind = held is not None and held.of_diffusers, self.options.flow
+                self._kind = _kind(held) if held else (self.options.family.name, None)
                 if self._decoder and vae == folder:
                     self._decoder.load()  # while the folder is there
                 if held:
                     self._weights = None  # the network has a copy of them by now
-                    if check and held.side == self.options.latent_size:
-                        from accel.accelerated import require_same  # brings Triton, which a name may not need
-
+                    if check and held.fit.latent_size == self._run.side:
                         require_same(self._run.network, held, self._run.tier)
                     held.release()
                 if own:
@@ -101,17 +104,12 @@ class Sampler:
         and captured steps stay valid. Raises ValueError, and keeps the weights it has, for another shape, and for
         weights that overflow its precision."""
         with self._running() as run:
-            held, tier, batch = Held(model, copy=True), run.tier, door.batch_of(self.options)
-            if (held.of_diffusers, held.flow) != self._kind:
+            held = LoadedModule(model, copy=True)
+            if _kind(held) != self._kind:
                 raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
             if self.options.forecast == "plan":
                 raise UsageError("`forecast=plan`: was made for other weights; make another Sampler without it")
-            model = door.empty_model(replace(self.options, weights=held.identify()))
-            new = load_network(held, model, tier, run.device, batch)
-            run.network.exchange(new)
-            if TIERS[tier].accelerated and overflows(run.network, batch, run.device, model.SOME_TIMES):
-                run.network.exchange(new)
-                raise UsageError(f"`precision={tier}`: overflows on these weights; make another Sampler of them")
+            _exchange(run, held, self.options)
             self._weights = None
 
     def sample(
@@ -181,12 +179,37 @@ class Sampler:
             yield self._run
 
 
-def _held(model, options):
-    """A DiT that the caller holds, its weights copied."""
-    if wrong := [name for name in ("ckpt", "forecast", "forecast_plan") if name in options]:
+def _exchange(run, held, options):
+    """Give the run's network the weights of a module, or none of them: UsageError for others that do not fit."""
+    model, batch = door.empty_model(options), door.batch_of(options)
+    require_fit(held.name, reference_state(held, held.fit), model)
+    new = load_network(held, held.fit, model, run.tier, run.device, batch)
+    run.network.exchange(new)
+    if TIERS[run.tier].accelerated and overflows(run.network, batch, run.device, model.SOME_TIMES):
+        run.network.exchange(new)
+        raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")
+
+
+def _kind(held):
+    """What decides the function of weights beside their values and shapes."""
+    return held.fit.family.name, held.how.timestep_embedding
+
+
+def _held(model, options, check):
+    """A network that the caller holds, its weights copied."""
+    if wrong := [name for name in ("model", "ckpt", "forecast", "forecast_plan") if name in options]:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
-        return Held(model, copy=True)
+        held = LoadedModule(model, copy=True)
+        if check and "guidance_channels" not in options:
+            channels = own_guidance(held)
+            if channels == OTHER:
+                raise UsageError(
+                    f"{held.name}: its forward_with_cfg guides in a way of its own; call accelerate(model).forward in "
+                    "your loop, or give `guidance_channels`"
+                )
+            held.fit = held.fit._replace(guidance_channels=channels)
+    return held
 
 
 def _written(vae: torch.nn.Module, folder: str) -> str:

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 
 from accel.errors import UsageError
+from accel.families.loaded_module import LoadedModule
+from accel.families.recognise import Fit, reference_state
 from accel.gpu import missing_code
 from accel.network import Network, Plain
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.held import Held
 
 
 class Batch(NamedTuple):
@@ -44,7 +45,8 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def load(
-    weights: Checkpoint | Held,
+    weights: Checkpoint | LoadedModule,
+    fit: Fit,
     model: torch.nn.Module,
     tier: str,
     device: torch.device,
@@ -56,12 +58,13 @@ def load(
 ) -> tuple[Network, str]:
     """(the network, its tier): bf16 where the weights overflow float16 and the tier is not `fixed`.
 
-    model: as the weights are, without values (on the meta device). tuning: arguments of kernels.linear.Tuner. divided:
-    a plain network's weights stay in the file, since ranks will each take their part.
+    fit: what the weights are; model: the reference network of their shape, without values (on the meta device).
+    tuning: arguments of kernels.linear.Tuner. divided: a plain network's weights stay in the file, since ranks will
+    each take their part.
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    network = load_network(weights, model, tier, device, batch, tuning, divided)
+    network = load_network(weights, fit, model, tier, device, batch, tuning, divided)
     if not divided:
         weights.close()
     if not TIERS[tier].accelerated:
@@ -74,11 +77,12 @@ def load(
     print("these weights overflow float16: sampling in bfloat16")
     apply_precision("bf16", device)
     del network  # free its memory first
-    return load(weights, model, "bf16", device, batch, tuning=tuning)
+    return load(weights, fit, model, "bf16", device, batch, tuning=tuning)
 
 
 def load_network(
-    weights: Checkpoint | Held,
+    weights: Checkpoint | LoadedModule,
+    fit: Fit,
     model: torch.nn.Module,
     tier: str,
     device: torch.device,
@@ -88,7 +92,7 @@ def load_network(
 ) -> Network:
     """The network of a tier, not tuned and not checked. No weights are initialised to be thrown away, and each goes
     straight from the mapped file to the device."""
-    state = weights.state
+    state = reference_state(weights, fit)
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
         state = {**state, "pos_embed": model.position_table()}

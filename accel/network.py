@@ -15,12 +15,8 @@ from typing import Any
 
 import torch
 
-from accel.families.dit.network import DiT_models, attention
-from accel.families.large_dit.network import Large_DiT_models
-from accel.families.sit.network import SiT_models
 from accel.graphs import Latest, Replayed
 
-MODELS = {**DiT_models, **Large_DiT_models, **SiT_models}  # every name that --model takes → its constructor
 KEPT = 4  # captured moves: of another guidance or number of steps, each is another
 
 
@@ -162,13 +158,12 @@ class BlockNetwork(Network):
 
 
 class Plain(BlockNetwork):
-    """A reference model behind the protocol, tiers fp32 and tf32: a module of MODELS' classes, which show their
-    `embed`, `condition`, `blocks`, `transform` and `head`."""
-
-    attention = staticmethod(attention)
+    """A reference network behind the protocol, tiers fp32 and tf32: a module that shows `embed`, `condition`, `blocks`,
+    `transform`, `head` and `attend`."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
+        self.attention = model.attend
         self.model, self.depth, self.num_heads = model, len(model.blocks), model.num_heads
         self.patch_size, self.in_channels = model.patch_size, model.in_channels
         self.width = model.final_layer.linear.in_features

@@ -7,34 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accel.errors import UsageError, shown
+from accel.families import Defaults, Family, family_of, model_names, sampler_names
 from accel.flags import checked, flag
 from accel.labels import class_names, find_label
 from accel.latents import LatentSpace
 from accel.output import is_folder, of_seed
 from accel.parallel import layouts
 
-ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "pretrained_models" / "demo"
-
-MODELS = (
-    *(f"DiT-{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8)),
-    "DiT-Demo/2",
-    *(f"Large-DiT-{size}/2" for size in ("600M", "3B", "7B", "Demo")),
-    *(f"SiT-{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8)),
-    "SiT-Demo/2",
-)
-FLOWS = "sde", "euler", "heun"  # the samplers of a SiT, its default first
-SAMPLERS = "ddpm", "ddim", "dpm++", "unipc", *FLOWS
-# What a model implies for the options that the user leaves open. Published weights exist for XL/2 at 256 and 512 px.
-IMAGENET = dict(image_size=512, num_classes=1000, vae="ema", ckpt=None)
-DRAWN = dict(image_size=128, num_classes=8, vae=str(DEMO / "vae"))
-DEFAULTS_OF = {
-    **dict.fromkeys(("Large-DiT-600M/2", "Large-DiT-3B/2", "Large-DiT-7B/2"), dict(image_size=256)),
-    **dict.fromkeys((name for name in MODELS if name.startswith("SiT")), dict(image_size=256)),
-    "DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "dit.safetensors")),
-    "Large-DiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "large-dit.safetensors")),
-    "SiT-Demo/2": dict(**DRAWN, ckpt=str(DEMO / "sit.safetensors")),
-}
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
@@ -42,9 +21,11 @@ what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
 
 
 def _check_sizes(options):
-    if options.weights is None and options.model not in (None, *MODELS):
-        raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(MODELS)}")
+    if options.fit is None and options.model is not None and family_of(options.model) is None:
+        raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(model_names())}")
     size, unit = options.image_size, options.space.factor * options.patch_size
+    if size is not None and size > MOST_PIXELS:
+        raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
     if size is not None and size % unit:
         raise UsageError(
             f"`image_size={size}`: must be a multiple of {unit} (VAE factor {options.space.factor}, "
@@ -60,39 +41,54 @@ def _require_seed(seed):
         raise UsageError(f"`seed={shown(str(seed))}`: must fit in 64 bits")
 
 
-def _check_process(options):
-    weights, scale = options.weights, options.cfg_scale
-    if not 1 <= scale < float("inf"):
+def _check_guidance(options):
+    """Check what is known: with a checkpoint the rest follows from its weights."""
+    fit, scale, interval = options.fit, options.cfg_scale, options.guidance_interval
+    if scale is not None and not 1 <= scale < float("inf"):
         raise UsageError(f"`cfg_scale={scale:g}`: must be at least 1 (1 is no guidance)")
-    if weights is not None and not weights.null_class and scale != 1:
+    if interval is not None and not (len(interval) == 2 and 0 <= interval[0] < interval[1] <= 1):
+        given = " ".join(f"{one:g}" for one in interval)
+        raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
+    if fit is None:
+        return
+    if not fit.null_class and scale != 1:
         raise UsageError(
             f"`cfg_scale={scale:g}`: guidance needs a null class, and these weights were trained without "
             f"(label table of {options.num_classes} rows); use `cfg_scale=1`"
         )
-    low, high = options.guidance_interval if len(options.guidance_interval) == 2 else (1, 0)
-    if not 0 <= low < high <= 1:
-        given = " ".join(f"{one:g}" for one in options.guidance_interval)
-        raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
+    if options.guidance_channels > fit.in_channels:
+        raise UsageError(f"`guidance_channels={options.guidance_channels}`: these latents have {fit.in_channels}")
+
+
+def _check_process(options):
+    _check_guidance(options)
     if not 0 <= options.eta <= 1 or options.eta and options.sampler != "ddim":
         raise UsageError(f"`eta={options.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
     _check_sampler(options)
     if options.sampler not in (None, "ddpm") and options.forecast == "plan":
         raise UsageError(f"`forecast=plan`: plans are made for `sampler=ddpm`, not for {options.sampler}; drop it")
-    if weights is not None and not weights.learn_sigma and options.forecast == "plan":
+    if options.fit is not None and not options.fit.learn_sigma and options.forecast == "plan":
         raise UsageError("`forecast=plan`: needs weights with learned sigma, which these have not; drop it")
     if options.forecast_plan is not None and options.forecast != "plan":
         raise UsageError(f"`forecast_plan={options.forecast_plan}`: is for `forecast=plan`; add that or drop this")
 
 
 def _check_sampler(options):
-    sampler, model = options.sampler, options.model
-    if sampler is None or options.weights is None and model is None:
+    sampler, family = options.sampler, options.family
+    if sampler is None or family is None:
         return
-    if (sampler in FLOWS) != options.flow:
-        kind, others = ("SiT", FLOWS) if options.flow else ("DiT", [name for name in SAMPLERS if name not in FLOWS])
-        raise UsageError(f"`sampler={sampler}`: is not for a {kind}, which {model} is; use {', '.join(others)}")
+    if sampler not in family.samplers:
+        raise UsageError(
+            f"`sampler={sampler}`: is not for a {family.name}, which {options.model} is; use "
+            f"{', '.join(family.samplers)}"
+        )
     if sampler == "sde" and options.num_sampling_steps < 2:
         raise UsageError(f"`num_sampling_steps={options.num_sampling_steps}`: must be at least 2 for `sampler=sde`")
+
+
+def _decoder(name):
+    """The decoder that a file names, where it is one that can be found here."""
+    return name if name in ("ema", "mse") or name and Path(name).is_dir() else None
 
 
 @dataclass
@@ -101,9 +97,10 @@ class Options:
 
     model: str = what(
         None,
-        "network: DiT- or SiT-XL/2, L, B or S with /2, /4 or /8 for its patches, Large-DiT-600M/2, 3B or 7B; "
-        "DiT-, Large-DiT- and SiT-Demo/2 ship with their weights, run anywhere; default: that of --ckpt, else DiT-XL/2",
+        f"network: {', '.join(model_names())}; Demo models ship with their weights and run anywhere; default: that of "
+        "--ckpt, else DiT-XL/2",
         action="store",
+        metavar="NAME",
     )
     image_size: int = what(
         None,
@@ -111,25 +108,32 @@ class Options:
         "default: that of --ckpt, else 512",
         bounds=(1, MOST_PIXELS),
     )
-    cfg_scale: float = what(4.0, "strength of classifier-free guidance, 1 or more")
+    cfg_scale: float = what(
+        None,
+        "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 unless its recipe says "
+        "otherwise",
+    )
     num_sampling_steps: int = what(250, "denoising steps, up to 1000", bounds=(1, 1000))
     guidance_interval: tuple = what(
-        (0.0, 1.0),
+        None,
         "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
-        "on half the rows",
+        "on half the rows; default: what the model implies, 0 1 unless its recipe says otherwise",
         nargs=2,
         type=float,
         metavar=("LOW", "HIGH"),
     )
     guidance_channels: int = what(
-        3, "latent channels that are guided: 3, as published, or all 4, as diffusers does", choices=(3, 4)
+        None,
+        "latent channels that are guided, from the first on: 3, as published, or all 4, as diffusers does; default: "
+        "what the model implies",
+        bounds=(1, 1024),
     )
     sampler: str = what(
         None,
-        "for a DiT ddpm, the default: ancestral sampling; ddim: deterministic unless --eta says otherwise, for few "
-        "steps such as 25; dpm++, unipc: diffusers' solvers, for 10 to 25 steps: other pictures. For a SiT sde, the "
-        "default; euler, heun: deterministic, for fewer steps",
-        choices=SAMPLERS,
+        "of a network that predicts noise ddpm, the default: ancestral sampling; ddim: deterministic unless --eta says "
+        "otherwise, for few steps such as 25; dpm++, unipc: diffusers' solvers, for 10 to 25 steps: other pictures. Of "
+        "a flow sde, the default; euler, heun: deterministic, for fewer steps",
+        choices=sampler_names(),
     )
     eta: float = what(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws")
     seed: int = what(
@@ -174,20 +178,16 @@ class Options:
         None,
         "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: that of --ckpt, else ema",
     )
-    repa: bool = files(
-        False, "--ckpt holds REPA's weights, stripped of the projectors by which they are known", action="store_true"
-    )
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
     space: LatentSpace = field(default=LatentSpace(), repr=False)  # no flag: what the decoder says, see `door.fetch`
-    weights: Any = field(default=None, repr=False)  # no flag: what the weights say of themselves, see `complete`
+    fit: Any = field(default=None, repr=False)  # no flag: what the weights are, see `complete`
     CHECKS: ClassVar = (_check_sizes, _check_process)
 
     def resolve(self) -> "Options":
         """Check types and choices, fill in what the model implies, and check all that can be checked without torch.
-        With a `ckpt` what follows from its weights stays None until `complete`. Returns self.
-
-        Raises UsageError, naming the parameter and the remedy.
+        With a `ckpt` what follows from its weights stays None until `complete`. Returns self. Raises UsageError, naming
+        the parameter and the remedy.
         """
         for item in fields(self):
             if item.metadata and getattr(self, item.name) is not None:
@@ -202,22 +202,25 @@ class Options:
         self._check()
         return self
 
-    def complete(self, weights: Any) -> "Options":
-        """These options with all that follows from `weights`, a Checkpoint or what stands in its place. Raises
-        UsageError for a contradiction."""
-        identity = weights.identify(self.model, self.num_classes)
-        options = replace(self, weights=identity, model=identity.model, num_classes=identity.num_classes)
-        trained = identity.latent_size and self.space.factor * identity.latent_size
-        options.image_size, options.vae = self.image_size or trained, self.vae or identity.vae
-        options._fill(identity.model)
+    def complete(self, fit: Any) -> "Options":
+        """Return these options with all that follows from a Fit. Raises UsageError for a contradiction."""
+        options = replace(self, fit=fit, model=fit.model, num_classes=fit.num_classes)
+        trained = self.space.factor * fit.latent_size if fit.latent_size else fit.image_size
+        options.image_size, options.vae = self.image_size or trained, self.vae or _decoder(fit.vae)
+        options.guidance_channels = self.guidance_channels or fit.guidance_channels
+        options._fill(fit.model)
         options._check()
         return options
 
     def _fill(self, model):
-        """What is open becomes what `model` implies."""
-        sampler = (FLOWS if self.flow else SAMPLERS)[0]
-        for name, value in {"model": model, "sampler": sampler, **IMAGENET, **DEFAULTS_OF.get(model, {})}.items():
-            if getattr(self, name) is None:
+        """Give what is open the value that `model` implies."""
+        found = family_of(model) or (self.fit.family if self.fit else None)
+        implied = Defaults()
+        if found:  # sizes without a name have the recipe of the family's first model
+            implied = found.models.get(model) or next(iter(found.models.values()))._replace(ckpt=None)
+        sampler = found.samplers[0] if found else None
+        for name, value in {"model": model, "sampler": sampler, **implied._asdict()}.items():
+            if getattr(self, name, 0) is None:
                 setattr(self, name, value)
 
     def _check(self):
@@ -231,21 +234,14 @@ class Options:
         return self.image_size // self.space.factor
 
     @property
-    def flow(self) -> bool:
-        """Whether the network estimates a velocity, by the weights or by the model's name."""
-        return self.weights.flow if self.weights is not None else (self.model or "").startswith("SiT")
-
-    def steps_and_guidance(self, evaluations: str = "") -> str:
-        """In words; evaluations: what follows the steps."""
-        by = "" if self.sampler == "ddpm" else f"{self.sampler.upper()} "
-        steps = f"{self.num_sampling_steps} {by}steps{evaluations}"
-        at = "" if self.guidance_interval == (0, 1) else " at levels {:g} to {:g}".format(*self.guidance_interval)
-        return f"{steps} · cfg {self.cfg_scale:g}{at}"
+    def family(self) -> Family | None:
+        """The network's family; None if neither weights nor model are known yet."""
+        return self.fit.family if self.fit is not None else family_of(self.model)
 
     @property
     def patch_size(self) -> int:
         """Side of a token in the latent, by the weights or by the model's name."""
-        return self.weights.patch_size if self.weights is not None else int((self.model or "/2").rpartition("/")[2])
+        return self.fit.patch_size if self.fit is not None else int((self.model or "/2").rpartition("/")[2])
 
 
 def _find_labels(options):
@@ -253,7 +249,7 @@ def _find_labels(options):
     if classes is None or options.model is None:
         return
     if options.labels is None:
-        options.labels = LABELS if classes == IMAGENET["num_classes"] else tuple(range(min(classes, 8)))
+        options.labels = LABELS if classes == 1000 else tuple(range(min(classes, 8)))
     if not options.labels:
         raise UsageError("`labels`: give at least one")
     options.labels = tuple(find_label(label, options.class_names, classes) for label in options.labels)
@@ -282,7 +278,7 @@ def _check_output(options):
 def _check_layout(options):
     if (layout := options.layout) is None:
         return
-    known = options.image_size is not None and (options.weights is not None or options.model is not None)
+    known = options.image_size is not None and (options.fit is not None or options.model is not None)
     layouts.check(layout, options.precision, (options.latent_size // options.patch_size) ** 2 if known else None)
     if not options.guided:
         raise UsageError(f"`parallel={options.parallel}`: shares evaluations with guidance only; use off")
@@ -342,7 +338,7 @@ class GridOptions(Options):
     @property
     def guided(self) -> bool:
         """Whether the network is evaluated with guidance, on two rows a picture: always, where it can be."""
-        return self.weights is None or self.weights.null_class
+        return self.fit is None or self.fit.null_class
 
     @property
     def into_pictures(self) -> bool:
@@ -380,7 +376,7 @@ class GridOptions(Options):
     @property
     def class_names(self) -> tuple[str, ...]:
         """The name of every class; () where they are unknown."""
-        own = self.weights.class_names if self.weights is not None else ()
+        own = self.fit.class_names if self.fit is not None else ()
         return own if len(own) == self.num_classes else class_names(self.model, self.num_classes)
 
     def for_each_seed(self) -> "list[GridOptions]":

@@ -22,6 +22,8 @@ import accel
 from accel import door, gpu, loading, precision
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
+from accel.families import ROOT, Defaults, constructor_of, model_names
+from accel.families import family_of as family_of_name
 from accel.families.large_dit.network import DiT_Llama
 from accel.fast import family_of
 from accel.files import atomic_write
@@ -31,8 +33,8 @@ from accel.kernels import adaln, attention, linear, patch_embed, split_attention
 from accel.kernels.linear import Tuner
 from accel.latents import LatentSpace, files
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
-from accel.network import MODELS, Network, Plain, unpatchify
-from accel.options import ROOT, GridOptions
+from accel.network import Network, Plain, unpatchify
+from accel.options import GridOptions
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.flow import Sde
@@ -42,10 +44,20 @@ from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as
 
 
+def implied(model: str) -> Defaults:
+    """Return what a model's name implies."""
+    return family_of_name(model).models[model]
+
+
+def is_flow(model: str) -> bool:
+    """Whether a model's name is of a network that predicts a velocity."""
+    return family_of_name(model).prediction == "velocity"
+
+
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
     """The flags that benchmarks share; network, batch: those of one network, of a batch whose steps are timed."""
     if network:
-        parser.add_argument("--model", choices=MODELS, help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
+        parser.add_argument("--model", choices=model_names(), help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
         parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
         parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
         parser.add_argument("--num-classes", type=int, help="number of classes")
@@ -256,7 +268,7 @@ def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
 def random_network(build: str | Callable, device: torch.device, **arguments) -> torch.nn.Module:
     """A model with random, non-zero weights, in eval mode. build: its class or name; arguments: its constructor's."""
     with torch.device(device):
-        model = MODELS.get(build, build)(**arguments)
+        model = (constructor_of(build) if isinstance(build, str) else build)(**arguments)
     model.load_state_dict(random_state(model))
     return model.eval().requires_grad_(False)
 
@@ -322,7 +334,7 @@ def build(
     embed_update: str = "auto",
     graph: bool = True,
 ) -> Network:
-    """The network of a tier with the weights of `model`, of MODELS, and the tier's process-wide switches set.
+    """The network of a tier with the weights of `model`, a reference network, and the tier's process-wide switches set.
 
     Of an accelerated tier: backends by their names in BACKENDS; hoist: whether a sampling run computes the conditioning
     of its steps ahead; graph: whether a step is a CUDA graph.
@@ -357,7 +369,9 @@ class Rival(Plain):
 
             state = model.state_dict()
             with torch.device(device):
-                self.transformer = DiTTransformer2DModel.from_config(config_of(state))
+                self.transformer = DiTTransformer2DModel.from_config(
+                    config_of(state, model.num_heads, model.x_embedder.img_size[0], model.y_embedder.num_classes)
+                )
             self.transformer.load_state_dict(to_diffusers(state))
             self.transformer.to(dtype).eval().requires_grad_(False)
             self.evaluate = self._diffusers
@@ -385,7 +399,7 @@ class Rival(Plain):
 
 def process_of(model: str, steps: int = 250) -> Process:
     """The process that sample.py takes for a model of that name."""
-    return Sde(steps) if model.startswith("SiT") else Ancestral(create_diffusion(str(steps)))
+    return Sde(steps) if is_flow(model) else Ancestral(create_diffusion(str(steps)))
 
 
 def sampling(

@@ -36,8 +36,9 @@ from tqdm import tqdm
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
+from accel.families import ROOT
 from accel.flags import positive
-from accel.options import DEFAULTS_OF, ROOT, FidOptions, GridOptions
+from accel.options import FidOptions, GridOptions
 from bench import harness
 
 
@@ -207,7 +208,7 @@ def main() -> None:
         if args.contest is None:
             about |= dict(gpus=args.gpus or 1, precision=args.precision or precision.default_tier(device))
         flags = ["--model", args.model, "--image-size", args.image_size, "--num-classes", args.num_classes]
-        args.vae = args.vae or DEFAULTS_OF.get(args.model, {}).get("vae")
+        args.vae = args.vae or harness.implied(args.model).vae
         if not (args.ckpt and args.vae):
             model = harness.model_of(Namespace(**vars(args) | dict(ckpt=None)), device)
             ckpt, vae = harness.write_weights(folder, model)

@@ -27,11 +27,12 @@ from tqdm import tqdm
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
+from accel.families import model_names
 from accel.flags import check_writable, positive
 from accel.graphs import capture
 from accel.kernels.linear import Tuner
-from accel.network import MODELS, BlockNetwork, Network
-from accel.options import DEFAULTS_OF, GridOptions
+from accel.network import BlockNetwork, Network
+from accel.options import GridOptions
 from accel.parallel import layouts, planner
 from accel.parallel.exchanges import traffic
 from accel.parallel.groups import Groups
@@ -224,7 +225,7 @@ def time_collective(call: Callable, device: torch.device) -> float:
 
 def parse() -> tuple[OneLineParser, Namespace]:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, help="default: DiT-XL/2 on GPUs, DiT-Demo/2 on CPUs")
+    parser.add_argument("--model", choices=model_names(), help="default: DiT-XL/2 on GPUs, DiT-Demo/2 on CPUs")
     parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
     parser.add_argument("--image-size", type=positive, nargs="+", help="sides in pixels (default: 512; the demo's own)")
     parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)")
@@ -252,7 +253,7 @@ def main() -> None:
         device = torch.device(name)
         on_gpu = device.type == "cuda"
         args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
-        args.image_size = args.image_size or [DEFAULTS_OF.get(args.model, {}).get("image_size", 512)]
+        args.image_size = args.image_size or [harness.implied(args.model).image_size]
         args.precision = args.precision or [precision.default_tier(device)]
         if not on_gpu:
             print(f"{job.world} processes over gloo share this machine's processor; times say nothing about GPUs")

@@ -32,9 +32,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
+from accel.families import ROOT
 from accel.files import atomic_write
 from accel.flags import positive
-from accel.options import ROOT, GridOptions
+from accel.options import GridOptions
 from bench import harness, seen_as, work
 
 WAIT, WARMUP = 1, 2  # steps before those that are recorded

@@ -76,7 +76,7 @@ class Reference:
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(2, 4, args.image_size // 8, args.image_size // 8, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
-        times = (0.02, 0.5, 0.98) if args.model.startswith("SiT") else (980, 500, 20)
+        times = (0.02, 0.5, 0.98) if harness.is_flow(args.model) else (980, 500, 20)
         self.t = [torch.full((2,), t, device=device) for t in times]
         wide = harness.build(copy.deepcopy(model).double(), "fp32", device)
         self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]
@@ -138,7 +138,7 @@ def timed(name: str, network: Network, args: Namespace, device: torch.device) ->
 def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
     """The rungs, timed and judged, then the rivals."""
     model = harness.model_of(args, device)
-    demo = "SiT-Demo/2" if args.model.startswith("SiT") else "DiT-Demo/2"
+    demo = "SiT-Demo/2" if harness.is_flow(args.model) else "DiT-Demo/2"
     reference, judge = Reference(model, args, device), Judge(args.gate, device, model=demo) if args.gate else None
 
     def rung(name, make):

@@ -35,11 +35,12 @@ import evaluate
 from accel import door, loading, precision
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import UsageError
+from accel.families import DEMO
 from accel.flags import check_writable, positive
 from accel.forecast import write_plan
 from accel.latents.pixels import to_uint8
 from accel.network import unpatchify
-from accel.options import DEMO, GridOptions
+from accel.options import GridOptions
 from accel.sampling import initial_noise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.process import Kind
@@ -287,8 +288,8 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
     """The file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
-    if options.flow:
-        raise UsageError(f"`model={options.model}`: is a SiT, and plans are for a DiT; use its fewer steps by heun")
+    if options.family.samplers[0] != "ddpm":
+        raise UsageError(f"`model={options.model}`: is sampled by {options.family.samplers[0]}, and plans are for ddpm")
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
     if not math.isfinite(args.margin):

@@ -1,5 +1,5 @@
-"""Convert DiT weights between .pt, .safetensors and diffusers' layout, and prove it by reading the result back.
-Large-DiT's, from a file or a folder of its training, become .pt or .safetensors.
+"""Convert weights of a network between .pt, .safetensors and, of a DiT, diffusers' layout, and prove it by reading the
+result back. What the weights are (family, prediction, classes, guided channels) is written beside the tensors.
 
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/ --pipeline --vae ema
@@ -17,21 +17,29 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from accel.command_line import OneLineParser, user_errors
-from accel.errors import UsageError
+from accel.door import shipped_as
+from accel.errors import UsageError, shown
+from accel.families import family_of, model_names
+from accel.families.recognise import Fit, recognise, reference_state
 from accel.files import atomic_write
 from accel.latents.files import find
-from accel.weights.checkpoint import Checkpoint, find_model
+from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
-from accel.weights.identity import is_flow
+from accel.weights.metadata import OWN, to_header
+from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import digest, mode_of
 
+# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors of 10,000 float32 roundings
+# add up to at most 6e-4 of a value near one.
+AVERAGED = 6e-4
 # DiT's diffusion process.
 SCHEDULER = {"_class_name": "DDIMScheduler", "beta_start": 0.0001, "beta_end": 0.02, "clip_sample": False}
 
 
-def write_folder(state: dict[str, torch.Tensor], folder: Path, pipeline: bool, vae: Path | None) -> None:
-    """A new folder in diffusers' layout: transformer/, for a pipeline also index, scheduler and `vae` if given."""
-    files = {"transformer/config.json": config_of(state)}
+def write_folder(state: dict[str, torch.Tensor], fit: Fit, folder: Path, pipeline: bool, vae: Path | None) -> None:
+    """Write a new folder in diffusers' layout: transformer/, for a pipeline also index, scheduler and `vae` if
+    given."""
+    files = {"transformer/config.json": config_of(state, fit.num_heads, fit.latent_size, fit.num_classes)}
     if pipeline:
         parts = {"transformer": "DiTTransformer2DModel", "scheduler": "DDIMScheduler", "vae": "AutoencoderKL"}
         index = {part: ["diffusers", name] for part, name in parts.items()} | ({} if vae else {"vae": [None, None]})
@@ -50,74 +58,119 @@ def write_folder(state: dict[str, torch.Tensor], folder: Path, pipeline: bool, v
             shutil.copyfile(file, folder / "vae" / file.name)
 
 
-def write(state: dict[str, torch.Tensor], target: Path, pipeline: bool, vae: Path | None) -> None:
+def write(state: dict[str, torch.Tensor], fit: Fit, target: Path, pipeline: bool, vae: Path | None) -> None:
     """Write what the name of `target` asks for. It is whole or absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix:
         with atomic_write(target) as file:
-            torch.save(state, file) if target.suffix == ".pt" else file.write(save(state))
+            if target.suffix == ".pt":
+                torch.save({"ema": state, OWN: fit.metadata()}, file)
+            else:
+                file.write(save(state, metadata={"format": "pt", **to_header(fit.metadata())}))
         return
     partial = target.with_name(f".{target.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_folder(state, partial, pipeline, vae)
+        write_folder(state, fit, partial, pipeline, vae)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def convert(ckpt: str, output: str, pipeline: bool, vae: str | None, allow_nonfinite: bool) -> None:
+def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str | None, allow_nonfinite: bool) -> None:
     """Check, write, read back and compare. Raises UsageError."""
     target = Path(output)
     if mode_of(target, "output"):
-        raise UsageError(f"--output {target}: exists; remove it or choose another name")
+        raise UsageError(f"`output={target}`: exists; remove it or choose another name")
     if target.suffix not in (".pt", ".safetensors", ""):
-        raise UsageError(f"--output {target}: must end in .pt or .safetensors, or name a folder")
+        raise UsageError(f"`output={target}`: must end in .pt or .safetensors, or name a folder")
     if pipeline and target.suffix or vae and not pipeline:
-        raise UsageError("--pipeline: writes a folder, so --output must name one; --vae needs --pipeline")
+        raise UsageError("`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`")
     vae = find(vae).decoder if vae else None
     weights = Checkpoint(ckpt)
+    fit = recognise(ckpt, weights.state, weights.metadata, model, shipped_as=shipped_as(ckpt))
     state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
-    dit, large_dit = (state.get(name, torch.empty(0)).ndim for name in ("x_embedder.proj.weight", "x_embedder.weight"))
-    if dit != 4 and large_dit != 2:
-        raise UsageError(f"--ckpt {ckpt}: holds no DiT (no x_embedder.proj.weight)")
-    if dit != 4 and not target.suffix:
-        raise UsageError(f"--output {target}: diffusers has no Large-DiT; name a .pt or .safetensors file")
-    if not target.suffix and is_flow(ckpt, weights.said):
-        raise UsageError(f"--output {target}: diffusers has no SiT; name a .pt or .safetensors file")
-    nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
-    if nonfinite and not allow_nonfinite:
-        raise UsageError(
-            f"--ckpt {ckpt}: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of {len(state)} tensors do); "
-            "take another checkpoint, or add --allow-nonfinite"
-        )
+    if target.suffix:
+        kept = fit.family.part("weights").sampled(state, weights.metadata)
+        if dropped := state.keys() - kept.keys():
+            print(f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such as {min(dropped)}")
+        state = kept
+    else:
+        state = diffusers_state(ckpt, weights, fit)
+    require_finite(ckpt, state, allow_nonfinite)
     try:
-        write(state, target, pipeline, vae)
-    except KeyError as error:
-        raise UsageError(f"--ckpt {ckpt}: is not a whole DiT, it lacks {error}; save it again") from None
+        write(state, fit, target, pipeline, vae)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UsageError(
-            f"--output {target}: cannot write there ({reason}); choose another path, or free space"
+            f"`output={target}`: cannot write there ({reason}); choose another path, or free space"
         ) from None
-    back = find_model(target)
+    require_equal(target, state, fit)
+    total = sum(tensor.numel() for tensor in state.values())
+    print(f"{target}: {fit.model}, {len(state)} tensors, {total:,} values, read back equal")
+    if pipeline and fit.num_classes != 1000:
+        print(
+            f"{target}: DiTPipeline takes 1000 for the null class, and here it is {fit.num_classes}: it cannot guide "
+            "these"
+        )
+
+
+def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch.Tensor]:
+    """Return the weights as diffusers' layout holds them: without a position table, which its class computes. Raises
+    UsageError for weights that the class cannot compute."""
+    if fit.family is not family_of("DiT-XL/2"):
+        raise UsageError(f"`output`: diffusers has no {fit.family.name}; name a .pt or .safetensors file")
+    if not fit.null_class:
+        raise UsageError("`output`: diffusers' class has a null class, these weights have none; name a .safetensors")
+    state = {name: tensor.contiguous() for name, tensor in reference_state(weights, fit).items()}
+    with shapes_only():
+        table = fit.build(input_size=fit.latent_size).position_table
+    table = torch.as_tensor(table())
+    off = float((state["pos_embed"].float() - table).abs().max())
+    rounding = max(AVERAGED, torch.finfo(state["pos_embed"].dtype).eps)
+    if not off <= rounding:
+        raise UsageError(
+            f"`ckpt={ckpt}`: its position table is up to {off:.2g} off the sine-cosine table that diffusers computes, "
+            f"more than the rounding of an average ({rounding:.1g}); name a .pt or .safetensors file"
+        )
+    if off:
+        print(f"{shown(ckpt)}: its position table is up to {off:.1g} off the sine-cosine table, the rounding of an")
+        print("average; diffusers computes the table itself")
+    return state
+
+
+def require_finite(ckpt: str, state: dict[str, torch.Tensor], allowed: bool) -> None:
+    """Raise UsageError for weights with NaN or infinities, unless they are allowed."""
+    nonfinite = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if nonfinite and not allowed:
+        raise UsageError(
+            f"`ckpt={ckpt}`: {nonfinite[0]} holds NaN or infinity ({len(nonfinite)} of {len(state)} tensors do); "
+            "take another checkpoint, or add `allow_nonfinite`"
+        )
+
+
+def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> None:
+    """Read `target` back. Remove it and raise UsageError unless it holds the same tensors of the same kind."""
+    weights = Checkpoint(target)
+    again, back = recognise(str(target), weights.state, weights.metadata), weights.state
+    if not target.suffix:
+        state = {name: tensor for name, tensor in state.items() if name != "pos_embed"}
     wrong = sorted(state.keys() ^ back.keys()) or [
         name for name in state if digest({name: state[name]}) != digest({name: back[name]})
     ]
+    wrong += [name for name, value in fit.metadata().items() if target.suffix and again.metadata().get(name) != value]
     if wrong:
         shutil.rmtree(target) if target.is_dir() else target.unlink()
-        raise UsageError(f"--output {target}: reading it back gave other tensors: {', '.join(wrong[:3])}")
-    total = sum(tensor.numel() for tensor in state.values())
-    print(f"{target}: {len(state)} tensors, {total:,} values, read back equal")
-    rows = len(state["y_embedder.embedding_table.weight"])
-    if pipeline and rows != 1001:
-        print(f"{target}: DiTPipeline takes 1000 for the null class, and here it is {rows - 1}: it cannot guide these")
+        raise UsageError(f"`output={target}`: reading it back gave another {', '.join(wrong[:3])}; report this")
 
 
 def main() -> None:
-    parser = OneLineParser(description="Convert DiT weights and prove the round trip.")
+    parser = OneLineParser(description="Convert weights and prove the round trip.")
     parser.add_argument("--ckpt", required=True, help="file, diffusers' folder, published name or hub id (owner/name)")
     parser.add_argument("--output", required=True, help="NAME.pt, NAME.safetensors, or a folder for diffusers' layout")
+    parser.add_argument(
+        "--model", choices=model_names(), metavar="NAME", help="what the weights are, if they do not say"
+    )
     parser.add_argument("--pipeline", action="store_true", help="into a folder: all that diffusers.DiTPipeline loads")
     parser.add_argument("--vae", help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained")
     parser.add_argument("--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too")

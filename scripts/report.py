@@ -23,9 +23,9 @@ from PIL import Image
 
 import evaluate
 from accel.command_line import OneLineParser, user_errors
+from accel.families import ROOT
 from accel.files import atomic_write
 from accel.flags import check_writable
-from accel.options import ROOT
 from bench.harness import safe
 from scripts import front_page, report_plots
 from scripts.report_data import NEEDS, collect

@@ -154,7 +154,7 @@ def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torc
     how = f" · forecast {options.forecast}" * (options.forecast != "off")
     print(
         f"{options.model} · {options.image_size} px · {count(len(options.labels), 'label')} · "
-        f"{options.steps_and_guidance()} · {count(args.seeds, 'seed')}{how} · "
+        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')}{how} · "
         f"{where} · torch {torch.__version__}"
     )
     if tiers == [AGAIN]:

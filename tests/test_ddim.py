@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
+from accel.families import constructor_of
 from accel.kernels.ancestral_update import ancestral_update
-from accel.network import MODELS, unpatchify
+from accel.network import unpatchify
 from accel.options import FidOptions, GridOptions
 
 LABELS, STEPS, SEED, SCALE = (1, 5, 7), 10, 3, 2.5
@@ -21,7 +22,7 @@ LABELS, STEPS, SEED, SCALE = (1, 5, 7), 10, 3, 2.5
 def demo(request, tmp_path_factory):
     """The flags for a network with random weights, and the network."""
     path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
-    model = fill(MODELS[request.param]())
+    model = fill(constructor_of(request.param)())
     save_file(model.state_dict(), path)
     flags = ["--model", request.param, "--ckpt", path, "--device", "cpu", "--labels", *LABELS, "--seed", SEED]
     return [*flags, "--num-sampling-steps", STEPS, "--cfg-scale", SCALE, "--output-type", "latent"], model

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import download
 import pretrained_models.download
 from accel.errors import UsageError
-from accel.options import DEMO
+from accel.families import DEMO
+from accel.families.recognise import published_name
 from accel.weights import checkpoint
 from models import DiT
 
@@ -94,8 +95,10 @@ def test_names(module, tmp_path):
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     with pytest.raises(UsageError, match="ckpt=DiT-S-2.pt: not published"):
         module.download_model("DiT-S-2.pt")
-    with pytest.raises(UsageError, match="SiT-XL/2 needs a file; SiT's are fetched by: hf download nyu-visionx/SiT-"):
-        checkpoint.published_name("SiT-XL/2", 256, 1000)
+    with pytest.raises(
+        UsageError, match="SiT-XL/2 needs a file; the family's are fetched by: hf download nyu-visionx/SiT-"
+    ):
+        published_name("SiT-XL/2", 256, 1000)
 
 
 class Server:

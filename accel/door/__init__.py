@@ -4,6 +4,7 @@
 fid.py.
 """
 
+import hashlib
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -18,11 +19,13 @@ from torch import Tensor
 from accel import loading, output, precision
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
+from accel.families import constructor_of, families
+from accel.families.loaded_module import LoadedModule
+from accel.families.recognise import Fit, published_name, recognise
 from accel.forecast import plan_beside, read_plan
 from accel.latents.decoder import Decoder
 from accel.latents.files import PUBLISHED, find
 from accel.loading import Batch
-from accel.network import MODELS
 from accel.options import GridOptions, Options
 from accel.parallel.layouts import OFF, Layout
 from accel.progress import Stopwatch, step_bar
@@ -32,11 +35,10 @@ from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Kind, Process
-from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
+from accel.sampling.solvers import SOLVERS, Solver, make_scheduler, require_schedule
 from accel.sampling.strides import Strides
-from accel.weights.checkpoint import Checkpoint, published_name
-from accel.weights.held import Held
-from accel.weights.identity import shapes_only
+from accel.weights.checkpoint import Checkpoint
+from accel.weights.shapes import shapes_only
 
 if TYPE_CHECKING:  # what a grid of one process does not wait for
     from accel.parallel.groups import Groups
@@ -52,7 +54,7 @@ class Opened(NamedTuple):
     """Weights, the options with all that follows from them, and where and how they are computed with."""
 
     options: Options
-    weights: Checkpoint | Held
+    weights: Checkpoint | LoadedModule
     device: torch.device
     tier: str
     vae_precision: str
@@ -63,10 +65,10 @@ def checkpoint_of(options: Options, device: torch.device) -> Checkpoint:
     name = options.ckpt or published_name(options.model, options.image_size, options.num_classes)
     # A CPU computes with copies: whoever writes to the file meanwhile must not change what is computed with. A network
     # that ranks divide stays in the file, of which each reads its part.
-    return Checkpoint(name, mapped=device.type != "cpu" or options.divided, repa=options.repa)
+    return Checkpoint(name, mapped=device.type != "cpu" or options.divided)
 
 
-def open_weights(options: Options, device: torch.device, weights: Checkpoint | Held | None = None) -> Opened:
+def open_weights(options: Options, device: torch.device, weights: Checkpoint | LoadedModule | None = None) -> Opened:
     """Fetch weights and decoder and complete the options. What the flags alone decide is refused before."""
     weights = weights or checkpoint_of(options, device)
     tier, vae_precision = choose_precision(options, device)
@@ -83,7 +85,7 @@ def choose_precision(options: Options, device: torch.device) -> tuple[str, str]:
     return tier, precision.decoder_precision(options.vae_precision, tier, device)
 
 
-def fetch(options: Options, weights: Checkpoint | Held) -> Options:
+def fetch(options: Options, weights: Checkpoint | LoadedModule) -> Options:
     """Download what is not here yet of network and decoder. Returns the options with all that follows from the weights.
     Raises UsageError that names all that is missing."""
     missing = []
@@ -98,12 +100,14 @@ def fetch(options: Options, weights: Checkpoint | Held) -> Options:
         options = replace(options, space=attempt(find, options.vae) or options.space)
     attempt(weights.fetch)
     if not missing:
-        completed = options.complete(weights)
+        fit = fit_of(weights, options)
+        completed = options.complete(fit)
+        require_schedule(weights.name, fit.schedule)
         if options.into_pictures and not options.vae:
             if completed.vae in PUBLISHED:  # before it is fetched
                 _require_channels(completed)
             if space := attempt(find, completed.vae):
-                completed = replace(options, space=space).complete(weights)
+                completed = replace(options, space=space).complete(fit)
         options = completed
     if len(missing) > 1:
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
@@ -115,7 +119,7 @@ def fetch(options: Options, weights: Checkpoint | Held) -> Options:
 
 
 def _require_channels(options):
-    have, wanted = options.space.channels, options.weights.channels
+    have, wanted = options.space.channels, options.fit.in_channels
     if have != wanted:
         raise UsageError(
             f"`vae={options.vae}`: decodes latents of {have} channels, and {options.model} makes {wanted}; give the "
@@ -123,9 +127,29 @@ def _require_channels(options):
         )
 
 
+def fit_of(weights: Checkpoint | LoadedModule, options: Options) -> Fit:
+    """Return what the weights are. Raises UsageError where the options contradict them."""
+    if isinstance(weights, LoadedModule):
+        if options.num_classes not in (None, weights.fit.num_classes):
+            given = f"`num_classes={options.num_classes}`: {weights.name} has {weights.fit.num_classes} classes"
+            raise UsageError(f"{given}; drop it")
+        return weights.fit
+    shipped = shipped_as(weights.name)
+    return recognise(weights.name, weights.state, weights.metadata, options.model, options.num_classes, shipped)
+
+
+def shipped_as(name: str) -> str | None:
+    """Return the model whose weights, shipped or published, have this name or path; None if there is none."""
+    for family in families():
+        for model, implied in family.models.items():
+            if implied.ckpt == name or Path(name).name in implied.published.values():
+                return model
+    return None
+
+
 def empty_model(options: Options) -> torch.nn.Module:
-    """The options' model on the meta device: shapes without values."""
-    build = options.weights.build if options.weights else MODELS[options.model]
+    """Return the options' reference network on the meta device: shapes without values."""
+    build = options.fit.build if options.fit else constructor_of(options.model)
     with shapes_only():
         return build(input_size=options.latent_size, num_classes=options.num_classes)
 
@@ -137,11 +161,11 @@ def guidance_of(options: Options) -> Guidance | Unguided:
     return Guidance(options.cfg_scale, options.num_classes, options.guidance_channels, options.guidance_interval)
 
 
-def process_of(options: Options, weights: Checkpoint | Held) -> Process:
+def process_of(options: Options, weights: Checkpoint | LoadedModule) -> Process:
     """The options' process. Raises UsageError about a plan that is not for it."""
     if options.sampler in FLOWS:
         return FLOWS[options.sampler](options.num_sampling_steps)
-    diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.weights.learn_sigma)
+    diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.fit.learn_sigma)
     if options.forecast == "plan":
         return Strides(diffusion, plan_of(options, weights))
     if options.sampler in SOLVERS:
@@ -149,10 +173,11 @@ def process_of(options: Options, weights: Checkpoint | Held) -> Process:
     return Ddim(diffusion, options.eta) if options.sampler == "ddim" else Ancestral(diffusion)
 
 
-def solver_of(scheduler: Any, options: Options, weights: Checkpoint | Held | None = None) -> Solver:
+def solver_of(scheduler: Any, options: Options, weights: Checkpoint | LoadedModule | None = None) -> Solver:
     """As `process_of`, by a scheduler that the caller holds."""
-    if options.weights.flow:
-        raise UsageError("`sampler`: a scheduler takes estimates of noise, a SiT's are velocities; give sde or euler")
+    if options.family.prediction != "noise":
+        others = ", ".join(options.family.samplers)
+        raise UsageError(f"`sampler`: a scheduler takes estimates of noise, and this is a flow; give {others}")
     return Solver(scheduler, options.num_sampling_steps)
 
 
@@ -170,12 +195,13 @@ def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = (
     """
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
-    trained = options.space.factor * (options.weights.latent_size or options.latent_size)
-    if trained != options.image_size:
+    fit = options.fit
+    trained = options.space.factor * fit.latent_size if fit.latent_size else fit.image_size
+    if trained not in (None, options.image_size):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
     how = dict(fixed=options.precision is not None, tuning=tuning, divided=options.divided)
     with enough_memory(options):
-        network, tier = loading.load(weights, empty_model(options), tier, device, batch_of(options, batch), **how)
+        network, tier = loading.load(weights, fit, empty_model(options), tier, device, batch_of(options, batch), **how)
     return Run(network, process, guidance, tier, device, options.latent_size)
 
 
@@ -188,7 +214,7 @@ def decoder_of(opened: Opened, captured: bool = False) -> Decoder | None:
 
 
 def ready(
-    options: Options, batch: tuple[int, int] | None = None, weights: Held | None = None
+    options: Options, batch: tuple[int, int] | None = None, weights: LoadedModule | None = None
 ) -> tuple[Opened, Run, Decoder | None]:
     """All that a run of this process needs. weights: the caller's, in place of those that the options name."""
     opened = open_weights(options, loading.choose_device(options.device), weights)
@@ -210,9 +236,19 @@ def describe(options: Options, run: Run, ranks: int | None = None) -> str:
     where = torch.cuda.get_device_name(run.device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     plan = f" ({process.evaluations} network evaluations)" if process.evaluations < process.steps else ""
     return (
-        f"{options.model} · {options.image_size} px · {options.pictures} · {options.steps_and_guidance(plan)} · "
+        f"{options.model} · {options.image_size} px · {options.pictures} · {steps_and_guidance(options, plan)} · "
         f"{run.tier} · {where} · torch {torch.__version__}" + (f" · {ranks} rank{'s' * (ranks > 1)}" if ranks else "")
     )
+
+
+def steps_and_guidance(options: Options, evaluations: str = "") -> str:
+    """Return the run in words; evaluations: what follows the number of steps."""
+    by = "" if options.sampler == "ddpm" else f"{options.sampler.upper()} "
+    low, high = options.guidance_interval
+    interval = "" if (low, high) == (0, 1) else f" at levels {low:g} to {high:g}"
+    usual = options.guidance_channels == Guidance.channels
+    channels = "" if usual or options.cfg_scale == 1 else f" on {options.guidance_channels} channels"
+    return f"{options.num_sampling_steps} {by}steps{evaluations} · cfg {options.cfg_scale:g}{interval}{channels}"
 
 
 #################################################################################
@@ -338,5 +374,12 @@ def plan_settings(options: Options, weights: Checkpoint) -> dict:
         "cfg_scale": float(options.cfg_scale),
         "guidance_interval": list(options.guidance_interval),
         "guidance_channels": options.guidance_channels,
-        "weights": weights.digest(),
+        "weights": digest_of(weights, options.fit),
     }
+
+
+def digest_of(weights: Checkpoint | LoadedModule, fit: Fit) -> str:
+    """Return 16 hex digits of all that decides the network's function: its tensors, and the number of heads where it is
+    not that of the model of this size."""
+    digest = weights.digest()
+    return digest if fit.usual else hashlib.sha256(f"{digest} {fit.num_heads} heads".encode()).hexdigest()[:16]

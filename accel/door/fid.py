@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 
 from accel import kernels
-from accel.door import Opened, enough_memory, guidance_of
+from accel.door import Opened, digest_of, enough_memory, guidance_of
 from accel.errors import UsageError
+from accel.families import family_of
 from accel.fid import Maker
 from accel.fid.folder import CODE, Order
 from accel.flags import flag_names
 from accel.latents.decoder import Decoder
 from accel.latents.files import digest
-from accel.options import DEFAULTS_OF, FidOptions
+from accel.options import FidOptions
 from accel.progress import Stopwatch
 from accel.run import Run
 from accel.sampling.flow import FLOWS
@@ -24,7 +25,7 @@ from accel.sampling.guidance import CHANNELS as CHANNELS_GUIDED
 # Recorded as what they came to.
 RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
 # Younger than folders that may be resumed: recorded where they are not the default.
-LATER = {"guidance_interval", "guidance_channels", "repa"}
+LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3}
 
 
 def require_seeds(options: FidOptions, world: int) -> None:
@@ -42,7 +43,7 @@ def order_of(options: FidOptions) -> Order:
         seed=options.seed,
         num_classes=options.num_classes,
         image_size=options.image_size,
-        latent=(options.space.channels, options.latent_size, options.latent_size),
+        latent=(options.fit.in_channels, options.latent_size, options.latent_size),
         copies=guidance_of(options).copies,
         balanced=options.balanced_labels,
         independent=options.world_independent_noise,
@@ -59,7 +60,8 @@ def folder_of(options: FidOptions) -> Path:
 
     def name(flag):
         value = getattr(options, flag)
-        own = value == DEFAULTS_OF.get(options.model, {}).get(flag)
+        family = family_of(options.model)
+        own = family and value == getattr(family.models[options.model], flag)
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
     changed = f"-{options.sampler}" * (options.sampler not in ("ddpm", "ddim", "sde"))
@@ -85,12 +87,12 @@ def maker_of(options: FidOptions, run: Run, decoder: Decoder, watch: Stopwatch) 
 def settings_of(opened: Opened, run: Run, decoder: Decoder, world: int) -> dict:
     """All that decides a picture's bits, by the name of its flag where it has one; plain JSON."""
     options, device = opened.options, run.device
-    default = {name for name in LATER if getattr(options, name) == getattr(FidOptions, name)}
+    default = {name for name, usual in LATER.items() if getattr(options, name) == usual}
     left_out = {*RESOLVED, *default, "sample_dir"}
     relevant = [item for item in fields(options) if item.metadata and item.name not in left_out]
     settings = {flag_names(item, ranks=True)[0]: _plain(getattr(options, item.name)) for item in relevant} | {
         "--precision": run.tier,
-        "--ckpt (contents)": opened.weights.digest(),
+        "--ckpt (contents)": digest_of(opened.weights, options.fit),
         "scale and shift of latents": [options.space.scale, options.space.shift],
         "--vae (contents)": digest(options.space),
         "--vae-precision": decoder.load().precision,

@@ -1,1 +1,73 @@
-"""Families of networks, a folder each."""
+"""Families of networks, a folder each, found by listing this one. Imports no torch.
+
+<family>/__init__.py   FAMILY, the record: names of models, what each implies, prediction, samplers
+<family>/network.py    the reference network
+<family>/weights.py    how files and modules of the family are recognised and read
+<family>/fast.py       how its weights are laid out for the accelerated network
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "pretrained_models" / "demo"
+
+
+class Defaults(NamedTuple):
+    """What a model implies for the settings that a user leaves open."""
+
+    image_size: int = 512
+    num_classes: int = 1000
+    vae: str = "ema"
+    ckpt: str | None = None  # weights that ship with the code
+    cfg_scale: float = 4.0
+    guidance_channels: int = 3
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    class_names: tuple[str, ...] = ()  # of the classes it was trained with, where they are not ImageNet's
+    published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
+
+
+class Family(NamedTuple):
+    """A family's record."""
+
+    name: str
+    models: Mapping[str, Defaults]
+    prediction: Literal["noise", "velocity"]
+    samplers: tuple[str, ...]  # the first is the default
+    code: str  # the package whose modules network, weights and fast have the rest; imported late
+    fetch: str = ""  # the command that fetches published weights, where no address serves them
+
+    def part(self, name: str) -> ModuleType:
+        """Import the family's module `name`: network, weights or fast."""
+        return import_module(f"{self.code}.{name}")
+
+
+@lru_cache(maxsize=1)
+def families() -> tuple[Family, ...]:
+    """Return the records of all families, in alphabetical order of their folders."""
+    folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))
+    return tuple(import_module(f"{__name__}.{folder}").FAMILY for folder in folders)
+
+
+def model_names() -> tuple[str, ...]:
+    """Return every name that --model takes."""
+    return tuple(name for family in families() for name in family.models)
+
+
+def family_of(model: str) -> Family | None:
+    """Return the family of a model's name; None for a name of no family."""
+    return next((family for family in families() if model in family.models), None)
+
+
+def sampler_names() -> tuple[str, ...]:
+    """Return the names of all families' samplers, each once."""
+    return tuple(dict.fromkeys(name for family in families() for name in family.samplers))
+
+
+def constructor_of(model: str) -> Callable[..., Any]:
+    """Return the constructor of a model's reference network: (input_size=, num_classes=) → nn.Module."""
+    return family_of(model).part("weights").MODELS[model]

@@ -11,7 +11,7 @@ from accel.latents import LatentSpace
 from accel.latents.autoencoder_kl import KLDecoder, check_config, space_of
 from accel.weights.checkpoint import FOLDER, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
-from accel.weights.identity import shapes_only
+from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import (
     cached_digest,
     digest_with,

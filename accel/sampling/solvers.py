@@ -6,12 +6,15 @@ arXiv:2211.01095), UniPC (Zhao et al. 2023, arXiv:2302.04867), and whatever else
 
 import inspect
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from accel.diffusion.gaussian_diffusion import get_named_beta_schedule
 from accel.diffusion.respace import ByValue
-from accel.errors import UsageError
+from accel.errors import UsageError, shown
 from accel.sampling.process import Kind, Process, State
 
 # Name → module and class of diffusers.schedulers; by its module a class is imported in a fraction of the time.
@@ -26,6 +29,36 @@ def make_scheduler(name: str, **config: Any) -> Any:
     module, kind = SOLVERS[name]
     betas = get_named_beta_schedule("linear", 1000)
     return getattr(_import(f"diffusers.schedulers.{module}"), kind)(trained_betas=betas, **config)
+
+
+# Entries of a scheduler's configuration that say by which process a network was trained, and DiT's values.
+TRAINED = {
+    "prediction_type": "epsilon",
+    "num_train_timesteps": 1000,
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "rescale_betas_zero_snr": False,
+}
+
+
+def require_schedule(source: str, config: Mapping[str, Any] | None, where: str = "`ckpt={}`") -> None:
+    """Raise UsageError, naming the entry, if a scheduler's configuration is of another process than DiT's.
+
+    source: what has it, as `where` shows it. trained_betas go before the schedule's name.
+    """
+    config, wanted = config or {}, dict(TRAINED)
+    betas = config.get("trained_betas")
+    if betas is not None:
+        linear = get_named_beta_schedule("linear", 1000)
+        if len(betas) != len(linear) or not np.allclose(betas, linear, rtol=1e-5):
+            raise UsageError(f"{where.format(source)}: its scheduler's trained_betas are not DiT's linear ones")
+        wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
+    for name, value in wanted.items():
+        if config.get(name, value) != value:
+            raise UsageError(
+                f"{where.format(source)}: its scheduler has {name} {shown(config[name])}, and only {value} is sampled"
+            )
 
 
 def _import(module):
@@ -59,8 +92,7 @@ class Solver(ByValue, Process):
     draws, captured = 0, False
 
     def __init__(self, scheduler: Any, steps: int, timesteps: list[int] | None = None):
-        if scheduler.config.get("prediction_type", "epsilon") != "epsilon":
-            raise UsageError(f"`sampler`: predicts {scheduler.config.prediction_type}, and a DiT predicts epsilon")
+        require_schedule("sampler", scheduler.config, "`{}`")
         self.scheduler = scheduler
         self.given = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters

@@ -1,4 +1,4 @@
-"""The weights of a network: a published name, a path or a hub id → tensors, opened once a run, checked, identified."""
+"""The weights of a network: a published name, a path or a hub id → tensors and metadata, opened once a run, checked."""
 
 import re
 import stat
@@ -15,8 +15,7 @@ import torch
 from accel.errors import UsageError, path_errors
 from accel.files import atomic_write
 from accel.weights import consolidated_layout, diffusers_layout, training_layout
-from accel.weights.identity import Identity, identify
-from accel.weights.repa import is_repa, to_sit
+from accel.weights import metadata as schema
 from accel.weights.tensor_files import cached_digest, file_stamps, mode_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "pretrained_models"
@@ -34,17 +33,15 @@ class Checkpoint:
     """The weights that --ckpt names, fetched and opened when they are first needed.
 
     name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or as Large-DiT's training leaves
-    it, or a hub id (owner/name). mapped: tensors are mapped where the format allows it, else copies. repa: they are of
-    REPA's class and lack the projectors by which they would be known. Raises UsageError if it names nothing, before
-    anything is fetched.
+    it, or a hub id (owner/name). mapped: tensors are mapped where the format allows it, else copies. Raises UsageError
+    if it names nothing, before anything is fetched.
     """
 
-    def __init__(self, name: str | Path, mapped: bool = True, repa: bool = False):
-        self.name, self.mapped, self.repa = str(name), mapped, repa
+    def __init__(self, name: str | Path, mapped: bool = True):
+        self.name, self.mapped = str(name), mapped
         self._path = _locate(self.name)  # None: on the hub
         self._stamps = None  # of the files that were opened first
         self._digest = None
-        self._identities = {}
 
     @property
     def path(self) -> Path:
@@ -73,30 +70,22 @@ class Checkpoint:
                     f"`ckpt={self.path}`: a folder must hold transformer/config.json and its weights (diffusers' "
                     "layout), or consolidated.00-of-01.pth (Large-DiT's)"
                 )
-            state, said = layout.read(self.path, self.mapped)
-            if self.repa or is_repa(state):
-                return to_sit(state), {"path_type": "linear", **said}
-            return state, said
+            state, found = layout.read(self.path, self.mapped)
+            return state, schema.checked(self.path, found)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Float tensors under the names of models.DiT or large_dit.DiT_Llama, on the CPU; REPA's are turned into a
-        SiT's. Read-only.
+        """Float tensors under their family's names, on the CPU. Read-only.
 
         Raises UsageError if the file is damaged, holds no weights, or would execute code on load.
         """
         return self._opened[0]
 
     @property
-    def said(self) -> dict[str, Any]:
-        """What lies beside the tensors: the arguments of a training run, or what a pipeline's configuration says."""
+    def metadata(self) -> dict[str, Any]:
+        """The facts beside the tensors, checked: the arguments of a training run, a pipeline's configuration, or what
+        the converter wrote."""
         return self._opened[1]
-
-    def identify(self, model: str | None = None, num_classes: int | None = None) -> Identity:
-        """What follows from the weights; model, num_classes: what the user said. Raises UsageError."""
-        if (model, num_classes) not in self._identities:  # asked again, it says nothing again
-            self._identities[model, num_classes] = identify(self.name, self.state, self.said, model, num_classes)
-        return self._identities[model, num_classes]
 
     def close(self) -> None:
         """Let go of the tensors, which are mapped: nothing reads a file that somebody may write to any more. Raises
@@ -109,7 +98,7 @@ class Checkpoint:
             raise UsageError(f"`ckpt={self.name}`: was changed while it was read; start again when it is whole")
 
     def digest(self) -> str:
-        """16 hex digits of all values but the position table's, which are a function of the grid.
+        """Return 16 hex digits of all values but the position table's, which are a function of the grid.
 
         The first call for a file reads all of it; the cache folder keeps the result for later runs.
         """
@@ -128,34 +117,6 @@ class Checkpoint:
         with path_errors("ckpt", path):
             files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
         return file_stamps(files, "ckpt")
-
-
-def published_name(model: str, image_size: int, num_classes: int) -> str:
-    """The published weights of a model for an image size in pixels. Raises UsageError if there are none."""
-    name = f"DiT-XL-2-{image_size}x{image_size}.pt"
-    if model.startswith("SiT"):  # its authors publish them on the hub alone
-        raise UsageError(
-            f"`ckpt`: {model} needs a file; SiT's are fetched by: hf download nyu-visionx/SiT-collections --local-dir "
-            "pretrained_models"
-        )
-    if model != "DiT-XL/2" or name not in pretrained_models or num_classes != 1000:
-        raise UsageError(
-            f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} classes "
-            f"(there are DiT-XL/2 at 256 and 512); give a file or a folder"
-        )
-    return name
-
-
-def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
-    """State dict of a DiT, as upstream's function of this name gives it. Names are those that Checkpoint takes."""
-    return Checkpoint(name_or_path).state
-
-
-def download_model(name: str) -> dict[str, torch.Tensor]:
-    """State dict of published weights, as upstream's function of this name gives it. They are downloaded once."""
-    if name not in pretrained_models:
-        raise UsageError(f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}")
-    return find_model(name)
 
 
 def fetch_published() -> None:
@@ -219,7 +180,8 @@ def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str)
 
     def snapshot(suffix, **how):
         names = "config.json", f"diffusion_pytorch_model{suffix}*", f"diffusion_pytorch_model-*{suffix}"
-        wanted = [subfolder + name for name in names] + ["model_index.json"] * bool(subfolder)
+        wanted = [subfolder + name for name in names]
+        wanted += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
         root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
         diffusers_layout.weight_files(root / subfolder, parameter)
         return root

@@ -10,7 +10,6 @@ import torch
 
 from accel.errors import UsageError
 from accel.weights import training_layout
-from accel.weights.identity import QK_NORM
 from accel.weights.tensor_files import read_namespace
 
 WEIGHTS = "consolidated_ema.00-of-01.pth", "consolidated.00-of-01.pth"  # the first that is there is used
@@ -24,18 +23,10 @@ def holds(folder: Path) -> bool:
 
 
 def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(state dict, the arguments of the run: nothing if their file is not there). Raises UsageError about --ckpt, also
-    where the arguments are those of another run than the weights."""
+    """Return (state dict, the arguments of the run: nothing if their file is not there). Raises UsageError about
+    --ckpt."""
     state, _ = training_layout.read(_weights_of(folder), mapped)
-    arguments = read_namespace(folder / ARGUMENTS, "ckpt") if (folder / ARGUMENTS).exists() else {}
-    has = QK_NORM in state
-    said = bool(arguments.get("qk_norm", has))
-    if said != has:
-        raise UsageError(
-            f"`ckpt={folder}`: {ARGUMENTS} says {'qk_norm' if said else 'no qk_norm'}, and the weights "
-            f"{'have it' if has else 'have none'}; they are of two runs: copy the folder again, or remove {ARGUMENTS}"
-        )
-    return state, arguments
+    return state, read_namespace(folder / ARGUMENTS, "ckpt") if (folder / ARGUMENTS).exists() else {}
 
 
 def _weights_of(folder):

@@ -1,4 +1,7 @@
-"""DiT in the layout of diffusers: a folder with config.json and weights under DiTTransformer2DModel's names."""
+"""DiT in the layout of diffusers: a folder with config.json and weights under DiTTransformer2DModel's names.
+
+No position table is stored there: the class computes it for its `sample_size`.
+"""
 
 import os
 from pathlib import Path
@@ -7,7 +10,6 @@ from typing import Any
 import torch
 
 from accel.errors import UsageError, path_errors, shown
-from accel.families.dit.network import DiT_models, get_2d_sincos_pos_embed
 from accel.weights.tensor_files import read_json, read_tensors, require_floats
 
 # Ours → diffusers'. It keeps a copy of both embedders in every block, and q, k, v apart.
@@ -30,6 +32,7 @@ _BLOCK = {
     "adaLN_modulation.1": "norm1.linear",
 }
 _KINDS = ("weight", "bias")
+SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
 WEIGHTS, PICKLED = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"
 
 
@@ -79,22 +82,18 @@ def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], di
         state |= read_tensors(file, "ckpt", mapped)
     require_floats(state, "ckpt", folder)
     config = read_json(folder / "config.json", "ckpt")
-    sizes = config.get("sample_size"), config.get("patch_size")
-    if not all(type(size) is int and 0 < size <= 4096 for size in sizes):
-        raise UsageError(
-            f"`ckpt={folder / 'config.json'}`: sample_size and patch_size are {sizes}, not two sizes; copy it again"
-        )
-    state = from_diffusers(state, *sizes)
     try:
-        said = check_config(config, state)
+        state = from_diffusers(state)
+        found = check_config(config, state)
     except ValueError as error:
-        raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
-    return state, said | (_of_pipeline(folder.parent) if folder.name == "transformer" else {})
+        text = error.marked if isinstance(error, UsageError) else error
+        raise UsageError(f"`ckpt={folder / 'config.json'}`: {text}") from None
+    return state, found | (_of_pipeline(folder.parent) if folder.name == "transformer" else {})
 
 
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a config of DiTTransformer2DModel says beside its weights `state` (under the names of models.DiT): the
-    number of heads and of classes. Raises ValueError where it describes another function than models.DiT's."""
+    """Return the facts that a config of DiTTransformer2DModel holds beside its weights `state`, which are under DiT's
+    names: family, side of the latent, heads, classes. Raises ValueError where it describes another function."""
     for name, value in config.items():
         if name in COMPUTED and value not in COMPUTED[name]:
             wanted = " or ".join(map(str, COMPUTED[name]))
@@ -103,11 +102,14 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
             )
         if name not in (*COMPUTED, *SIZES, *WITHOUT_EFFECT) and not name.startswith("_") and value not in (None, False):
             raise ValueError(
-                f"{name} {shown(value)} is unknown, so it cannot be computed here; remove it if it is idle"
+                f"{shown(name)} {shown(value)} is unknown, so it cannot be computed here; remove it if it is idle"
             )
+    side = config.get("sample_size")
+    if type(side) is not int or not 0 < side <= 4096:
+        raise ValueError(f"sample_size is {shown(side)}, must be from 1 to 4096; copy it again")
     width, channels, patch, _ = state["x_embedder.proj.weight"].shape
     depth = sum(name.endswith("attn.qkv.weight") for name in state)
-    heads, side, classes = (config.get(name) for name in ("num_attention_heads", "attention_head_dim", SIZES[2]))
+    heads, head, classes = (config.get(name) for name in ("num_attention_heads", "attention_head_dim", SIZES[2]))
     has = {
         "in_channels": channels,
         "patch_size": patch,
@@ -115,13 +117,17 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
         "out_channels": state["final_layer.linear.weight"].shape[0] // patch**2,
         "num_embeds_ada_norm": len(state["y_embedder.embedding_table.weight"]) - 1,
     }
-    if type(heads) is int and type(side) is int:
-        has["attention_head_dim"] = width // heads if heads > 0 and width % heads == 0 else f"a part of {width}"
+    if heads is not None:
+        if type(heads) is not int or heads < 1 or width % heads:
+            raise ValueError(f"num_attention_heads is {shown(heads)}, which must divide {width}; copy both again")
+        has["attention_head_dim"] = width // heads
     for name, value in has.items():
         if config.get(name) not in (None, value):
             raise ValueError(f"{name} is {shown(config[name])}, and its weights have {value}; copy both again")
-    said = {"num_heads": heads if type(heads) is int else None, "num_classes": classes}
-    return {name: value for name, value in said.items() if value is not None}
+    if side % patch:
+        raise ValueError(f"sample_size is {side}, which {patch}, the patch, must divide; copy both again")
+    found = {"family": "DiT", "latent_size": side, "num_heads": heads, "num_classes": classes}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def has_vae(folder: Path) -> bool:
@@ -131,16 +137,18 @@ def has_vae(folder: Path) -> bool:
 
 
 def _of_pipeline(folder):
-    """The decoder and the names of the classes that a DiTPipeline's folder holds."""
-    said = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
+    """The decoder, the schedule and the names of the classes that a DiTPipeline's folder holds."""
+    found = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
+    if (folder / SCHEDULE).is_file():
+        found["schedule"] = read_json(folder / SCHEDULE, "ckpt")
     index = folder / "model_index.json"
     names = read_json(index, "ckpt").get("id2label") if index.exists() else None
     if not isinstance(names, dict):
-        return said
+        return found
     numbers = range(len(names))
     if {str(number) for number in numbers} != names.keys() or not all(isinstance(one, str) for one in names.values()):
         raise UsageError(f"`ckpt={index}`: id2label must name classes 0 to {len(names) - 1}; mend it, or remove it")
-    return said | {"class_names": [names[str(number)] for number in numbers]}
+    return found | {"class_names": [names[str(number)] for number in numbers]}
 
 
 def weight_files(folder: Path, parameter: str) -> list[Path]:
@@ -182,11 +190,8 @@ def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 
-def from_diffusers(state: dict[str, torch.Tensor], sample_size: int, patch_size: int) -> dict[str, torch.Tensor]:
-    """The inverse of `to_diffusers`; the position table is that of a grid of sample_size / patch_size.
-
-    Raises UsageError if an entry is missing or the blocks' copies of the embedders differ.
-    """
+def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Invert `to_diffusers`. Raises ValueError if an entry is missing or the blocks' copies of the embedders differ."""
     try:
         numbers = (int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
         depth = 1 + max(numbers, default=0)
@@ -194,7 +199,9 @@ def from_diffusers(state: dict[str, torch.Tensor], sample_size: int, patch_size:
         for name, key in _EMBEDDERS.items():
             copies = [state[f"transformer_blocks.{n}.norm1.{key}"] for n in range(depth)]
             if not all(torch.equal(copies[0], copy) for copy in copies[1:]):
-                raise UsageError(f"`ckpt`: the blocks' copies of {key} differ; such a model is not a DiT")
+                raise ValueError(
+                    f"the blocks' copies of {key} differ, and a DiT has one for all; train it in DiT's own layout"
+                )
             out[name] = copies[0]
         for n in range(depth):
             ours, theirs = f"blocks.{n}", f"transformer_blocks.{n}"
@@ -203,40 +210,25 @@ def from_diffusers(state: dict[str, torch.Tensor], sample_size: int, patch_size:
             for kind in _KINDS:
                 qkv = [state[f"{theirs}.attn1.to_{name}.{kind}"] for name in "qkv"]
                 out[f"{ours}.attn.qkv.{kind}"] = torch.cat(qkv)
-        width = out["x_embedder.proj.weight"].shape[0]
-        table = get_2d_sincos_pos_embed(width, sample_size // patch_size)
-    except UsageError:
-        raise
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise UsageError(f"`ckpt`: not a DiT in diffusers' layout ({error})") from None
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"not a DiT in diffusers' layout ({error})") from None
     if unknown := sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"}):
-        raise UsageError(f"`ckpt`: {unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)")
-    out["pos_embed"] = torch.from_numpy(table).to(out["x_embedder.proj.weight"].dtype).unsqueeze(0)
+        raise ValueError(f"{unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)")
     return out
 
 
-def config_of(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """config.json of diffusers' DiTTransformer2DModel for a state dict of models.DiT, where it is not the default.
-
-    No tensor holds the number of heads: it is that of the model in DiT_models with this width and depth. Raises
-    UsageError if there is none.
-    """
+def config_of(state: dict[str, torch.Tensor], num_heads: int, latent_size: int, num_classes: int) -> dict[str, Any]:
+    """Return config.json of diffusers' DiTTransformer2DModel for a state dict under DiT's names."""
     width, channels, patch_size, _ = state["x_embedder.proj.weight"].shape
-    depth = sum(name.endswith("attn.qkv.weight") for name in state)
-    with torch.device("meta"):
-        models = [build() for build in DiT_models.values()]
-    heads = {(model.pos_embed.shape[-1], len(model.blocks)): model.num_heads for model in models}.get((width, depth))
-    if heads is None:
-        raise UsageError(f"`ckpt`: width {width} and depth {depth} are no model of {', '.join(DiT_models)}")
     return {
         "_class_name": "DiTTransformer2DModel",
-        "attention_head_dim": width // heads,
+        "attention_head_dim": width // num_heads,
         "in_channels": channels,
         "norm_eps": 1e-6,
-        "num_attention_heads": heads,
-        "num_embeds_ada_norm": len(state["y_embedder.embedding_table.weight"]) - 1,
-        "num_layers": depth,
+        "num_attention_heads": num_heads,
+        "num_embeds_ada_norm": num_classes,
+        "num_layers": sum(name.endswith("attn.qkv.weight") for name in state),
         "out_channels": state["final_layer.linear.weight"].shape[0] // patch_size**2,
         "patch_size": patch_size,
-        "sample_size": round((state["pos_embed"].numel() / width) ** 0.5) * patch_size,
+        "sample_size": latent_size,
     }

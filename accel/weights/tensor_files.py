@@ -45,6 +45,18 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     return content
 
 
+def read_header(path: Path, parameter: str) -> dict[str, str]:
+    """Return the metadata of a .safetensors file. Raises UsageError about `parameter`."""
+    from safetensors import SafetensorError, safe_open
+
+    with _regular_file(path, parameter):
+        try:
+            with safe_open(path, "pt") as file:
+                return file.metadata() or {}
+        except (SafetensorError, ValueError) as error:
+            raise _not_safetensors(path, parameter, error) from None
+
+
 def read_namespace(path: Path, parameter: str) -> dict:
     """The arguments of a training run, an argparse.Namespace of torch.save. Raises UsageError about `parameter`."""
     with _regular_file(path, parameter):
@@ -141,8 +153,12 @@ def _read_safetensors(path: Path, parameter: str, mapped: bool) -> dict[str, tor
         tensors = load_file(path)
         return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0][:120]
-        raise UsageError(f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again") from None
+        raise _not_safetensors(path, parameter, error) from None
+
+
+def _not_safetensors(path, parameter, error):
+    reason = str(error).splitlines()[0][:120]
+    return UsageError(f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again")
 
 
 def _read_pickle(path: Path, parameter: str, mapped: bool) -> object:

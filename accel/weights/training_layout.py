@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from accel.errors import UsageError
-from accel.weights.tensor_files import read_tensors, require_floats
+from accel.weights.metadata import OWN, from_header
+from accel.weights.tensor_files import read_header, read_tensors, require_floats
 
 ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile and Lightning
@@ -19,7 +20,7 @@ def holds(path: Path) -> bool:
 
 
 def read(path: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(state dict, the arguments of the training run that lie beside it). Raises UsageError about --ckpt."""
+    """Return (state dict, the facts that lie beside it). Raises UsageError about --ckpt."""
     content = read_tensors(path, "ckpt", mapped)
     state = next((content[entry] for entry in ENTRIES if isinstance(content.get(entry), dict)), content)
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
@@ -31,6 +32,13 @@ def read(path: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict
         prefix += found[0]
     if prefix:
         print(f'{path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
-    said = content.get("args", {})
-    said = vars(said) if isinstance(said, argparse.Namespace) else said
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, said if isinstance(said, dict) else {}
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, _metadata(path, content)
+
+
+def _metadata(path, content):
+    """The facts beside the tensors: as the converter writes them, else a training run's arguments."""
+    if path.suffix == ".safetensors":
+        return from_header(read_header(path, "ckpt"))
+    found = content.get(OWN, content.get("args"))
+    found = vars(found) if isinstance(found, argparse.Namespace) else found
+    return found if isinstance(found, dict) else {}

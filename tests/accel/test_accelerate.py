@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
-from networks import build, error, evaluate, inputs, large_inside, network_of, small, transformer
+from networks import build, error, evaluate, inputs, large_inside, network_of, small, transformer, upstream
 from torch import nn
 
-from accel import accelerate
+from accel import Sampler, accelerate
 from accel.accelerated import KEPT
 from accel.errors import UsageError
 from accel.families.large_dit.network import DiT_Llama
@@ -36,9 +36,8 @@ def test_it_is_used_as_a_module_is():
     first = next(fast.parameters())
     assert first.device == torch.device("cpu") and first.dtype == torch.float32 and fast.in_channels == 4
     assert not fast.training and fast.precision == "fp32" and fast.num_classes == 8
-    # What it computes with is what it was made from, but for the positions, which take the patches' bias in.
-    count = sum(value.numel() for value in model.parameters()) - model.x_embedder.proj.bias.numel()
-    assert sum(value.numel() for value in fast.parameters()) == count
+    # fp32 computes with what it was made from.
+    assert sum(value.numel() for value in fast.parameters()) == sum(value.numel() for value in model.parameters())
     assert fast.state_dict().keys() == model.state_dict().keys()
     copied = small()
     copied.load_state_dict(fast.state_dict())
@@ -384,6 +383,68 @@ def test_the_callers_modes_change_nothing(device):
 
 
 #################################################################################
+#                              Guidance of their own                            #
+#################################################################################
+
+
+class FourChannels(DiT):
+    """As upstream's comment proposes."""
+
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        half = x[: len(x) // 2]
+        out = self.forward(torch.cat([half, half]), t, y)
+        eps, rest = out[:, :4], out[:, 4:]
+        cond, uncond = eps.chunk(2)
+        guided = uncond + cfg_scale * (cond - uncond)
+        return torch.cat([torch.cat([guided, guided]), rest], dim=1)
+
+
+class Rescaled(DiT):
+    def forward_with_cfg(self, x, t, y, cfg_scale):
+        return super().forward_with_cfg(x, t, y, 1 + (cfg_scale - 1) * (1 - t[0] / 1000))
+
+
+def of_class(kind, **shape):
+    return fill(kind(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **shape}))
+
+
+def test_guidance_on_four_channels_is_recognised():
+    model = of_class(FourChannels)
+    x, t, y = inputs(model, 4)
+    with torch.no_grad():
+        want, three = model.forward_with_cfg(x, t, y, 4.0), DiT.forward_with_cfg(model, x, t, y, 4.0)
+    assert torch.allclose(accelerate(model).forward_with_cfg(x, t, y, 4.0), want, atol=1e-5)
+    assert torch.allclose(accelerate(model, guidance_channels=3).forward_with_cfg(x, t, y, 4.0), three, atol=1e-5)
+    with Sampler(model, device="cpu", output_type="latent", num_sampling_steps=4) as sampler:
+        assert sampler.options.guidance_channels == 4
+        assert torch.allclose(sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4)
+    untrained = FourChannels(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=8)
+    assert accelerate(untrained).guidance_channels == 4  # its own output is zero
+
+
+def test_another_guidance_is_refused_and_forward_is_not():
+    model = of_class(Rescaled)
+    x, t, y = inputs(model, 4)
+    fast = accelerate(model)
+    with torch.no_grad():
+        assert torch.allclose(fast(x, t, y), model(x, t, y), atol=1e-5)
+    with pytest.raises(UsageError, match="that of Rescaled guides in a way of its own; call forward"):
+        fast.forward_with_cfg(x, t, y, 4.0)
+    with pytest.raises(UsageError, match="Rescaled: its forward_with_cfg guides in a way of its own; call accelerate"):
+        Sampler(model, device="cpu", output_type="latent")
+    with Sampler(model, device="cpu", output_type="latent", guidance_channels=3) as sampler:
+        assert sampler.options.guidance_channels == 3
+
+
+def test_fp32_is_the_reference_network():
+    """The same arithmetic as Sampler's fp32, and as the module's own."""
+    model = small()
+    x, t, y = inputs(model, 4)
+    with torch.no_grad():
+        assert torch.equal(accelerate(model, "fp32")(x, t, y), model(x, t, y))
+
+
+#################################################################################
 #                                  diffusers                                    #
 #################################################################################
 
@@ -409,6 +470,27 @@ def test_in_the_pipeline_of_diffusers(device, guidance, tiny_vae):
     assert want.std() > 1e-3 and abs(got - want).max() < 1e-3
     pipe.transformer.load_state_dict(transformer(seed=1).state_dict())
     assert abs(pictures() - want).max() > 1e-3
+
+
+def test_a_pipeline_is_saved_whole_or_not_at_all(tmp_path, tiny_vae):
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
+
+    pipe = DiTPipeline(transformer(), AutoencoderKL.from_pretrained(tiny_vae), DDIMScheduler())
+    pipe.save_pretrained(tmp_path / "a")
+    want, original = (tmp_path / "a" / "model_index.json").read_text(), pipe.transformer
+    pipe.transformer = accelerate(original)
+    for folder in ("a", "b"):  # its own folder, and another
+        pipe.to("cpu").save_pretrained(tmp_path / folder)
+        assert (tmp_path / folder / "model_index.json").read_text() == want
+        again = DiTPipeline.from_pretrained(tmp_path / folder).transformer
+        state = original.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+        assert again.config.num_attention_heads == original.config.num_attention_heads
+    del original, state
+    gc.collect()
+    with pytest.raises(UsageError, match=r"save_pretrained\(\): the model that the weights came from is gone; keep it"):
+        pipe.save_pretrained(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from torch import nn
 
 from accel import Sampler
 from accel.errors import UsageError
+from accel.families import DEMO
 from accel.network import KEPT
-from accel.options import DEMO
 from diffusion import create_diffusion
 from models import DiT, DiT_models
 
@@ -70,7 +70,7 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
 @DEVICES
 def test_a_module_that_the_caller_holds(device):
     """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by name. They are copied."""
-    from accel.weights.checkpoint import find_model
+    from accel.families.recognise import find_model
 
     model = DiT_models["DiT-Demo/2"]()
     model.load_state_dict(find_model(DEMO / "dit.safetensors"))
@@ -191,7 +191,7 @@ def test_weights_are_renewed_in_place(device, precision):
         assert torch.equal(sampler.latents([1, 2]), new.latents([1, 2])) and graphs_of(sampler) == graphs
         assert not torch.equal(sampler.latents([1, 2]), before)
         for other, words in (
-            (fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)), "weights of another shape"),
+            (fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)), "must be "),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):
             with pytest.raises(ValueError, match=words):

@@ -13,13 +13,14 @@ from torch import nn
 from accel import Sampler, accelerate
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
+from accel.families.recognise import recognise, reference_state
+from accel.families.repa import weights as repa
 from accel.families.sit.network import SiT, SiT_models
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance, Unguided
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.repa import is_repa, to_sit
 
 SHAPE = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
@@ -116,14 +117,14 @@ def test_repas_weights_turned_are_a_sits():
     """REPA's time is 1 − t, its velocity −v; its projectors go. Turned twice, the weights are what they were."""
     model = small(learn_sigma=False)
     theirs = {**model.state_dict(), "projectors.0.0.weight": torch.randn(3, 3)}
-    assert is_repa(theirs) and not is_repa(model.state_dict())
+    assert repa.claim(theirs, {}) and not repa.claim(model.state_dict(), {})
     ours = copy.deepcopy(model)
-    ours.load_state_dict(to_sit(theirs), strict=True)
+    ours.load_state_dict(repa.converted(theirs, {}), strict=True)
     t, x = torch.tensor([0.0, 0.3, 1.0]), Z
     assert error(ours(x, 1 - t, LABELS).detach(), -model.double()(x.double(), t.double(), LABELS).detach()) < 2e-6
-    again = to_sit(ours.state_dict())
+    again = repa.converted(ours.state_dict(), {})
     assert all(torch.allclose(again[name], theirs[name], atol=1e-6) for name in again)
-    half = to_sit({name: value.half() for name, value in theirs.items()})
+    half = repa.converted({name: value.half() for name, value in theirs.items()}, {})
     assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
 
 
@@ -202,7 +203,7 @@ def test_another_function_under_sits_name_is_refused():
 
     with pytest.raises(UsageError, match=r"SiT: returns \(1, 8, 8, 8\)"):
         accelerate(fill(SiT(**SHAPE)))
-    with pytest.raises(UsageError, match="blocks.0.attn.q_norm.weight is no weight of a DiT"):
+    with pytest.raises(UsageError, match="blocks.0.attn.q_norm.weight is no weight of a SiT"):
         model = small()
         model.blocks[0].attn.q_norm = nn.LayerNorm(72)
         accelerate(model)
@@ -213,12 +214,15 @@ def test_a_sampler_of_a_sit_and_of_repas():
     model = small(learn_sigma=False)
     theirs = OfRepa(copy.deepcopy(model))
     ours = copy.deepcopy(model)
-    ours.load_state_dict(to_sit(model.state_dict()))
+    ours.load_state_dict(repa.converted(model.state_dict(), {}))
     how = dict(precision="fp32", device="cpu", output_type="latent", num_sampling_steps=4)
     found = []
     for one in (theirs, ours):
         with Sampler(one, **how) as sampler:
             assert sampler.options.sampler == "sde"
+            given = sampler.options.cfg_scale, sampler.options.guidance_channels, sampler.options.guidance_interval
+            assert given == ((1.8, 4, (0.0, 0.7)) if one is theirs else (4.0, 3, (0.0, 1.0)))  # REPA's recipe
+        with Sampler(one, **how, cfg_scale=4.0, guidance_channels=3, guidance_interval=(0, 1)) as sampler:
             found.append(sampler.latents([1, 5, 2], seed=7))
             with pytest.raises(UsageError, match="is of another class"):
                 sampler.refresh(fill(DiT(**SHAPE, learn_sigma=False)))
@@ -249,44 +253,51 @@ def test_captured_is_direct(process):
 #                                     Files                                     #
 #################################################################################
 
-SAID = dict(num_classes=10, path_type="linear", prediction="v")  # as REPA's training keeps it
+SIT = dict(model="SiT-S/4", path_type="Linear", prediction="velocity")  # of SiT's training
+REPA = dict(num_classes=10, model="SiT-S/4", path_type="linear", prediction="v", enc_type="dinov2-vit-b")
 
 
 @pytest.mark.parametrize(
-    "name, projectors, said, how, flow",
+    "name, projectors, args, model, found",
     [
-        ("a.pt", False, {}, {}, False),
-        ("a.pt", False, {}, dict(model="SiT-S/4"), True),
-        ("SiT-S-4.pt", False, {}, {}, True),
-        ("SiT-S-4.pt", False, {}, dict(model="DiT-S/4"), False),
-        ("a.pt", False, dict(model="SiT-S/4", path_type="Linear", prediction="velocity"), {}, True),
-        ("a.pt", True, {}, {}, True),
-        ("a.pt", True, SAID, {}, True),
-        ("a.pt", False, {}, dict(repa=True), True),
-        ("a.pt", True, {}, dict(model="DiT-S/4"), "as a SiT .path_type linear., not as DiT-S/4; drop model"),
-        ("sit.pt", False, dict(model="DiT-S/4"), dict(model="SiT-S/4"), "as a DiT .model DiT-S/4., not as SiT-S/4"),
-        (
-            "a.pt",
-            False,
-            dict(prediction="score"),
-            {},
-            "was trained with prediction score, and only velocity is sampled",
-        ),
-        ("a.pt", True, {**SAID, "path_type": "cosine"}, {}, "with path_type cosine, and only Linear is sampled"),
+        ("a.pt", False, {}, None, "DiT-S/4"),
+        ("a.pt", False, {}, "SiT-S/4", "SiT-S/4"),
+        ("SiT-S-4.pt", False, {}, None, "SiT-S/4"),
+        ("SiT-S-4.pt", False, {}, "DiT-S/4", "DiT-S/4"),
+        ("a.pt", False, SIT, None, "SiT-S/4"),
+        ("a.pt", True, {}, None, "REPA-SiT-S/4"),
+        ("a.pt", True, REPA, None, "REPA-SiT-S/4"),
+        ("a.pt", False, REPA, None, "REPA-SiT-S/4"),
+        ("a.pt", False, {}, "REPA-SiT-S/4", "REPA-SiT-S/4"),
+        ("a.pt", False, SIT, "REPA-SiT-S/4", "as a SiT .path_type Linear., not as REPA-SiT-S/4; drop model"),
+        ("a.pt", False, dict(model="DiT-S/4"), "REPA-SiT-S/4", "as a DiT .model DiT-S/4., not as REPA-SiT-S/4; drop"),
+        ("a.pt", True, {}, "DiT-S/4", "as a REPA .projectors., not as DiT-S/4; drop model"),
+        ("sit.pt", False, dict(model="DiT-S/4"), "SiT-S/4", "as a DiT .model DiT-S/4., not as SiT-S/4; drop model"),
+        ("a.pt", False, {**SIT, "prediction": "score"}, None, "with prediction score, and only velocity is sampled"),
+        ("a.pt", True, {**REPA, "path_type": "cosine"}, None, "with path_type cosine, and only Linear is sampled"),
     ],
 )
-def test_which_weights_are_a_sits(name, projectors, said, how, flow, tmp_path):
-    """What was trained goes before what the user says, and that before the file's name."""
+def test_which_family_weights_are_of(name, projectors, args, model, found, tmp_path, capsys):
+    """Training goes before the user, and the user before the file's name. What is only assumed is printed, with the
+    flag for each other family."""
     state = fill(SiT_models["SiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)).state_dict()
     whole = {**state, "projectors.0.0.weight": torch.ones(2, 2)} if projectors else state
-    torch.save({"ema": whole, "args": argparse.Namespace(**said)}, tmp_path / name)
-    checkpoint = Checkpoint(tmp_path / name, repa=how.get("repa", False))
-    if isinstance(flow, str):
-        with pytest.raises(UsageError, match=flow):
-            checkpoint.identify(how.get("model"))
+    torch.save({"ema": whole, "args": argparse.Namespace(**args)}, tmp_path / name)
+    weights = Checkpoint(tmp_path / name)
+
+    def fit():
+        return recognise(weights.name, weights.state, weights.metadata, model)
+
+    if "-S/4" not in found or " " in found:
+        with pytest.raises(UsageError, match=found):
+            fit()
         return
-    found = checkpoint.identify(how.get("model"))
-    assert (found.flow, found.model, found.learn_sigma) == (flow, "SiT-S/4" if flow else "DiT-S/4", False)
-    assert type(found.build(input_size=8)) is (SiT if flow else DiT)
-    turned = torch.equal(checkpoint.state["final_layer.linear.bias"], -state["final_layer.linear.bias"])
-    assert turned == (projectors or "repa" in how) and checkpoint.state.keys() == state.keys()
+    assert (fit().model, fit().learn_sigma) == (found, False)
+    line = next((line for line in capsys.readouterr().out.splitlines() if "does not say its kind" in line), None)
+    assert (line is not None) == (not args and not projectors and model is None)
+    if line:
+        others = {"--model DiT-S/4", "--model SiT-S/4", "--model REPA-SiT-S/4"} - {f"--model {found}"}
+        assert all(other in line for other in others) and f"--model {found}" not in line.replace("REPA-SiT", "REPA")
+    turned = torch.equal(reference_state(weights, fit())["final_layer.linear.bias"], -state["final_layer.linear.bias"])
+    assert turned == found.startswith("REPA") and reference_state(weights, fit()).keys() == state.keys()
+    assert type(fit().build(input_size=8)) is (SiT if "SiT" in found else DiT)

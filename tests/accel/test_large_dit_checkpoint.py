@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from accel import door
 from accel.errors import UsageError
+from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
-from accel.network import MODELS
 from accel.options import GridOptions
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def load(ckpt, **more):
 
 
 def demo(**form):
-    return fill(MODELS[DEMO](**form))
+    return fill(constructor_of(DEMO)(**form))
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_file_and_a_folder_give_the_networks_values(folder, capsys):
         want = model(x, t, y)
     for name in (folder, folder / "file.safetensors"):
         assert torch.equal(load(name).forward(x, t, y), want)
-    other = fill(MODELS[DEMO](), seed=1)
+    other = fill(constructor_of(DEMO)(), seed=1)
     weights(folder, other)  # the moving average goes before the weights
     arguments(folder, qk_norm=True)
     with torch.no_grad():
@@ -114,14 +114,14 @@ def test_folders_that_cannot_be_used_are_one_line(folder):
 def test_another_network_and_other_classes_are_named(folder):
     weights(folder, demo())
     name = str(folder)
-    with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of DiT-Demo/2; use model=Large"):
+    with pytest.raises(UsageError, match="is not a DiT but a Large-DiT; drop model"):
         load(name, model="DiT-Demo/2")
     with pytest.raises(UsageError, match="holds the weights of Large-DiT-Demo/2, not of Large-DiT-3B/2; use model"):
         load(name, model="Large-DiT-3B/2", labels=(1,))
     with pytest.raises(UsageError, match="num_classes=10: .* has 9 rows, .*; use num_classes=8"):
         load(name, num_classes=10)
     weights(folder, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
-    with pytest.raises(UsageError, match="fits none of DiT-XL/2, .*Large-DiT-Demo/2 .* entries differ"):
+    with pytest.raises(UsageError, match="is a Large-DiT of 2 blocks of width 96, and no tensor says how many heads"):
         load(name)
 
 

@@ -5,9 +5,10 @@ import torch
 from conftest import fill
 from networks import evaluate, guided, inputs, small
 
+from accel.families import model_names
 from accel.families.dit.network import DiT_models
 from accel.families.large_dit.network import DiT_Llama
-from accel.network import MODELS, Plain
+from accel.network import Plain
 from accel.sampling.guidance import Guidance, Unguided
 
 
@@ -36,7 +37,7 @@ def test_guidance():
     assert Guidance(2.5, 9).labels(torch.tensor([3, 1])).tolist() == [3, 1, 9, 9]
     assert Unguided().combine(out) is out and Unguided().labels(out) is out
     assert {Guidance(2.5, 9): 1, Unguided(): 2} == {Unguided(): 2, Guidance(2.5, 9): 1} != {Guidance(2.0, 9): 1}
-    assert set(MODELS) >= set(DiT_models)
+    assert set(model_names()) >= set(DiT_models)
 
 
 def test_parts_of_the_network(network):

@@ -6,10 +6,10 @@ from dataclasses import fields
 
 import pytest
 
-from accel import network
 from accel.errors import UsageError
+from accel.families import DEMO
 from accel.flags import check_writable, flag_names
-from accel.options import DEFAULTS_OF, DEMO, MODELS, FidOptions, GridOptions
+from accel.options import FidOptions, GridOptions
 from accel.precision import TIERS
 
 
@@ -23,7 +23,6 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
     other = GridOptions(model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent").resolve()
     assert (other.image_size, other.labels, other.vae, other.output) == (256, (3,), "mse", "sample.npy")
     assert GridOptions(model="DiT-B/4").resolve().num_classes == 1000  # as every other model
-    assert DEFAULTS_OF.keys() <= set(MODELS) and list(network.MODELS) == list(MODELS)
 
 
 def test_names_of_labels_wait_for_the_weights_that_say_whose_they_are():
@@ -37,7 +36,7 @@ def test_the_flags_know_what_there_is():
     [seed] = (item for item in fields(GridOptions) if item.name == "seed")
     assert flag_names(seed) == ("--seed",) and flag_names(seed, ranks=True) == ("--global-seed", "--seed")
     for item in (*fields(GridOptions), *fields(FidOptions)):
-        assert item.name in ("space", "weights") or item.metadata["help"] and item.metadata["group"], item.name
+        assert item.name in ("space", "fit") or item.metadata["help"] and item.metadata["group"], item.name
 
 
 def test_guidance_and_the_batch_of_a_kind_of_job():

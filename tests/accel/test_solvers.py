@@ -77,7 +77,9 @@ def test_what_cannot_be_sampled_by_is_a_line():
     ancestral = diffusers.EulerAncestralDiscreteScheduler()
     with pytest.raises(UsageError, match="sampler: this scheduler draws noise in its steps"):
         denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
-    with pytest.raises(UsageError, match="sampler: predicts v_prediction"):
+    with pytest.raises(
+        UsageError, match="sampler: its scheduler has prediction_type v_prediction, and only epsilon is sampled"
+    ):
         Solver(make("dpm++", prediction_type="v_prediction"), 5)
 
 
@@ -118,7 +120,9 @@ def test_a_scheduler_for_a_sampler():
     with Sampler("DiT-Demo/2", sampler=make("unipc", solver_order=1), **how) as other:
         assert not torch.equal(other.latents([1, 3], seed=4), want)
     module = fill(SiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8))
-    with pytest.raises(UsageError, match="sampler: a scheduler takes estimates of noise, a SiT's are velocities"):
+    with pytest.raises(
+        UsageError, match="sampler: a scheduler takes estimates of noise, and this is a flow; give sde, euler, heun"
+    ):
         Sampler(module, sampler=make("unipc"), **how)
 
 

@@ -13,11 +13,11 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file
 
 from accel import door
+from accel.families import constructor_of
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.latents.decoder import Decoder
 from accel.latents.files import find
-from accel.network import MODELS
 from accel.options import GridOptions
 from pretrained_models.demo import score, train
 from pretrained_models.demo.pictures import CLASSES, SIZE, from_bytes, render, render_all
@@ -111,7 +111,7 @@ def test_training_and_score_run_end_to_end(here, tmp_path):
     large = dict(model="Large-DiT-Demo/2", vae=tmp_path / "vae", output=tmp_path / "large", save_dtype="float16")
     program("train", **large, pictures=1, dit_steps=2, dit_batch=2)
     state = load_file(tmp_path / "large" / "large-dit.safetensors")
-    MODELS["Large-DiT-Demo/2"](qk_norm=True).load_state_dict(state, strict=True)
+    constructor_of("Large-DiT-Demo/2")(qk_norm=True).load_state_dict(state, strict=True)
     assert all(value.dtype == torch.float16 for value in state.values()) and not (tmp_path / "large" / "vae").exists()
 
     flow = dict(model="SiT-Demo/2", vae=tmp_path / "vae", init=tmp_path / "dit.safetensors", output=tmp_path / "flow")

@@ -18,9 +18,9 @@ found = {}
 prepare, evaluate, load_decoder = loading.load, Plain.forward_blocks, files.load
 
 
-def prepare_and_note(weights, model, tier, device, batch, **how):
+def prepare_and_note(weights, fit, model, tier, device, batch, **how):
     found["prepared"] = batch.latents * batch.copies
-    return prepare(weights, model, tier, device, batch, **how)
+    return prepare(weights, fit, model, tier, device, batch, **how)
 
 
 def evaluate_and_note(self, h, *how):

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from accel import door, precision
+from accel.families import DEMO
 from accel.graphs import Replayed
 from accel.latents import LatentSpace
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder, space_of
 from accel.latents.decoder import REQUIRED_PSNR, Decoder
 from accel.latents.files import FILES, find, load
 from accel.latents.half import HalfDecoder
-from accel.options import DEMO, GridOptions, UsageError
+from accel.options import GridOptions, UsageError
 
 CPU, SPACE = torch.device("cpu"), LatentSpace()
 SHAPES = {

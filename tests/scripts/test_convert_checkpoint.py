@@ -1,15 +1,16 @@
+import argparse
 import resource
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import fill
 from safetensors.torch import save_file
 
 from accel.diffusion import create_diffusion
+from accel.families import DEMO, constructor_of
 from accel.families.dit.network import DiT_models
-from accel.network import MODELS
-from accel.options import DEMO
 from accel.weights.diffusers_layout import to_diffusers
 from download import find_model
 from scripts import convert_checkpoint
@@ -35,19 +36,66 @@ def test_round_trip_through_all_three(source, tmp_path, here):
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
 
 
-def test_a_sit_is_no_pipeline(tmp_path, here):
-    """Its weights under DiT's names would be sampled as noise. REPA's become a SiT's."""
-    state = fill(MODELS["SiT-S/8"](input_size=16, learn_sigma=False)).state_dict()
-    torch.save({"ema": {**state, "projectors.0.0.weight": torch.ones(2, 2)}}, tmp_path / "x.pt")
-    done = here("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "x")
-    assert done.returncode == 2 and "diffusers has no SiT; name a .pt or .safetensors file" in done.stderr
-    done = here("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "sit.safetensors")
-    assert done.returncode == 0, done.stderr
-    assert find_model(tmp_path / "sit.safetensors").keys() == state.keys()
+TRAINED = {
+    "SiT-S/8": dict(model="SiT-S/8", path_type="Linear", prediction="velocity", num_classes=1000, image_size=128),
+    "REPA-SiT-S/8": dict(
+        model="SiT-S/8", path_type="linear", prediction="v", num_classes=1000, enc_type="dinov2-vit-b"
+    ),
+    "DiT-S/8": dict(model="DiT-S/8", num_classes=1000, image_size=128),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_training_file_keeps_its_kind(name, tmp_path, here):
+    """Through both files and back, with no flag: the same latents, of the original file and of each conversion."""
+    state = fill(constructor_of(name)(input_size=16, learn_sigma="SiT" not in name)).state_dict()
+    extra = {"projectors.0.0.weight": torch.ones(2, 2)} if "REPA" in name else {}
+    content = {"model": {}, "ema": {**state, **extra}, "opt": {}, "args": argparse.Namespace(**TRAINED[name])}
+    torch.save(content, tmp_path / "0.pt")
+    flags = ["--labels", 3, 980, "--num-sampling-steps", 4, "--device", "cpu", "--output-type", "latent"]
+    found = []
+    for number, target in enumerate((None, "1.safetensors", "2.pt", "3.safetensors")):
+        ckpt = tmp_path / (target or "0.pt")
+        if target:
+            source = tmp_path / (f"{number - 1}.pt" if number != 2 else "1.safetensors")
+            done = here("scripts/convert_checkpoint.py", "--ckpt", source, "--output", ckpt)
+            assert done.returncode == 0 and f"{name}, {len(state)} tensors" in done.stdout, done.stderr
+            assert ("left out 1 entries that only training needs" in done.stdout) == bool(extra and number == 1)
+        done = here("sample.py", "--ckpt", ckpt, *flags, "--output", tmp_path / "x.npy")
+        assert done.returncode == 0 and done.stdout.startswith(f"{name} · 128 px"), done.stdout + done.stderr
+        assert "does not say its kind" not in done.stdout
+        found.append(np.load(tmp_path / "x.npy"))
+    assert all(np.array_equal(one, found[0]) for one in found[1:]) and abs(found[0]).max() > 0.1
+    facts = torch.load(tmp_path / "2.pt", weights_only=True)
+    assert (
+        facts["ema"].keys() == state.keys()
+        and facts["metadata"]["family"] == name.rpartition("-S/8")[0].split("-SiT")[0]
+    )
+    done = here("scripts/convert_checkpoint.py", "--ckpt", tmp_path / "2.pt", "--output", tmp_path / "folder")
+    assert (done.returncode == 0) == (name == "DiT-S/8"), done.stderr
+    assert name == "DiT-S/8" or "; name a .pt or .safetensors file" in done.stderr and "diffusers has no" in done.stderr
+
+
+@pytest.mark.parametrize("off, words", [(1.6e-4, "up to 0.0002 off the sine-cosine table"), (2e-3, None)])
+def test_the_table_of_a_moving_average(off, words, tmp_path, here):
+    """train.py averages the fixed table too, and each step rounds."""
+    state = fill(DiT_models["DiT-S/8"](input_size=16)).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(state["pos_embed"].shape, generator=generator).mul_(2 * off).sub_(off)
+    noise[0, 0, 0] = off
+    torch.save({"ema": {**state, "pos_embed": state["pos_embed"] + noise}}, tmp_path / "x.pt")
+    done = here(
+        "scripts/convert_checkpoint.py", "--ckpt", tmp_path / "x.pt", "--output", tmp_path / "out", "--pipeline"
+    )
+    if words:
+        assert done.returncode == 0 and words in done.stdout, done.stdout + done.stderr
+    else:
+        assert done.returncode == 2 and "its position table is up to 0.002 off" in done.stderr
+        assert not (tmp_path / "out").exists()
 
 
 def test_large_dit_to_and_from_safetensors(tmp_path, here):
-    want, folder = fill(MODELS["Large-DiT-Demo/2"]()).state_dict(), tmp_path / "run"
+    want, folder = fill(constructor_of("Large-DiT-Demo/2")()).state_dict(), tmp_path / "run"
     folder.mkdir()
     torch.save(want, folder / "consolidated_ema.00-of-01.pth")
     at = folder
@@ -134,7 +182,7 @@ def test_weights_that_are_not_whole(entry, tmp_path, monkeypatch, capsys):
     state = find_model(DEMO / "dit.safetensors")
     save_file({name: tensor for name, tensor in state.items() if name != entry}, tmp_path / "a.safetensors")
     status, error = convert(monkeypatch, capsys, "--ckpt", tmp_path / "a.safetensors", "--output", tmp_path / "out")
-    assert status == 2 and f"lacks '{entry}'" in error and not (tmp_path / "out").exists()
+    assert status == 2 and f"is not a DiT: no {entry}" in error and not (tmp_path / "out").exists()
 
 
 def test_what_a_folder_does_not_hold_is_not_left_there(tmp_path, monkeypatch, capsys):
@@ -142,7 +190,7 @@ def test_what_a_folder_does_not_hold_is_not_left_there(tmp_path, monkeypatch, ca
     state = fill(DiT_models["DiT-Demo/2"]()).state_dict()
     save_file({**state, "pos_embed": state["pos_embed"] + 1}, tmp_path / "a.safetensors")
     status, error = convert(monkeypatch, capsys, "--ckpt", tmp_path / "a.safetensors", "--output", tmp_path / "out")
-    assert status == 2 and "other tensors: pos_embed" in error and not (tmp_path / "out").exists()
+    assert status == 2 and "its position table is up to 1 off" in error and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])

@@ -1,1 +1,24 @@
 """DiT: Peebles & Xie, 2023, arXiv:2212.09748. network.py is models.py, under a name that no other folder can shadow."""
+
+from accel.families import DEMO, Defaults, Family
+
+PUBLISHED = {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}
+DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")  # the demo's classes
+
+
+def demo(file: str) -> Defaults:
+    """Return what a demo model implies, whose weights are `file`."""
+    return Defaults(image_size=128, num_classes=8, vae=str(DEMO / "vae"), ckpt=str(DEMO / file), class_names=DRAWN)
+
+
+FAMILY = Family(
+    name="DiT",
+    models={
+        "DiT-XL/2": Defaults(published=PUBLISHED),
+        **{f"DiT-{size}": Defaults() for size in ("XL/4", "XL/8", *(f"{s}/{p}" for s in "LBS" for p in (2, 4, 8)))},
+        "DiT-Demo/2": demo("dit.safetensors"),
+    },
+    prediction="noise",
+    samplers=("ddpm", "ddim", "dpm++", "unipc"),
+    code=__name__,
+)

@@ -259,27 +259,15 @@ class DiT_Llama(dit.DiT):
 #################################################################################
 
 
-def DiT_Llama_600M_patch2(**kwargs) -> DiT_Llama:
-    return DiT_Llama(**{**dict(patch_size=2, dim=1536, n_layers=16, n_heads=32), **kwargs})
-
-
-def DiT_Llama_3B_patch2(**kwargs) -> DiT_Llama:
-    return DiT_Llama(**{**dict(patch_size=2, dim=3072, n_layers=32, n_heads=32), **kwargs})
-
-
-def DiT_Llama_7B_patch2(**kwargs) -> DiT_Llama:
-    return DiT_Llama(**{**dict(patch_size=2, dim=4096, n_layers=32, n_heads=32), **kwargs})
-
-
-def DiT_Llama_Demo_patch2(**kwargs) -> DiT_Llama:
-    """Small, trained on drawn pictures, shipped with its weights; head dim 96 as in 3B."""
-    config = dict(patch_size=2, dim=192, n_layers=10, n_heads=2, input_size=16, num_classes=8, qk_norm=True)
-    return DiT_Llama(**{**config, **kwargs})
-
-
-Large_DiT_models = {
-    "Large-DiT-600M/2": DiT_Llama_600M_patch2,
-    "Large-DiT-3B/2": DiT_Llama_3B_patch2,
-    "Large-DiT-7B/2": DiT_Llama_7B_patch2,
-    "Large-DiT-Demo/2": DiT_Llama_Demo_patch2,
+_SIZES = {
+    "600M": dict(dim=1536, n_layers=16, n_heads=32),
+    "3B": dict(dim=3072, n_layers=32, n_heads=32),
+    "7B": dict(dim=4096, n_layers=32, n_heads=32),
+    # Small, trained on drawn pictures, shipped with its weights; head dim 96 as in 3B.
+    "Demo": dict(dim=192, n_layers=10, n_heads=2, input_size=16, num_classes=8, qk_norm=True),
 }
+Large_DiT_models = {
+    f"Large-DiT-{size}/2": dit._constructor(f"DiT_Llama_{size}_patch2", DiT_Llama, patch_size=2, **config)
+    for size, config in _SIZES.items()
+}
+globals().update({build.__name__: build for build in Large_DiT_models.values()})

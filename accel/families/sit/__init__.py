@@ -1,1 +1,15 @@
 """SiT: Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow."""
+
+from accel.families import Defaults, Family
+from accel.families.dit import demo
+
+SIZES = tuple(f"{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8))
+
+FAMILY = Family(
+    name="SiT",
+    models={**{f"SiT-{size}": Defaults(image_size=256) for size in SIZES}, "SiT-Demo/2": demo("sit.safetensors")},
+    prediction="velocity",
+    samplers=("sde", "euler", "heun"),
+    code=__name__,
+    fetch="hf download nyu-visionx/SiT-collections --local-dir pretrained_models",
+)

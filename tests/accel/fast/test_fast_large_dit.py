@@ -16,7 +16,7 @@ from accel.network import Plain
 from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
-from accel.weights.identity import shapes_only
+from accel.weights.shapes import shapes_only
 
 CPU = torch.device("cpu")
 

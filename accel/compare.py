@@ -1,0 +1,158 @@
+"""A network beside the module that it was made from: whether its values are finite and the module's own."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.errors import UsageError
+from accel.families.loaded_module import LoadedModule
+from accel.network import BlockNetwork, Plain
+from accel.precision import TIERS, supports
+
+OTHER = 0  # channels that guidance of another kind guides
+# Relative error of an evaluation beyond which it is another function's, by tier and by the module's own dtype.
+TOLERANCE = {"fp32": 1e-4, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
+ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def build(
+    state: dict[str, Tensor], model: nn.Module, tier: str, device: torch.device, tuner: Any = None
+) -> BlockNetwork:
+    """Return the network of a tier: the reference network itself for fp32 and tf32, an accelerated one otherwise.
+
+    model: the reference network, without values. The weights are copied.
+    """
+    if TIERS[tier].accelerated:
+        from accel.fast import family_of  # brings Triton; the other tiers need not wait for it
+
+        return family_of(model).build(state, model, tier, device, tuner)
+    model = copy.deepcopy(model)
+    state = {name: value.to(device, torch.float32, copy=True) for name, value in state.items()}
+    model.load_state_dict(state, strict=True, assign=True)
+    return Plain(model.eval().requires_grad_(False))
+
+
+def _inputs(held, device, t=None):
+    """A batch row of noise with a class at time t, by default the first of some, the same on every device."""
+    t = held.model.SOME_TIMES[0] if t is None else t
+    generator, side = torch.Generator().manual_seed(0), held.fit.latent_size
+    x = torch.randn(1, held.model.in_channels, side, side, generator=generator)
+    y = torch.randint(held.fit.num_classes, (1,), generator=generator)
+    return x.to(device), torch.tensor([t], device=device), y.to(device)
+
+
+def require_finite(network: BlockNetwork, held: LoadedModule, state: dict[str, Tensor], tier: str) -> None:
+    """Raise UsageError, naming what overflows, if weights `state` or what they compute leave the tier's range."""
+    if not TIERS[tier].accelerated:
+        return
+    device = next(network.parameters()).device
+    for inputs in (_inputs(held, device, t) for t in held.model.SOME_TIMES):
+        if network.forward(*inputs).isfinite().all():
+            continue
+        largest = torch.finfo(TIERS[tier].dtype).max
+        where = next((name for name, value in state.items() if not value.abs().amax() <= largest), None)
+        where = where or network.overflowed()
+        if where is None:
+            depths = range(1, network.depth + 1)
+            finite = (bool(network.shallow(depth).forward(*inputs).isfinite().all()) for depth in depths)
+            where = f"block {next((i for i, fine in enumerate(finite) if not fine), network.depth - 1)}"
+        other = "bf16" if tier == "fp16" and supports("bf16", device) else "fp32"
+        raise UsageError(f"`precision={tier}`: {where} gives values that it does not hold; use {other}")
+
+
+def require_same(network: BlockNetwork, held: LoadedModule, tier: str) -> None:
+    """Raise UsageError unless `network` computes what the module computes, on a batch row of noise.
+
+    The module, its mode and the random state are afterwards what they were. A module whose output is zero, as an
+    untrained one's is, is compared with noise in place of weights that are zero.
+    """
+    device = next(network.parameters()).device
+    want, got = _output(held), network.forward(*_inputs(held, device))
+    if not want.any():
+        weights, tier = _not_zero(held), "fp32"
+        want = _output(held, weights)
+        got = build(held.read(weights), held.model, tier, device).forward(*_inputs(held, device))
+    if want.shape != got.shape:
+        raise UsageError(
+            f"{held.name}: returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}: another network"
+        )
+    if not want.isfinite().all():
+        raise UsageError(f"{held.name}: its own output is not finite; check the weights")
+    error = float((got.to(want) - want).norm() / want.norm())
+    tolerance = max(TOLERANCE[tier], ROUNDING.get(next(held.module.parameters()).dtype, 0))
+    if not error <= tolerance:
+        raise UsageError(
+            f"{held.name}: computes another function than a DiT with these weights: relative error {error:.1g}, "
+            f"{tolerance:g} is allowed; check=False skips this check"
+        )
+
+
+def own_guidance(held: LoadedModule) -> int | None:
+    """Return how many channels, from the first on, the module's own forward_with_cfg guides by
+    uncond + scale·(cond − uncond); OTHER if it does something else, None if it has none.
+
+    It is compared with the module's own outputs at two times and scales.
+    """
+    if not hasattr(held.module, "forward_with_cfg") or held.how.face or not held.fit.null_class:
+        return None
+    found = set()
+    weights = None if _output(held).any() else _not_zero(held)
+    for t, scale in zip(held.model.SOME_TIMES, (1.7, 3.1)):
+        plain = torch.cat([_output(held, weights, t, null) for null in (False, True)])
+        own = _evaluate(held, lambda *inputs: held.evaluate_guided(*inputs, scale, weights), t, rows=2)
+        cond, uncond = plain.chunk(2)
+        whole = uncond + scale * (cond - uncond)
+        tolerance = float(whole.abs().amax()) * max(1e-3, ROUNDING.get(next(held.module.parameters()).dtype, 0))
+
+        def alike(channels):
+            want = torch.cat([torch.cat([whole[:, :channels]] * 2), plain[:, channels:]], 1)
+            return own.shape == want.shape and float((own - want).abs().amax()) <= tolerance
+
+        found.add(next((n for n in range(1, held.fit.in_channels + 1) if alike(n)), OTHER))
+    return found.pop() if len(found) == 1 else OTHER
+
+
+def _not_zero(held):
+    """The module's weights, with noise in place of those that are zero."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: value if value.any() else torch.randn(value.shape, generator=generator).mul(0.1).to(value)
+        for name, value in held.module.state_dict().items()
+    }
+
+
+def _output(held, weights=None, t=None, null=False):
+    """What the module gives for a batch row, with `weights` in place of its own; null: for no class."""
+
+    def evaluate(x, t, y):
+        return held.evaluate(x, t, torch.full_like(y, held.fit.num_classes) if null else y, weights)
+
+    return _evaluate(held, evaluate, t)
+
+
+def _evaluate(held, function, t=None, rows=1):
+    """`function` of a batch row of noise, or of it for a class and for none, with the module evaluating and otherwise
+    left as it is."""
+    module, first = held.module, next(held.module.parameters())
+    training = [one for one in module.modules() if one.training]
+    x, t, y = _inputs(held, first.device, t)
+    if rows == 2:
+        x, t, y = torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, torch.full_like(y, held.fit.num_classes)])
+    x = x.double() if first.dtype == torch.float64 else x
+    gpus = [first.device] if first.is_cuda else []
+    half = first.dtype in ROUNDING
+    with torch.random.fork_rng(gpus), torch.autocast(first.device.type, first.dtype if half else None, enabled=half):
+        try:
+            for one in training:
+                one.training = False
+            return function(x, t, y).detach()
+        except Exception as error:  # of code that is not ours
+            reason = (str(error).splitlines() or [""])[0][:120]
+            raise UsageError(
+                f"{held.name}: cannot be evaluated as a DiT ({type(error).__name__}: {reason}); check=False skips this"
+            ) from None
+        finally:
+            for one in training:
+                one.training = True

@@ -1,0 +1,88 @@
+"""diffusers' DiTTransformer2DModel as callers hold it: DiT's function with other names, arguments and frequencies."""
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.families import dit
+from accel.families.loaded_module import OfModule
+from accel.weights.diffusers_layout import check_config, from_diffusers
+
+
+def of_module(module: nn.Module) -> OfModule:
+    """Return how the module is read. Raises ValueError for a configuration that is not a DiT's."""
+    config = dict(module.config)  # the module itself is not kept
+
+    def read(state):
+        state = from_diffusers(state)
+        check_config(config, state)
+        return state
+
+    facts = check_config(config, from_diffusers(module.state_dict()))
+    return OfModule(
+        dit.FAMILY,
+        module.config.sample_size,
+        facts,
+        read=read,
+        arguments=lambda x, t, y: ((x,), dict(timestep=t, class_labels=y)),
+        output=lambda out: out.sample,
+        timestep_embedding=timestep_embedding,
+        face=TransformerFace,
+    )
+
+
+@lru_cache(maxsize=None)
+def _frequencies(half, device):
+    with torch.inference_mode(False):
+        return torch.exp(-math.log(10000) * torch.arange(half, device="cpu") / (half - 1)).to(device)
+
+
+def timestep_embedding(t: Tensor, dim: int) -> Tensor:
+    """Return sinusoids with frequencies 10000^(-i/(half-1)), where DiT has i/half: what diffusers' default frequency
+    shift of 1 makes. t (N,) → (N, dim) float32, dim even."""
+    args = t[:, None].float() * _frequencies(dim // 2, t.device)  # (N, dim/2)
+    return torch.cat([args.cos(), args.sin()], dim=-1)
+
+
+class TransformerFace:
+    """The class's signature over `accelerated.Accelerated`, for `pipe.transformer = accelerate(pipe.transformer)`.
+
+    Pipelines ask a part for its class, to move it and to save it: it answers with diffusers' own.
+    """
+
+    def __init__(self, loaded: Any, *how: Any):
+        self.config, self.dtype = loaded.module.config, loaded.module.dtype
+        self._kind = type(loaded.module)
+        self.__module__ = self._kind.__module__  # of which pipelines ask the library's name
+        super().__init__(loaded, *how)
+
+    @property
+    def __class__(self) -> type:
+        return self._kind
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        class_labels: Tensor,
+        cross_attention_kwargs: None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        """As DiTTransformer2DModel.forward: return an object with the output as `sample`, or a tuple of it."""
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        sample = super().forward(hidden_states, timestep, class_labels)
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def modules(self) -> Iterator:
+        """Return no submodules, in which pipelines look for hooks."""
+        return iter(())
+
+    def save_pretrained(self, folder: str, **how: Any) -> None:
+        """Write the model that this was made from, weights and config, as its class does. Raises ValueError, before
+        anything is written, if it is gone or other weights were loaded since."""
+        self.source("save_pretrained()").save_pretrained(folder, **how)

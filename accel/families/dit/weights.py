@@ -1,0 +1,103 @@
+"""Which files hold a DiT, and its sizes."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.families import Family, dit
+from accel.families.dit import diffusers_module
+from accel.families.dit.network import DiT, DiT_models, get_2d_sincos_pos_embed
+from accel.families.loaded_module import OfModule
+from accel.families.recognise import NAMED
+from accel.weights.shapes import Shapes
+
+PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
+LAST = "final_layer.linear.weight"
+LABELS = "y_embedder.embedding_table.weight"
+MODELS = DiT_models  # name → constructor
+KEYS = PATCHES, "blocks.0.attn.qkv.weight"
+
+
+def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
+    """Return the claim of a training run that names one of the family's models."""
+    return named_claim(dit.FAMILY.models, metadata)
+
+
+def named_claim(models: Mapping[str, Any], metadata: dict[str, Any]) -> tuple[int, str] | None:
+    """Return a claim if the metadata name one of `models`."""
+    return (NAMED, f"model {metadata['model']}") if metadata.get("model") in models else None
+
+
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+    """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks."""
+    return sizes_of(shapes, metadata.get("num_heads"), DiT, dit.FAMILY.name, DiT_models)
+
+
+def sizes_of(
+    shapes: Shapes, num_heads: int | None, network: type[DiT], family: str, models: Mapping[str, Callable]
+) -> tuple[str, Callable[..., torch.nn.Module], int]:
+    """Return (name, constructor, heads) of a `network` with DiT's entries, by their shapes.
+
+    num_heads: as the file says, or None: no tensor holds it, so it is that of the model with this depth, width and
+    patch. Raises KeyError for a missing entry, ValueError where the number of heads is unknown or does not fit.
+    """
+    if len(shapes[PATCHES]) != 4:
+        raise ValueError(f"{PATCHES} is {shapes[PATCHES]}, must have four dimensions")
+    width, channels, patch, _ = shapes[PATCHES]
+    depth, hidden = sum(name.endswith(".attn.qkv.weight") for name in shapes), shapes["blocks.0.mlp.fc1.weight"][0]
+    found = dict(depth=depth, hidden_size=width, patch_size=patch)
+    known = {name: build.config for name, build in models.items() if found.items() <= build.config.items()}
+    name, config = next(iter(known.items()), (f"{family}-{depth}x{width}/{patch}", {}))
+    heads = num_heads or config.get("num_heads")
+    if heads is None:
+        raise ValueError(
+            f"is a {family} of {depth} blocks of width {width}, and no tensor says how many heads it has; load it into "
+            "its class and use accel.Sampler(module)"
+        )
+    if width % heads:
+        raise ValueError(f"says {heads} heads, which do not divide its width {width}; correct its configuration")
+    build = partial(
+        network,
+        **found,
+        in_channels=channels,
+        num_heads=heads,
+        mlp_ratio=(hidden + 0.5) / width,
+        learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
+        input_size=config.get("input_size", 32 * patch // 2),
+    )
+    return name, build, heads
+
+
+def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return `state` with its position table, which diffusers' layout lacks: it is a function of the latent's side."""
+    if "pos_embed" in state or "latent_size" not in metadata or PATCHES not in state:
+        return state
+    kernel = state[PATCHES]  # (D, C, p, p)
+    table = get_2d_sincos_pos_embed(len(kernel), metadata["latent_size"] // kernel.shape[-1])
+    return {**state, "pos_embed": torch.from_numpy(table).to(kernel.dtype).unsqueeze(0)}
+
+
+sampled = converted  # no entry is of training alone
+
+
+def latent_size(state: dict[str, torch.Tensor]) -> int:
+    """Return the latent's side for which the position table was made."""
+    return isqrt(state["pos_embed"].shape[1]) * state[PATCHES].shape[-1]
+
+
+def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
+    """Return how a module is read if it is a DiT, this repository's, the original or diffusers', and None otherwise."""
+    if hasattr(module, "transformer_blocks"):
+        return diffusers_module.of_module(module)
+    return of_dit(dit.FAMILY, module, state)
+
+
+def of_dit(family: Family, module: nn.Module, state: dict[str, torch.Tensor], **how: Any) -> OfModule | None:
+    """Return how a module of a family with DiT's entries is read; None without those entries. how: other fields."""
+    if not all(name in state for name in KEYS):
+        return None
+    return OfModule(family, latent_size(state), dict(num_heads=module.num_heads), **how)

@@ -1,0 +1,99 @@
+"""Which files hold a Large-DiT, and its sizes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.families import large_dit
+from accel.families.dit.weights import LABELS, LAST, named_claim
+from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
+from accel.families.loaded_module import OfModule
+from accel.weights.shapes import Shapes
+
+__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "sampled", "sizes"]
+PATCHES = "x_embedder.weight"  # (D, C·p·p)
+QK_NORM = "layers.0.attention.q_norm.weight"
+MODELS = Large_DiT_models  # name → constructor
+KEYS = PATCHES, "layers.0.attention.wq.weight"
+
+
+def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
+    """Return the claim of metadata that name one of the family's models."""
+    return named_claim(large_dit.FAMILY.models, metadata)
+
+
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+    """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks.
+
+    No tensor holds the number of heads, which is that of the model with this depth and width, nor patch and channels,
+    which are 2 and 4: the metadata may say otherwise.
+    """
+    depth, dim = sum(name.endswith(".attention.wq.weight") for name in shapes), shapes[PATCHES][0]
+    known = {
+        name: build.config
+        for name, build in Large_DiT_models.items()
+        if (build.config["n_layers"], build.config["dim"]) == (depth, dim)
+    }
+    name, config = next(iter(known.items()), (f"{large_dit.FAMILY.name}-{depth}x{dim}/2", {}))
+    heads = metadata.get("num_heads") or config.get("n_heads")
+    if heads is None:
+        raise ValueError(
+            f"is a Large-DiT of {depth} blocks of width {dim}, and no tensor says how many heads it has; load it into "
+            "its class and use accel.Sampler(module)"
+        )
+    qk_norm = QK_NORM in shapes
+    if "qk_norm" in metadata and bool(metadata["qk_norm"]) != qk_norm:
+        raise ValueError(
+            f"model_args.pth says {'no ' * (not metadata['qk_norm'])}qk_norm, and the weights "
+            f"{'have it' if qk_norm else 'have none'}; they are of two runs: copy the folder again, or remove it"
+        )
+    shape = dict(patch_size=metadata.get("patch_size", 2), in_channels=metadata.get("in_channels", 4), qk_norm=qk_norm)
+    shape["input_size"] = config.get("input_size", 32)
+    return name, partial(DiT_Llama, **_shape_of(shapes, heads, **shape)), heads
+
+
+def _shape_of(shapes, heads, patch_size, in_channels, **more):
+    """The constructor's arguments for weights of these shapes. Raises ValueError for heads that do not fit."""
+    dim, hidden = shapes[PATCHES][0], shapes["layers.0.feed_forward.w1.weight"][0]
+    if dim % heads:
+        raise ValueError(f"says {heads} heads, which do not divide its width {dim}; correct its configuration")
+    return dict(
+        patch_size=patch_size,
+        in_channels=in_channels,
+        dim=dim,
+        n_heads=heads,
+        n_layers=sum(name.endswith(".attention.wq.weight") for name in shapes),
+        n_kv_heads=shapes["layers.0.attention.wk.weight"][0] * heads // dim,
+        multiple_of=1,
+        ffn_dim_multiplier=(hidden + 0.5) / int(8 * dim / 3),
+        learn_sigma=shapes[LAST][0] == 2 * in_channels * patch_size**2,
+        **more,
+    )
+
+
+def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
+    """Return how a module is read if its entries are a Large-DiT's, and None for another's."""
+    if not all(name in state for name in KEYS):
+        return None
+    facts = dict(
+        num_heads=len(state[PATCHES]) // module.layers[0].attention.head_dim,
+        patch_size=module.patch_size,
+        in_channels=module.in_channels,
+    )
+    return OfModule(large_dit.FAMILY, module.input_size, facts)
+
+
+def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return `state` itself: the reference network has the file's entries."""
+    return state
+
+
+sampled = converted  # no entry is of training alone
+
+
+def latent_size(state: dict[str, torch.Tensor]) -> None:
+    """Return None: rotations are a function of the position, and no tensor has the latent's side."""
+    return None

@@ -1,0 +1,158 @@
+"""A network that a caller holds, in a Checkpoint's place: models.DiT, the original classes of every family, and what
+wraps them. Each family's weights.py says by `of_module` which modules are its own."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from accel.errors import UsageError
+from accel.families import Family, families
+from accel.families.recognise import recognise, reference_state
+from accel.network import unwrapped
+from accel.weights.shapes import require_fit, shapes_only
+
+COMPARED = "eps", "approximate"  # attributes of submodules that decide their function, and are in no weight
+
+
+class OfModule(NamedTuple):
+    """How a module of a family is read, called and stood in for; by default as models.DiT is."""
+
+    family: Family
+    latent_size: int
+    metadata: dict[str, Any]  # of what no tensor holds, such as num_heads
+    strength: int = 0  # of several families that know a module the strongest has it
+    read: Callable[[dict], dict] = dict  # its state dict → under the names of the family's files
+    arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})  # x, t, y of the reference network → its own
+    output: Callable[[Any], Tensor] = lambda out: out  # its own output → the reference network's
+    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None  # in place of the reference network's
+    face: type | None = None  # of what stands in for it: a mixin over accelerated.Accelerated
+
+
+class LoadedModule:
+    """The weights of a network that the caller holds, and what they imply.
+
+    module: wrapped and compiled ones are unwrapped; of a pipeline its transformer. `state`: the weights under the names
+    of the family's files, not copied unless `copy`. `fit`: what they are; `model`: the reference network of their
+    shape, without values. Raises UsageError, naming what differs, for another network.
+    """
+
+    def __init__(self, module: nn.Module, copy: bool = False):
+        names, schedule = (), None
+        if not isinstance(module, nn.Module):
+            names = _class_names(getattr(module, "labels", None))
+            schedule = getattr(getattr(module, "scheduler", None), "config", None)
+            module = getattr(module, "transformer", module)  # a pipeline's
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"{type(module).__name__}: is not a DiT; give a torch.nn.Module, or a pipeline with one")
+        self.module = unwrapped(module)
+        self.name = type(self.module).__name__
+        state = self.module.state_dict()
+        self.how = how = self._known_by(state)
+        raw = self._raw(state)
+        rows = raw[how.family.part("weights").LABELS].shape[0]
+        classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
+        facts = dict(family=how.family.name, num_classes=classes if classes in (rows, rows - 1) else rows - 1)
+        self.metadata = {**facts, "class_names": names, **how.metadata}
+        if schedule is not None:
+            self.metadata["schedule"] = dict(schedule)
+        try:
+            fit = recognise(self.name, raw, self.metadata)
+            self.fit = fit._replace(model=self.name, latent_size=how.latent_size)
+        except UsageError as error:
+            raise UsageError(error.marked.replace(f"`ckpt={self.name}`", self.name)) from None
+        if how.timestep_embedding:
+            self.fit = self.fit._replace(build=partial(_with_embedding, self.fit.build, how.timestep_embedding))
+        self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
+        with shapes_only():
+            self.model = self.fit.build(input_size=how.latent_size, num_classes=self.fit.num_classes)
+        require_fit(self.name, reference_state(self, self.fit), self.model)
+        self._require_attributes()
+
+    def _known_by(self, state):
+        try:
+            found = [how for family in families() if (how := family.part("weights").of_module(self.module, state))]
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}") from None
+        except (KeyError, AttributeError) as error:
+            raise UsageError(f"{self.name}: is not a DiT: no {getattr(error, 'name', None) or error.args[0]}") from None
+        if not found:
+            keys = " and no ".join(family.part("weights").KEYS[1] for family in families()[:2])
+            raise UsageError(f"{self.name}: is not a DiT: no {keys}")
+        return max(found, key=lambda how: how.strength)
+
+    def _raw(self, state):
+        try:
+            return self.how.read({name: value.detach() for name, value in state.items()})
+        except ValueError as error:
+            raise UsageError(f"{self.name}: {error}") from None
+
+    def read(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state dict of the module under the names of the reference network. Raises UsageError if it is not
+        one."""
+        return self.how.family.part("weights").converted(self._raw(state), self.metadata)
+
+    def _require_attributes(self):
+        theirs = dict(self.module.named_modules())
+        for name, module in self.model.named_modules():
+            for attribute in COMPARED:
+                want = getattr(module, attribute, None)
+                if want is not None and getattr(theirs.get(name), attribute, want) != want:
+                    here = getattr(theirs[name], attribute)
+                    raise UsageError(f"{self.name}: {name}.{attribute} is {here}, and only {want} is computed")
+
+    def fetch(self) -> None:
+        """No-op: the weights are loaded."""
+
+    def close(self) -> None:
+        """No-op: the weights stay until `release`."""
+
+    def release(self) -> None:
+        """Let go of the module and its weights. What they implied stays."""
+        self.module = self.state = None
+
+    def evaluate(self, x: Tensor, t: Tensor, y: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:
+        """Return the module's own output as the reference network gives it; state: in place of its own weights."""
+        arguments, named = self.how.arguments(x, t, y)
+        if state is None:  # not by __call__, which a module that was compiled in place compiles
+            return self.how.output(self.module.forward(*arguments, **named))
+        return self.how.output(functional_call(self.module, state, arguments, named))
+
+    def evaluate_guided(
+        self, x: Tensor, t: Tensor, y: Tensor, scale: float, state: dict[str, Tensor] | None = None
+    ) -> Tensor | None:
+        """Return the output of the module's own forward_with_cfg, as `evaluate` has it; None if it has none."""
+        if not hasattr(self.module, "forward_with_cfg") or self.how.face:
+            return None
+        if state is None:
+            return self.module.forward_with_cfg(x, t, y, scale)
+        named = {f"module.{name}": value for name, value in state.items()}
+        return functional_call(_Guided(self.module), named, (x, t, y, scale))
+
+
+class _Guided(nn.Module):
+    """A module whose forward is another's forward_with_cfg."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.module.forward_with_cfg(*arguments)
+
+
+def _with_embedding(build: Callable[..., nn.Module], embedding: Callable, **shape: Any) -> nn.Module:
+    """A reference network with another embedding of timesteps."""
+    model = build(**shape)
+    model.t_embedder.timestep_embedding = embedding
+    return model
+
+
+def _class_names(labels):
+    """The name of every class by its number, from a DiTPipeline's numbers by name; () if a number has none."""
+    names = [[] for _ in range(1 + max((labels or {}).values(), default=-1))]
+    for name, number in (labels or {}).items():
+        names[number].append(name)
+    return tuple(map(", ".join, names)) if all(names) else ()

@@ -1,0 +1,247 @@
+"""Shapes and metadata of weights → their family and sizes, by asking each family's folder.
+
+A family's weights.py has
+
+    MODELS                         name of a model → constructor of the reference network
+    KEYS                           names of tensors that every file of the family has
+    LABELS                         the label table's name
+    claim(shapes, metadata)        (strength, reason) where something beside the keys speaks for the family, or None
+    sizes(shapes, metadata)        (name, constructor, heads): KeyError for a missing entry, ValueError for weights that
+                                   cannot be computed
+    converted(state, metadata)     state dict of the file → of the reference network
+    sampled(state, metadata)       the entries of a file, all that sampling needs and no others
+    latent_size(state)             the latent's side at which converted weights were trained, or None
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from accel.errors import UsageError, shown
+from accel.families import Family, families, family_of
+from accel.weights.checkpoint import Checkpoint, pretrained_models
+from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
+
+# How much a claim counts: tensors or arguments that only a family's training leaves, before a model's name.
+STRUCTURE, NAMED = 2, 1
+EXPLICIT = 3  # the family's name, as this program writes it
+
+
+class Fit(NamedTuple):
+    """What weights are: their family, their sizes, and what lies beside them."""
+
+    family: Family
+    model: str  # its name, or sizes where it has none: DiT-2x96/2
+    build: Callable[..., torch.nn.Module]  # (input_size=, num_classes=) → the reference network
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    num_classes: int
+    null_class: bool = True  # whether the label table has a row for the unconditional estimate, after the classes'
+    learn_sigma: bool = True
+    latent_size: int | None = None  # at which the weights were trained, where they say so
+    image_size: int | None = None  # likewise, in pixels
+    vae: str | None = None
+    class_names: tuple[str, ...] = ()
+    guidance_channels: int | None = None  # where the weights say other than their family
+    schedule: dict | None = None  # of a pipeline: its scheduler's configuration
+    usual: bool = True  # whether tensors and family decide the function; else the number of heads does, too
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what a file of these weights should say, as weights/metadata.py has it."""
+        facts = {
+            "family": self.family.name,
+            "prediction": self.family.prediction,
+            "model": self.model if self.model in self.family.models else None,
+            "num_classes": self.num_classes,
+            "null_class": self.null_class,
+            "num_heads": self.num_heads,
+            "image_size": self.image_size,
+            "guidance_channels": self.guidance_channels,
+            "class_names": list(self.class_names) or None,
+        }
+        return {name: value for name, value in facts.items() if value is not None}
+
+
+def recognise(
+    source: str,
+    state: dict[str, torch.Tensor],
+    metadata: dict[str, Any],
+    model: str | None = None,
+    num_classes: int | None = None,
+    shipped_as: str | None = None,
+) -> Fit:
+    """Return what the weights `state` are, which the user named `source`.
+
+    metadata: checked entries beside the tensors. model, num_classes: the user's. shipped_as: the model of a file that
+    this program ships or fetches. Prints what is assumed where a file does not say it. Raises UsageError for weights of
+    no family, of another model, and for contradictions.
+    """
+    have = shapes_of(state)
+    family, assumed = choose_family(source, have, metadata, model, shipped_as)
+    weights = family.part("weights")
+    try:
+        name, build, heads = weights.sizes(have, metadata)
+        standard = name in family.models and weights.sizes(have, {})[2] == heads
+        rows = have[weights.LABELS][0]
+    except KeyError as missing:
+        raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
+    except ValueError as error:
+        raise UsageError(f"`ckpt={source}`: {error}") from None
+    classes, null_class = _classes(source, rows, metadata, num_classes)
+    build = partial(build, class_dropout_prob=0.1 if null_class else 0.0)
+    state = weights.converted(state, metadata)
+    with shapes_only():
+        network = build(num_classes=classes)
+    require_fit(f"`ckpt={source}`", state, network)
+    if model not in (None, name):
+        raise UsageError(f"`ckpt={source}`: holds the weights of {name}, not of {model}; use `model={name}`")
+    if assumed:
+        _say_what_is_assumed(source, family, have, metadata)
+    if num_classes is None and "num_classes" not in metadata and classes not in (1000, _usual_classes(family, name)):
+        print(f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? --num-classes {rows})")
+    given = {key: metadata.get(key) for key in ("image_size", "vae", "guidance_channels", "schedule")}
+    return Fit(
+        family,
+        name,
+        build,
+        heads,
+        network.in_channels,
+        network.patch_size,
+        classes,
+        null_class,
+        learn_sigma=network.out_channels == 2 * network.in_channels,
+        latent_size=weights.latent_size(state),
+        class_names=tuple(metadata.get("class_names", ())),
+        usual=standard,
+        **given,
+    )
+
+
+def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
+    """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of their reference network."""
+    return fit.family.part("weights").converted(weights.state, weights.metadata)
+
+
+def choose_family(
+    source: str, have: Shapes, metadata: dict[str, Any], model: str | None, shipped_as: str | None
+) -> tuple[Family, bool]:
+    """Return the family of weights of shapes `have`, and whether it is only assumed: nothing says it, and another
+    family has the same entries. Arguments as `recognise` has them."""
+    alike = _alike(have)
+    wanted = family_of(model) if model else None
+    if not alike:
+        likely = wanted or families()[0]
+        missing = next(key for key in likely.part("weights").KEYS if key not in have)
+        others = " or ".join(f"a {family.name}" for family in families() if family != likely)
+        raise UsageError(f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}")
+    claims = [(*claim, family) for family in alike if (claim := family.part("weights").claim(have, metadata))]
+    claims += [(NAMED, f"model {shipped_as}", family) for family in alike if shipped_as in family.models]
+    claims += [(EXPLICIT, f"family {family.name}", family) for family in alike if metadata.get("family") == family.name]
+    if "family" in metadata and metadata["family"] not in [family.name for family in alike]:
+        raise UsageError(
+            f"`ckpt={source}`: says family {shown(metadata['family'])}, and its entries are of "
+            f"{' or '.join(family.name for family in alike)}; save it again"
+        )
+    if claims:
+        strength, reason, family = max(claims, key=lambda claim: claim[0])
+        for other_strength, other_reason, other in claims:
+            if other != family and other_strength >= STRUCTURE:
+                raise UsageError(f"`ckpt={source}`: says {reason}, and has {other_reason}; save it again")
+        if wanted not in (None, family):
+            raise UsageError(
+                f"`ckpt={source}`: was trained as a {family.name} ({reason}), not as {model}; drop `model`"
+            )
+        return family, False
+    if wanted in alike:
+        return wanted, False
+    if wanted:
+        raise UsageError(f"`ckpt={source}`: is not a {wanted.name} but a {alike[0].name}; drop `model`")
+    return _by_file_name(source, alike) or alike[0], len(alike) > 1
+
+
+def _by_file_name(source, alike):
+    """The family whose name the file's begins with, as published files are called."""
+    file = source.replace("\\", "/").rpartition("/")[2].lower()
+    return next((family for family in alike if re.match(rf"{re.escape(family.name.lower())}(\b|[-_])", file)), None)
+
+
+def _say_what_is_assumed(source, family, have, metadata):
+    """Print the family that weights were taken for, and the flag for each other one."""
+    others = []
+    for other in _alike(have):
+        with suppress(ValueError):
+            name = other.part("weights").sizes(have, metadata)[0]
+            others += [f"--model {name}"] if name in other.models and other != family else []
+    remedy = f"; if it is not: {' or '.join(others)}" if others else ""
+    print(f"{shown(source, 300)}: does not say its kind, taken for a {family.name} ({family.prediction}){remedy}")
+
+
+def _alike(have):
+    """The families whose entries weights of shapes `have` hold."""
+    return [family for family in families() if all(key in have for key in family.part("weights").KEYS)]
+
+
+def _classes(source, rows, metadata, wanted):
+    """(number of classes, whether a null class follows them), from the rows of the label table."""
+    says = metadata.get("num_classes")
+    if wanted is None and says is not None:
+        null = metadata.get("null_class", rows == says + 1)
+        if rows != says + null:
+            raise UsageError(
+                f"`ckpt={source}`: says num_classes {says}, and its label table has {rows} rows; give `num_classes`"
+            )
+        return says, null
+    if wanted is not None:
+        if rows not in (wanted, wanted + 1):
+            known = f"`num_classes={rows - 1}`" if rows > 1 else "`num_classes=1`"
+            raise UsageError(
+                f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class and one for "
+                f"no class; use {known}"
+            )
+        return wanted, rows == wanted + 1
+    return (rows - 1, True) if rows > 1 else (1, False)
+
+
+def _usual_classes(family, name):
+    return family.models[name].num_classes if name in family.models else None
+
+
+def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
+    """Return the state dict of weights, under the names of their family's reference network, as upstream's function of
+    this name does. Names are those that Checkpoint takes; weights of no family are returned as they are."""
+    checkpoint = Checkpoint(name_or_path)
+    state, shapes = checkpoint.state, shapes_of(checkpoint.state)
+    if not _alike(shapes):
+        return state
+    family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
+    return family.part("weights").converted(state, checkpoint.metadata)
+
+
+def download_model(name: str) -> dict[str, torch.Tensor]:
+    """Return the state dict of published weights, as upstream's function of this name does; download them once."""
+    if name not in pretrained_models:
+        raise UsageError(f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}")
+    return find_model(name)
+
+
+def published_name(model: str, image_size: int, num_classes: int) -> str:
+    """Return the name of the published weights of a model for an image size in pixels. Raises UsageError if there are
+    none."""
+    family = family_of(model)
+    implied = family.models[model]
+    if image_size in implied.published and num_classes == implied.num_classes:
+        return implied.published[image_size]
+    if family.fetch:
+        raise UsageError(f"`ckpt`: {model} needs a file; the family's are fetched by: {family.fetch}")
+    there = [(name, sorted(one.published)) for name, one in family.models.items() if one.published]
+    known = "".join(f" (there are {name} at {' and '.join(map(str, sizes))})" for name, sizes in there)
+    raise UsageError(
+        f"`ckpt`: no published weights for {model} at {image_size} px with {num_classes} classes{known}; give a file "
+        "or a folder"
+    )

@@ -1,0 +1,62 @@
+"""Shapes of a state dict, how they differ from a module's, and modules without values."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isqrt
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from accel.errors import UsageError
+
+Shapes = dict[str, tuple]
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Skip initialisation: on the meta device there is nothing to draw, but trying makes torch import its compiler,
+    which takes up to three seconds."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        draws = function in (torch.Tensor.uniform_, torch.Tensor.normal_)
+        if draws or getattr(function, "__module__", None) == "torch.nn.init":
+            return arguments[0] if arguments else keywords["tensor"]
+        return function(*arguments, **keywords or {})
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Give modules made inside shapes and no values: parameters on the meta device, nothing is initialised."""
+    with torch.device("meta"), _NoInitialisation():
+        yield
+
+
+def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
+    """Return the shape of every entry. Position tables of all square grids get the same one, (1, "T", D)."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    table = shapes.get("pos_embed", ())
+    if len(table) == 3 and table[0] == 1 and table[1] == isqrt(table[1]) ** 2 > 0:
+        shapes["pos_embed"] = (1, "T", table[2])
+    return shapes
+
+
+def different(have: Shapes, module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return the entries in which weights of shapes `have` and those of `module` differ: name → (there, wanted)."""
+    want = shapes_of(module.state_dict())
+    # The module's own order: the first difference is then the nearest to the input.
+    return {name: (have.get(name), want.get(name)) for name in {**want, **have} if have.get(name) != want.get(name)}
+
+
+def require_fit(name: str, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """Raise UsageError about `name` unless `state` has the entries of `model`, of their shapes, and no others."""
+    wrong = different(shapes_of(state), model)
+    if not wrong:
+        return
+    names = sorted(wrong, key=lambda name: wrong[name][0] is None)  # what the caller has is named first
+    first, count = names[0], f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
+    have, want = wrong[first]
+    if want is None:
+        raise UsageError(f"{name}: {first} is no weight of a {type(model).__name__}, and would be ignored{count}")
+    if have is None:
+        raise UsageError(f"{name}: is not a {type(model).__name__}: no {first}{count}")
+    raise UsageError(f"{name}: {first} is {have}, must be {want}{count}")
