@@ -4,6 +4,9 @@ the module that it was saved from, and what cannot be sampled is refused in one 
 import argparse
 import json
 import os
+import re
+import shutil
+import time
 from dataclasses import replace
 
 import jobs
@@ -283,6 +286,73 @@ def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_pa
     with pytest.raises(UsageError, match="ckpt=.*config.json: ") as error:
         identify(tmp_path)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(prediction_type="v_prediction"), "prediction_type v_prediction, and only epsilon is sampled"),
+        (dict(beta_schedule="scaled_linear"), "beta_schedule scaled_linear, and only linear is sampled"),
+        (dict(beta_end=0.012), "beta_end 0.012, and only 0.02 is sampled"),
+        (dict(rescale_betas_zero_snr=True), "rescale_betas_zero_snr True, and only False is sampled"),
+        (dict(trained_betas=[0.1] * 1000), "its scheduler's trained_betas are not DiT's linear ones"),
+    ],
+)
+def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_path, tiny_vae, here):
+    """By its folder, and in memory."""
+    from diffusers import DDIMScheduler, DiTPipeline
+
+    shutil.copytree(pipeline[0], tmp_path / "pipe")
+    DDIMScheduler(**change).save_pretrained(tmp_path / "pipe" / "scheduler")
+    done = here("sample.py", "--ckpt", tmp_path / "pipe", *COMMON, "--output", tmp_path / "x.npy")
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    pipe = DiTPipeline.from_pretrained(tmp_path / "pipe")
+    for sampler in ({}, dict(sampler=pipe.scheduler)):
+        with pytest.raises(UsageError, match=re.escape(words)):
+            Sampler(pipe, device="cpu", output_type="latent", **sampler)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(image_size="x"), "says image_size x, which must be a whole number from 1 to 8192"),
+        (dict(image_size=-16), "says image_size -16, which must be"),
+        (dict(image_size=10**12), "says image_size 1000000000000, which must be"),
+        (dict(num_classes=True), "says num_classes True, which must be"),
+        (dict(class_names=[1, 2]), "says class_names [1, 2], which must be a list of names"),
+        (dict(num_heads=7), "says 7 heads, which do not divide its width 384"),
+        (dict(family="GAN"), "says family GAN, and its entries are of DiT or REPA or SiT"),
+        (dict(family="Large-DiT"), "says family Large-DiT, and its entries are of DiT or REPA or SiT"),
+    ],
+)
+def test_what_a_file_says_of_itself_is_checked(change, words, tmp_path, here):
+    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
+    torch.save({"ema": state, "args": change}, tmp_path / "x.pt")
+    save_file(state, tmp_path / "x.safetensors", {f"dit.{key}": json.dumps(value) for key, value in change.items()})
+    for name in ("x.pt", "x.safetensors"):
+        done = here("sample.py", "--ckpt", tmp_path / name, *COMMON, "--output", tmp_path / "x.npy")
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_table_for_a_huge_picture_is_a_line(tmp_path, here):
+    """Its bytes are few: it is one row, expanded."""
+    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
+    torch.save({**state, "pos_embed": state["pos_embed"][:, :1].expand(1, 4096**2, -1)}, tmp_path / "x.pt")
+    start = time.monotonic()
+    done = here("sample.py", "--ckpt", tmp_path / "x.pt", *COMMON, "--output", tmp_path / "x.npy")
+    assert done.returncode == 2 and "--image-size 131072: by these weights, and at most 8192" in done.stderr
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("heads", [True, "6", 0, 7, 12.0])
+def test_a_number_of_heads_that_is_none(heads, tmp_path):
+    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
+    theirs = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
+    save_file(theirs, tmp_path / "diffusion_pytorch_model.safetensors")
+    config = {**config_of(state, 6, 8, 10), "num_attention_heads": heads}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_head_dim": None}))
+    with pytest.raises(UsageError, match="config.json: num_attention_heads is"):
+        identify(tmp_path)
 
 
 def test_the_heads_that_a_config_says_are_computed(tmp_path, here):

@@ -13,7 +13,7 @@ from torch import nn
 from accel import Sampler, accelerate
 from accel.accelerated import KEPT
 from accel.errors import UsageError
-from accel.families.large_dit.network import DiT_Llama
+from accel.families.large_dit.network import DiT_Llama, rotation_table
 from accel.precision import TIERS, supports, switches_kept
 from diffusion import create_diffusion
 from models import DiT
@@ -434,6 +434,25 @@ def test_another_guidance_is_refused_and_forward_is_not():
         Sampler(model, device="cpu", output_type="latent")
     with Sampler(model, device="cpu", output_type="latent", guidance_channels=3) as sampler:
         assert sampler.options.guidance_channels == 3
+
+
+class AsPublished(DiT_Llama):
+    """Large-DiT's original class has no n_heads and no dim: its attention has head_dim."""
+
+    def __init__(self, **shape):
+        super().__init__(**shape)
+        del self.n_heads, self.dim
+
+    def rotation(self, x):
+        length, head_dim = (self.input_size // self.patch_size) ** 2, self.layers[0].attention.head_dim
+        return rotation_table(head_dim, length, x.dtype, x.device)
+
+
+def test_a_large_dit_as_published():
+    model = fill(AsPublished(input_size=8, dim=96, n_layers=2, n_heads=3, num_classes=8, qk_norm=True))
+    x, t, y = inputs(model, 4)
+    with torch.no_grad():
+        assert torch.allclose(accelerate(model)(x, t, y), model(x, t, y), atol=1e-5)
 
 
 def test_fp32_is_the_reference_network():
