@@ -1,5 +1,6 @@
 """`from accel import Sampler`: pictures from Python, from a network that is loaded once."""
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,12 +17,15 @@ from accel.errors import UsageError
 from accel.families import model_names
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import reference_state
+from accel.latents.autoencoder_kl import OF_LATENTS
+from accel.latents.files import FILES
+from accel.latents.pixels import to_grid
 from accel.loading import free_memory, load_network, overflows
+from accel.network import unwrapped
 from accel.options import GridOptions
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
 from accel.run import Run
-from accel.vae import to_grid
 from accel.weights.checkpoint import HUB_ID
 from accel.weights.shapes import require_fit
 
@@ -65,7 +69,7 @@ class Sampler:
         if not isinstance(model, (str, Path, type(None))):
             held = _held(model, options, check)
             if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
-                vae = vae or model.vae  # a pipeline's
+                vae = model.vae if vae is None else vae  # a pipeline's
             model, options["ckpt"] = None, held.name
         elif model not in (None, *model_names()) and (Path(model).exists() or HUB_ID.fullmatch(str(model))):
             if "ckpt" in options:
@@ -85,7 +89,7 @@ class Sampler:
                 opened, self._run, self._decoder = door.ready(options, weights=held)
                 self.options, self._weights = opened.options, opened.weights
                 self._kind = _kind(held) if held else (self.options.family.name, None)
-                if vae == folder:
+                if self._decoder and vae == folder:
                     self._decoder.load()  # while the folder is there
                 if held:
                     self._weights = None  # the network has a copy of them by now
@@ -134,7 +138,7 @@ class Sampler:
         *,
         progress: bool = False,
     ) -> torch.Tensor:
-        """Latents (n, 4, image_size/8, image_size/8) float32, on the sampler's device.
+        """Latents (n, channels, side, side) float32, a side image_size/8 by sd-vae-ft-*, on the sampler's device.
 
         labels: n classes, each a number or a name. What is None is as the constructor was given it. progress: show a
         bar of the steps.
@@ -210,7 +214,13 @@ def _held(model, options, check):
 
 def _written(vae: torch.nn.Module, folder: str) -> str:
     """A decoder that the caller holds, in a folder as --vae takes one."""
-    if not hasattr(vae, "save_pretrained"):
-        raise UsageError(f"`vae={type(vae).__name__}`: give ema, mse, a folder or an AutoencoderKL")
+    vae = unwrapped(vae)
+    kind = type(vae)
+    if kind.__name__ != "AutoencoderKL" or not kind.__module__.startswith("diffusers."):
+        raise UsageError(f"`vae={kind.__name__}`: give ema, mse, a folder or an AutoencoderKL of diffusers")
     vae.save_pretrained(folder)
+    file = Path(folder, FILES[0])
+    # Pipelines read attributes, which a caller may have set. The file has the entries that the module was made with.
+    scales = {name: getattr(vae.config, name, None) for name in OF_LATENTS}
+    file.write_text(json.dumps(json.loads(file.read_text()) | scales, default=str))
     return folder

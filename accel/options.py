@@ -10,6 +10,7 @@ from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, sampler_names
 from accel.flags import checked, flag
 from accel.labels import class_names, find_label
+from accel.latents import LatentSpace
 from accel.output import is_folder, of_seed
 from accel.parallel import layouts
 
@@ -22,12 +23,13 @@ what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
 def _check_sizes(options):
     if options.fit is None and options.model is not None and family_of(options.model) is None:
         raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(model_names())}")
-    size, unit = options.image_size, 8 * options.patch_size
+    size, unit = options.image_size, options.space.factor * options.patch_size
     if size is not None and size > MOST_PIXELS:
         raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
     if size is not None and size % unit:
         raise UsageError(
-            f"`image_size={size}`: must be a multiple of {unit} (VAE factor 8, patch {options.patch_size})"
+            f"`image_size={size}`: must be a multiple of {unit} (VAE factor {options.space.factor}, "
+            f"patch {options.patch_size})"
         )
     _require_seed(options.seed)
     if options.precision == "exact" and (options.model or "").startswith("Large-DiT"):
@@ -178,14 +180,14 @@ class Options:
     )
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
+    space: LatentSpace = field(default=LatentSpace(), repr=False)  # no flag: what the decoder says, see `door.fetch`
     fit: Any = field(default=None, repr=False)  # no flag: what the weights are, see `complete`
     CHECKS: ClassVar = (_check_sizes, _check_process)
 
     def resolve(self) -> "Options":
         """Check types and choices, fill in what the model implies, and check all that can be checked without torch.
-        With a `ckpt` what follows from its weights stays None until `complete`. Returns self.
-
-        Raises UsageError, naming the parameter and the remedy.
+        With a `ckpt` what follows from its weights stays None until `complete`. Returns self. Raises UsageError, naming
+        the parameter and the remedy.
         """
         for item in fields(self):
             if item.metadata and getattr(self, item.name) is not None:
@@ -203,7 +205,7 @@ class Options:
     def complete(self, fit: Any) -> "Options":
         """Return these options with all that follows from a Fit. Raises UsageError for a contradiction."""
         options = replace(self, fit=fit, model=fit.model, num_classes=fit.num_classes)
-        trained = 8 * fit.latent_size if fit.latent_size else fit.image_size
+        trained = self.space.factor * fit.latent_size if fit.latent_size else fit.image_size
         options.image_size, options.vae = self.image_size or trained, self.vae or _decoder(fit.vae)
         options.guidance_channels = self.guidance_channels or fit.guidance_channels
         options._fill(fit.model)
@@ -228,8 +230,8 @@ class Options:
 
     @property
     def latent_size(self) -> int:
-        """Side of the latent: the VAE's factor is 8."""
-        return self.image_size // 8
+        """Side of the latent."""
+        return self.image_size // self.space.factor
 
     @property
     def family(self) -> Family | None:

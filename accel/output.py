@@ -46,7 +46,7 @@ def save_pictures(path: str | Path, pixels: "Tensor") -> None:
     """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures a row; otherwise as `save_latents`."""
     from PIL import Image
 
-    from accel.vae import to_grid
+    from accel.latents.pixels import to_grid
 
     # Of photographs level 2 takes a quarter of the default's time and 8 % more bytes.
     _write(path, lambda file: Image.fromarray(to_grid(pixels).numpy()).save(file, "PNG", compress_level=2))

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import accel
-from accel import door, gpu, loading, precision, vae
+from accel import door, gpu, loading, precision
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families import ROOT, Defaults, constructor_of, model_names
@@ -31,6 +31,8 @@ from accel.flags import check_writable, positive
 from accel.graphs import Replayed
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
 from accel.kernels.linear import Tuner
+from accel.latents import LatentSpace, files
+from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
 from accel.options import GridOptions
 from accel.sampling import denoise, upstream_noise
@@ -38,7 +40,6 @@ from accel.sampling.ancestral import Ancestral
 from accel.sampling.flow import Sde
 from accel.sampling.guidance import Guidance
 from accel.sampling.process import Process
-from accel.vae.decoder import SD_VAE_FT, Decoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as
 
@@ -283,19 +284,20 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     return loading.load_network(weights, door.empty_model(options), "fp32", device, door.batch_of(options)).model
 
 
-def random_decoder(device: torch.device) -> Decoder:
+def random_decoder(device: torch.device) -> KLDecoder:
     """A decoder of sd-vae-ft-*'s size with random weights."""
     torch.manual_seed(0)
     with torch.device(device):
-        return Decoder(SD_VAE_FT).eval().requires_grad_(False)
+        return KLDecoder(SD_VAE_FT).eval().requires_grad_(False)
 
 
-def decoder_of(args: Namespace, device: torch.device) -> Decoder:
-    """The decoder of --vae or the demo's own, else a random one."""
+def decoder_of(args: Namespace, device: torch.device) -> tuple[LatentSpace, KLDecoder]:
+    """The space and decoder of --vae or the demo's own, else a random decoder."""
     name = args.vae or GridOptions(model=args.model).resolve().vae
-    if name in vae.PUBLISHED and not args.vae:
-        return random_decoder(device)
-    return vae.load_vae(vae.find_vae(name), device)
+    if name in files.PUBLISHED and not args.vae:
+        return LatentSpace(), random_decoder(device)
+    space = files.find(name)
+    return space, files.load(space, device)
 
 
 def write_weights(folder: Path, model: torch.nn.Module) -> tuple[Path, Path]:
@@ -305,8 +307,8 @@ def write_weights(folder: Path, model: torch.nn.Module) -> tuple[Path, Path]:
     ckpt, decoder = folder / "random.pt", folder / "vae"
     torch.save({name: value.cpu() for name, value in model.state_dict().items()}, ckpt)
     decoder.mkdir()
-    (decoder / vae.FILES[0]).write_text(json.dumps(SD_VAE_FT))
-    save_file(random_decoder(torch.device("cpu")).state_dict(), decoder / vae.FILES[1])
+    (decoder / files.FILES[0]).write_text(json.dumps(SD_VAE_FT))
+    save_file(random_decoder(torch.device("cpu")).state_dict(), decoder / files.FILES[1])
     return ckpt, decoder
 
 

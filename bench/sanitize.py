@@ -20,7 +20,7 @@ from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
 from accel.kernels.linear import cublaslt, hopper
-from accel.vae.half import HalfDecoder
+from accel.latents.half import HalfDecoder
 from bench import harness
 from bench.winners import LAYERS
 

@@ -30,10 +30,13 @@ import torch
 from tqdm import tqdm
 
 import evaluate
-from accel import precision, vae
+from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.flags import positive
+from accel.latents.decoder import Decoder
+from accel.latents.files import find
+from accel.latents.pixels import to_uint8
 from accel.network import Network
 from bench import harness
 from bench.harness import BACKENDS, HALF
@@ -94,7 +97,7 @@ class Judge:
         demo.ckpt = self.options.ckpt
         self.model = harness.model_of(demo, device)
         self.labels = torch.arange(each, device=device) % self.options.num_classes
-        self.decoder = vae.load_vae(vae.find_vae(self.options.vae), device)
+        self.decoder = Decoder(find(self.options.vae), device)
         self.want = self.pictures("fp32", {})
 
     def pictures(self, tier: str, switches: dict, share: Callable = lambda network: network) -> list:
@@ -113,7 +116,7 @@ class Judge:
                 latents.append(loop(lambda *_: bar.update()))
         if self.device.type == "cuda":
             precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
-        return [vae.to_uint8(vae.decode(self.decoder, one)).numpy() for one in latents]
+        return [to_uint8(self.decoder.decode(one)).numpy() for one in latents]
 
     def judge(self, tier: str, switches: dict, **how) -> dict:
         """The worst picture's figures, and whether every picture meets each criterion. LPIPS is left to evaluate.py.
@@ -198,18 +201,19 @@ def sweep(args: Namespace, device: torch.device) -> Iterator[dict]:
 
 def decoding(args: Namespace, device: torch.device) -> Iterator[dict]:
     """What decoding costs in each arithmetic, and what it loses against fp32; latents are noise."""
-    plain, side = harness.decoder_of(args, device), args.image_size // 8
-    latents = torch.randn(args.pictures, 4, side, side, generator=torch.Generator(device).manual_seed(0), device=device)
+    space, plain = harness.decoder_of(args, device)
+    shape = args.pictures, space.channels, args.image_size // space.factor, args.image_size // space.factor
+    latents = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
     want = None
     for arithmetic in (name for name in ("fp32", "tf32", "fp16") if precision.supports(name, device)):
-        decoder = vae.CheckedDecoder(plain, arithmetic, "fp32")
-        got = vae.decode(decoder, latents)
+        decoder = Decoder(space, device, arithmetic, network=plain)
+        got = decoder.decode(latents)
         want = got if want is None else want
         error = (got.clamp(-1, 1) - want.clamp(-1, 1)).square().mean((1, 2, 3)).sqrt().max()
         row = dict(arithmetic=arithmetic, refused=decoder.refusal, error=float((got - want).norm() / want.norm()))
         row["worst_psnr"] = 20 * math.log10(2 / float(error)) if error else None
         del got
-        loop = harness.repeated(partial(vae.decode, decoder, latents))
+        loop = harness.repeated(partial(decoder.decode, latents))
         yield row | harness.time_steps(loop, device, args.load, args.window, arithmetic)
 
 

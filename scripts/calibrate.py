@@ -32,12 +32,13 @@ import torch
 from tqdm import tqdm
 
 import evaluate
-from accel import door, loading, precision, vae
+from accel import door, loading, precision
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.flags import check_writable, positive
 from accel.forecast import write_plan
+from accel.latents.pixels import to_uint8
 from accel.network import unpatchify
 from accel.options import GridOptions
 from accel.sampling import initial_noise, upstream_noise
@@ -86,7 +87,7 @@ class Bench:
         return self.decoded(torch.cat(parts))
 
     def decoded(self, latents: torch.Tensor) -> np.ndarray:
-        return vae.to_uint8(self.decoder.decode(latents)).numpy()
+        return to_uint8(self.decoder.decode(latents)).numpy()
 
     def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
         """(i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a float32 run. A state is

@@ -22,7 +22,7 @@ from accel.errors import UsageError, shown
 from accel.families import family_of, model_names
 from accel.families.recognise import Fit, recognise, reference_state
 from accel.files import atomic_write
-from accel.vae import find_vae
+from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.weights.metadata import OWN, to_header
@@ -86,7 +86,7 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
         raise UsageError(f"`output={target}`: must end in .pt or .safetensors, or name a folder")
     if pipeline and target.suffix or vae and not pipeline:
         raise UsageError("`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`")
-    vae = find_vae(vae) if vae else None
+    vae = find(vae).decoder if vae else None
     weights = Checkpoint(ckpt)
     fit = recognise(ckpt, weights.state, weights.metadata, model, shipped_as=shipped_as(ckpt))
     state = {name: tensor.contiguous() for name, tensor in weights.state.items()}

@@ -32,10 +32,11 @@ from PIL import Image
 from tqdm import tqdm
 
 import evaluate
-from accel import door, loading, precision, vae
+from accel import door, loading, precision
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import UsageError
 from accel.flags import check_writable, positive
+from accel.latents.pixels import to_grid
 from accel.options import GridOptions
 from accel.progress import step_bar
 from bench import harness
@@ -56,7 +57,7 @@ def sample(options: GridOptions, seeds: range, device: torch.device, name: str) 
             latents = door.latents(seeded, run, on_step=lambda index, _, queued=queued: queued(index))
         harness.synchronize(device)
         times.append(time.perf_counter() - start)
-        grids[seed] = vae.to_grid(decoder.decode(latents)).numpy()
+        grids[seed] = to_grid(decoder.decode(latents)).numpy()
     return grids, times
 
 

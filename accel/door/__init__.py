@@ -9,19 +9,22 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel import loading, output, precision, vae
+from accel import loading, output, precision
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families import constructor_of, families
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, published_name, recognise
 from accel.forecast import plan_beside, read_plan
+from accel.latents.decoder import Decoder
+from accel.latents.files import PUBLISHED, find
 from accel.loading import Batch
 from accel.options import GridOptions, Options
 from accel.parallel.layouts import OFF, Layout
@@ -34,7 +37,6 @@ from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Kind, Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler, require_schedule
 from accel.sampling.strides import Strides
-from accel.vae.lazy import LazyDecoder
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
 
@@ -42,7 +44,6 @@ if TYPE_CHECKING:  # what a grid of one process does not wait for
     from accel.parallel.groups import Groups
     from accel.parallel.planner import Evaluation
     from accel.parallel.processes import Job
-CHANNELS = 4  # of the latents that sd-vae-ft-* decodes
 
 #################################################################################
 #                           Weights, network and decoder                        #
@@ -91,28 +92,39 @@ def fetch(options: Options, weights: Checkpoint | LoadedModule) -> Options:
 
     def attempt(work, *arguments):
         try:
-            work(*arguments)
+            return work(*arguments)
         except UsageError as error:
             missing.append(error.marked)
 
     if options.vae and options.into_pictures:
-        attempt(vae.find_vae, options.vae)
+        options = replace(options, space=attempt(find, options.vae) or options.space)
     attempt(weights.fetch)
     if not missing:
-        options = options.complete(fit_of(weights, options))
-        require_schedule(weights.name, options.fit.schedule)
-        if options.into_pictures and options.fit.in_channels != CHANNELS:
-            raise UsageError(
-                f"`ckpt={weights.name}`: is for latents of {options.fit.in_channels} channels, and sd-vae-ft-* decodes "
-                f"{CHANNELS}; use `output_type=latent`, or accel.accelerate(model) for your own loop"
-            )
-        if options.into_pictures:
-            attempt(vae.find_vae, options.vae)
+        fit = fit_of(weights, options)
+        completed = options.complete(fit)
+        require_schedule(weights.name, fit.schedule)
+        if options.into_pictures and not options.vae:
+            if completed.vae in PUBLISHED:  # before it is fetched
+                _require_channels(completed)
+            if space := attempt(find, completed.vae):
+                completed = replace(options, space=space).complete(fit)
+        options = completed
     if len(missing) > 1:
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
     if missing:
         raise UsageError("; ".join(missing))
+    if options.into_pictures:
+        _require_channels(options)
     return options
+
+
+def _require_channels(options):
+    have, wanted = options.space.channels, options.fit.in_channels
+    if have != wanted:
+        raise UsageError(
+            f"`vae={options.vae}`: decodes latents of {have} channels, and {options.model} makes {wanted}; give the "
+            "decoder that it was trained with"
+        )
 
 
 def fit_of(weights: Checkpoint | LoadedModule, options: Options) -> Fit:
@@ -184,7 +196,7 @@ def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = (
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
     fit = options.fit
-    trained = 8 * fit.latent_size if fit.latent_size else fit.image_size
+    trained = options.space.factor * fit.latent_size if fit.latent_size else fit.image_size
     if trained not in (None, options.image_size):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
     how = dict(fixed=options.precision is not None, tuning=tuning, divided=options.divided)
@@ -193,18 +205,17 @@ def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = (
     return Run(network, process, guidance, tier, device, options.latent_size)
 
 
-def decoder_of(opened: Opened, captured: bool = False) -> LazyDecoder | None:
-    """The options' decoder, not loaded yet; None for latents. captured: for many pictures, as CheckedDecoder has it."""
+def decoder_of(opened: Opened, captured: bool = False) -> Decoder | None:
+    """The options' decoder, not loaded yet; None for latents. captured: for many pictures, as Decoder has it."""
     options, _, device, tier, arithmetic = opened
     if not options.into_pictures:
         return None
-    otherwise = precision.float32_decoder(tier, device)
-    return LazyDecoder(options.vae, vae.find_vae(options.vae), arithmetic, otherwise, device, captured)
+    return Decoder(options.space, device, arithmetic, precision.float32_decoder(tier, device), captured)
 
 
 def ready(
     options: Options, batch: tuple[int, int] | None = None, weights: LoadedModule | None = None
-) -> tuple[Opened, Run, LazyDecoder | None]:
+) -> tuple[Opened, Run, Decoder | None]:
     """All that a run of this process needs. weights: the caller's, in place of those that the options name."""
     opened = open_weights(options, loading.choose_device(options.device), weights)
     return opened, load(opened, batch), decoder_of(opened)
@@ -280,7 +291,7 @@ def sample(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice
     return found
 
 
-def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: LazyDecoder | None = None) -> None:
+def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: Decoder | None = None) -> None:
     """Write the options' output: latents, or pictures: pixels, or what a decoder makes of latents.
 
     Every file is whole or absent. Raises UsageError if the disk does not take it.
@@ -298,8 +309,8 @@ def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: LazyD
             output.save_pictures(path, pixels)
 
 
-def decode(decoder: LazyDecoder, latents: Tensor, watch: Stopwatch) -> Tensor:
-    """As LazyDecoder.decode, timed."""
+def decode(decoder: Decoder, latents: Tensor, watch: Stopwatch) -> Tensor:
+    """As Decoder.decode, timed."""
     with watch.phase("decode"):
         return decoder.decode(latents)
 

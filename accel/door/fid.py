@@ -7,19 +7,20 @@ from pathlib import Path
 
 import torch
 
-from accel import kernels, vae
+from accel import kernels
 from accel.door import Opened, digest_of, enough_memory, guidance_of
 from accel.errors import UsageError
 from accel.families import family_of
 from accel.fid import Maker
 from accel.fid.folder import CODE, Order
 from accel.flags import flag_names
+from accel.latents.decoder import Decoder
+from accel.latents.files import digest
 from accel.options import FidOptions
 from accel.progress import Stopwatch
 from accel.run import Run
 from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import CHANNELS as CHANNELS_GUIDED
-from accel.vae.lazy import LazyDecoder
 
 # Recorded as what they came to.
 RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
@@ -73,7 +74,7 @@ def folder_of(options: FidOptions) -> Path:
     )
 
 
-def maker_of(options: FidOptions, run: Run, decoder: LazyDecoder, watch: Stopwatch) -> Maker:
+def maker_of(options: FidOptions, run: Run, decoder: Decoder, watch: Stopwatch) -> Maker:
     """What makes the pictures."""
 
     def denoise(*what):
@@ -83,7 +84,7 @@ def maker_of(options: FidOptions, run: Run, decoder: LazyDecoder, watch: Stopwat
     return Maker(denoise, decoder.decode, run.device, watch)
 
 
-def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> dict:
+def settings_of(opened: Opened, run: Run, decoder: Decoder, world: int) -> dict:
     """All that decides a picture's bits, by the name of its flag where it has one; plain JSON."""
     options, device = opened.options, run.device
     default = {name for name, usual in LATER.items() if getattr(options, name) == usual}
@@ -92,7 +93,8 @@ def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> d
     settings = {flag_names(item, ranks=True)[0]: _plain(getattr(options, item.name)) for item in relevant} | {
         "--precision": run.tier,
         "--ckpt (contents)": digest_of(opened.weights, options.fit),
-        "--vae (contents)": vae.digest(decoder.folder),
+        "scale and shift of latents": [options.space.scale, options.space.shift],
+        "--vae (contents)": digest(options.space),
         "--vae-precision": decoder.load().precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,

@@ -29,9 +29,9 @@ from accel.fid.lock import sole_job
 from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
 from accel.files import cache_folder, open_regular, require_writable
+from accel.latents.pixels import to_uint8
 from accel.parallel.processes import Job
 from accel.progress import Stopwatch
-from accel.vae import to_uint8
 
 
 class Maker(NamedTuple):

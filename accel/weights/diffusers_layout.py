@@ -46,7 +46,6 @@ COMPUTED = {
     "caption_channels": (None,),
     "cross_attention_dim": (None,),
     "double_self_attention": (False,),
-    "in_channels": (4,),
     "interpolation_scale": (None,),
     "norm_elementwise_affine": (False,),
     "norm_eps": (1e-5, 1e-6),
@@ -65,6 +64,7 @@ SIZES = (
     "out_channels",
     "patch_size",
     "sample_size",
+    "in_channels",
 )
 WITHOUT_EFFECT = "dropout", "norm_num_groups"  # in evaluation, of this kind of transformer
 
@@ -107,10 +107,11 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
     side = config.get("sample_size")
     if type(side) is not int or not 0 < side <= 4096:
         raise ValueError(f"sample_size is {shown(side)}, must be from 1 to 4096; copy it again")
-    width, _, patch, _ = state["x_embedder.proj.weight"].shape
+    width, channels, patch, _ = state["x_embedder.proj.weight"].shape
     depth = sum(name.endswith("attn.qkv.weight") for name in state)
     heads, head, classes = (config.get(name) for name in ("num_attention_heads", "attention_head_dim", SIZES[2]))
     has = {
+        "in_channels": channels,
         "patch_size": patch,
         "num_layers": depth,
         "out_channels": state["final_layer.linear.weight"].shape[0] // patch**2,
@@ -132,7 +133,7 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
 def has_vae(folder: Path) -> bool:
     """Whether the index of a pipeline lists a decoder."""
     index = folder / "model_index.json"
-    return index.exists() and read_json(index, "ckpt").get("vae") == ["diffusers", "AutoencoderKL"]
+    return index.exists() and read_json(index, "ckpt").get("vae") not in (None, [None, None])
 
 
 def _of_pipeline(folder):

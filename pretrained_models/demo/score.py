@@ -16,13 +16,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image
 
-from accel import door, vae
+from accel import door
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.flags import check_writable, positive
+from accel.latents.decoder import Decoder
+from accel.latents.pixels import to_grid
 from accel.options import GridOptions
 from accel.progress import Stopwatch
 from accel.run import Run
-from accel.vae.lazy import LazyDecoder
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 
 NONE = len(CLASSES)
@@ -79,9 +80,7 @@ def fit(device: torch.device, seed: int, per_class: int, steps: int) -> tuple[nn
     return net, right, refused
 
 
-def recognised(
-    options: GridOptions, run: Run, decoder: LazyDecoder, args: argparse.Namespace
-) -> tuple[dict, torch.Tensor]:
+def recognised(options: GridOptions, run: Run, decoder: Decoder, args: argparse.Namespace) -> tuple[dict, torch.Tensor]:
     """The figures for the pictures of a run, and those pictures."""
     pixels = decoder.decode(door.sample(options, run, Stopwatch(run.device)))
     net, right, refused = fit(run.device, options.seed + 1, args.fit_pictures, args.fit_steps)
@@ -129,7 +128,7 @@ def main() -> None:
         print(door.describe(opened.options, run))
         figures, pixels = recognised(opened.options, run, decoder, args)
         if args.grid:
-            Image.fromarray(vae.to_grid(pixels[:64], columns=8).numpy()).save(args.grid)
+            Image.fromarray(to_grid(pixels[:64], columns=8).numpy()).save(args.grid)
         if args.figures:
             args.figures.write_text(json.dumps(figures, indent=1) + "\n")
         print(json.dumps(figures))

@@ -28,7 +28,7 @@ from accel.command_line import OneLineParser
 from accel.families.large_dit.network import Large_DiT_models
 from accel.families.sit.network import SiT, SiT_models
 from accel.graphs import capture
-from accel.vae import SCALE
+from accel.latents import LatentSpace
 from diffusion import create_diffusion
 from models import DiT_models
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
@@ -41,6 +41,7 @@ NETWORKS = {
     "Large-DiT-Demo/2": ("large-dit", Large_DiT_models["Large-DiT-Demo/2"]),
     "SiT-Demo/2": ("sit", SiT_models["SiT-Demo/2"]),
 }
+SCALE = LatentSpace().scale
 PEAK_RATE = 1e-3
 KL_WEIGHT = 1.5e-4  # against L1 per pixel: the decoder learns to forgive the network's small errors
 

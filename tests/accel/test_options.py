@@ -36,7 +36,7 @@ def test_the_flags_know_what_there_is():
     [seed] = (item for item in fields(GridOptions) if item.name == "seed")
     assert flag_names(seed) == ("--seed",) and flag_names(seed, ranks=True) == ("--global-seed", "--seed")
     for item in (*fields(GridOptions), *fields(FidOptions)):
-        assert item.name == "fit" or item.metadata["help"] and item.metadata["group"], item.name
+        assert item.name in ("space", "fit") or item.metadata["help"] and item.metadata["group"], item.name
 
 
 def test_guidance_and_the_batch_of_a_kind_of_job():

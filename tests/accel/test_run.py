@@ -9,7 +9,7 @@ import pytest
 import torch
 from networks import build, large_inside, small
 
-from accel import door, loading, vae
+from accel import door, loading
 from accel.errors import UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.fast.dit import FastDiT
@@ -44,12 +44,12 @@ def options_of(weights, kind=GridOptions, **more):
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
     for fetch in (
-        "accel.vae.fetch_from_hub",
+        "accel.latents.files.fetch_from_hub",
         "accel.weights.checkpoint.fetch_from_hub",
         "accel.weights.checkpoint._download",
     ):
         monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
-    monkeypatch.setattr(vae, "FOLDER", weights.parent)  # where no decoder lies
+    monkeypatch.setattr("accel.latents.files.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
         door.ready(options_of(weights, **{"vae": "ema", **wrong}))
 

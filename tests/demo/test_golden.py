@@ -11,7 +11,9 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-from accel import vae
+from accel.latents.decoder import Decoder
+from accel.latents.files import find
+from accel.latents.pixels import to_grid
 
 DEMO = ROOT / "pretrained_models" / "demo"
 
@@ -31,8 +33,8 @@ def make(kind, here, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
 @pytest.mark.timeout(1000)
 def test_golden_on_the_cpu(here, tmp_path):
     made = make("cpu", here, tmp_path)
-    decoder = vae.load_vae(vae.find_vae(str(DEMO / "vae")), torch.device("cpu"))
-    grid = vae.to_grid(vae.decode(decoder, torch.from_numpy(made))).numpy().astype(int)
+    decoder = Decoder(find(str(DEMO / "vae")), torch.device("cpu"))
+    grid = to_grid(decoder.decode(torch.from_numpy(made))).numpy().astype(int)
     golden = np.asarray(Image.open(DEMO / "golden-cpu.png")).astype(int)
     assert grid.shape == golden.shape == (262, 522, 3)
     assert np.abs(grid - golden).mean() <= 0.01 and golden.std() > 20

@@ -12,10 +12,12 @@ from conftest import ROOT
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from safetensors.torch import load_file
 
-from accel import door, vae
+from accel import door
 from accel.families import constructor_of
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
+from accel.latents.decoder import Decoder
+from accel.latents.files import find
 from accel.options import GridOptions
 from pretrained_models.demo import score, train
 from pretrained_models.demo.pictures import CLASSES, SIZE, from_bytes, render, render_all
@@ -83,7 +85,7 @@ def test_standardise_leaves_the_pictures_and_gives_unit_latents(fresh, tiny_vae)
     latents = model.encode(from_bytes(pictures)).latent_dist
     after = model.decode(latents.mean).sample
     assert (after - before).norm() / before.norm() < 1e-4
-    scaled, noise = latents.mean * vae.SCALE, latents.std * vae.SCALE
+    scaled, noise = latents.mean * train.SCALE, latents.std * train.SCALE
     assert scaled.mean(dim=(0, 2, 3)).abs().max() < 1e-3
     total = scaled.var(dim=(0, 2, 3), unbiased=False) + noise.square().mean(dim=(0, 2, 3))
     torch.testing.assert_close(total, torch.ones(4), rtol=1e-3, atol=0)
@@ -103,8 +105,7 @@ def test_training_and_score_run_end_to_end(here, tmp_path):
     state_of_the_dit = state = load_file(tmp_path / "dit.safetensors")
     DiT_models["DiT-Demo/2"]().load_state_dict(state, strict=True)
     assert state["final_layer.linear.weight"].abs().max() > 0
-    decoder = vae.load_vae(vae.find_vae(str(tmp_path / "vae")), torch.device("cpu"))
-    decoded = vae.decode(decoder, torch.randn(1, 4, 16, 16))
+    decoded = Decoder(find(str(tmp_path / "vae")), torch.device("cpu")).decode(torch.randn(1, 4, 16, 16))
     assert decoded.shape == (1, 3, SIZE, SIZE) and decoded.isfinite().all()
 
     large = dict(model="Large-DiT-Demo/2", vae=tmp_path / "vae", output=tmp_path / "large", save_dtype="float16")
@@ -146,11 +147,11 @@ def test_refused_before_any_work(program, flag, place, reason, monkeypatch, caps
 
 def test_committed_vae_reconstructs_fresh_pictures(fresh):
     model = AutoencoderKL.from_pretrained(DEMO / "vae", torch_dtype=torch.float32)
-    assert model.config.scaling_factor == vae.SCALE
+    assert model.config.scaling_factor == train.SCALE
     pictures = fresh[0][::4]
     assert train.reconstruction_psnr(model, pictures) > PSNR_BOUND
     with torch.no_grad():
-        latents = model.encode(from_bytes(pictures)).latent_dist.mean * vae.SCALE
+        latents = model.encode(from_bytes(pictures)).latent_dist.mean * train.SCALE
     assert 0.8 < latents.std() < 1.2
 
 

@@ -9,12 +9,13 @@ from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
 import sample_ddp
-from accel import loading, vae
+from accel import loading
+from accel.latents import files
 from accel.network import Plain
 from accel.parallel import processes
 
 found = {}
-prepare, evaluate, load_vae = loading.load, Plain.forward_blocks, vae.load_vae
+prepare, evaluate, load_decoder = loading.load, Plain.forward_blocks, files.load
 
 
 def prepare_and_note(weights, fit, model, tier, device, batch, **how):
@@ -28,13 +29,13 @@ def evaluate_and_note(self, h, *how):
     return evaluate(self, h, *how)
 
 
-def load_vae_and_note(*arguments):
+def load_decoder_and_note(*arguments):
     found["loaded a VAE"] = True
-    return load_vae(*arguments)
+    return load_decoder(*arguments)
 
 
 if __name__ == "__main__":
-    loading.load, Plain.forward_blocks, vae.load_vae = prepare_and_note, evaluate_and_note, load_vae_and_note
+    loading.load, Plain.forward_blocks, files.load = prepare_and_note, evaluate_and_note, load_decoder_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
         processes.launched_job = lambda *_: nullcontext(job)

@@ -28,7 +28,7 @@ from accel.errors import STOPPED, USAGE
 from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT, SiT_models
 from accel.graphs import Replayed
-from accel.vae.half import HalfDecoder
+from accel.latents.half import HalfDecoder
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
 FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 10]

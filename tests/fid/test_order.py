@@ -8,6 +8,7 @@ import torch
 from accel.door import fid as door
 from accel.errors import UsageError
 from accel.fid.folder import Order
+from accel.latents import LatentSpace
 from accel.options import FidOptions
 
 
@@ -73,7 +74,7 @@ RECORDED = {
     "--model", "--image-size", "--cfg-scale", "--num-sampling-steps", "--sampler", "--eta", "--global-seed",
     "--num-classes", "--precision", "--vae-precision", "--num-fid-samples", "--world-independent-noise",
     "--balanced-labels", "--per-proc-batch-size", "--ckpt (contents)", "--vae (contents)", "device", "torch",
-    "this code's kernels", "number of threads", "number of ranks",
+    "scale and shift of latents", "this code's kernels", "number of threads", "number of ranks",
 }  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
 
     The names stay, or no job that an earlier version began is resumed.
     """
-    monkeypatch.setattr(door.vae, "digest", lambda folder: "of the VAE")
+    monkeypatch.setattr(door, "digest", lambda space: "of the VAE")
 
     def settings(world=1, precision="fp32", vae_precision="fp32", digest="a", **changes):
         chosen = options(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
@@ -90,12 +91,13 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
             setattr(chosen, name, value)
         opened = SimpleNamespace(options=chosen, weights=SimpleNamespace(digest=lambda: digest))
         run = SimpleNamespace(device=torch.device("cpu"), tier=precision, process=SimpleNamespace(setting="plan of 3"))
-        decoder = SimpleNamespace(folder="v", load=lambda: SimpleNamespace(precision=vae_precision))
+        decoder = SimpleNamespace(load=lambda: SimpleNamespace(precision=vae_precision))
         return door.settings_of(opened, run, decoder, world)
 
     before = settings()
     assert set(before) == RECORDED and settings() == before and before["--vae (contents)"] == "of the VAE"
     others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b", forecast="plan")
+    others["space"] = LatentSpace(shift=1.0)
     for name, value in {**CHANGES, **others}.items():
         assert settings(**{name: value}) != before, name
     for name in ("ckpt", "vae", "device", "sample_dir"):

@@ -11,8 +11,8 @@ import evaluate
 from accel.door import plan_settings
 from accel.errors import UsageError
 from accel.forecast import write_plan
+from accel.latents.pixels import to_grid
 from accel.options import GridOptions
-from accel.vae import to_grid
 from accel.weights.checkpoint import Checkpoint
 from scripts import verify
 

@@ -8,15 +8,17 @@ import math
 import pytest
 import torch
 
-from accel import door, precision, vae
+from accel import door, precision
 from accel.families import DEMO
 from accel.graphs import Replayed
+from accel.latents import LatentSpace
+from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder, space_of
+from accel.latents.decoder import REQUIRED_PSNR, Decoder
+from accel.latents.files import FILES, find, load
+from accel.latents.half import HalfDecoder
 from accel.options import GridOptions, UsageError
-from accel.vae.decoder import SD_VAE_FT, Decoder
-from accel.vae.half import HalfDecoder
-from accel.vae.lazy import LazyDecoder
 
-CPU = torch.device("cpu")
+CPU, SPACE = torch.device("cpu"), LatentSpace()
 SHAPES = {
     "sd-vae-ft in small": {},
     "deeper, without attention": dict(
@@ -30,15 +32,25 @@ def random_decoder(device=CPU, gain=1.0, seed=0, **config):
     """Random weights whose pictures fill about the range (-1, 1)."""
     config = {**SD_VAE_FT, **dict(layers_per_block=1, block_out_channels=[8, 8, 16, 16], norm_num_groups=4), **config}
     generator = torch.Generator().manual_seed(seed)
-    decoder = Decoder(config)
+    decoder = KLDecoder(config)
     for value in decoder.parameters():
         draw = torch.randn(value.shape, generator=generator)
         value.data = draw * (gain / value[0].numel() ** 0.5) if value.ndim > 1 else value.data + 0.1 * draw
     return decoder.to(device).eval().requires_grad_(False)
 
 
-def noise(n, side, device=CPU, seed=1):
-    return torch.randn(n, 4, side, side, generator=torch.Generator().manual_seed(seed)).to(device)
+def noise(n, side, device=CPU, seed=1, channels=4):
+    return torch.randn(n, channels, side, side, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def checked(plain, precision="fp16", otherwise="fp32", space=SPACE, **how):
+    return Decoder(space, next(plain.parameters()).device, precision, otherwise, network=plain, **how).load()
+
+
+def float32(plain, latents, space=SPACE):
+    """Pixels by the float32 decoder, a picture at a time, with the process's switches."""
+    with torch.inference_mode():
+        return torch.cat([plain(space.to_decoder(one)) for one in latents.split(1)])
 
 
 def psnr(a, b):
@@ -49,7 +61,7 @@ def psnr(a, b):
 @torch.inference_mode()
 def test_the_same_mathematics(config):
     """In float32 to float32's accuracy; in float16 to the rounding of its GEMMs, which the check of weights allows."""
-    plain, z = random_decoder(**config), noise(1, 6) / vae.SCALE
+    plain, z = random_decoder(**config), noise(1, 6) / SPACE.scale
     want = plain(z)
     assert 0.1 < want.std() < 2
     for dtype, bound in ((torch.float32, 1e-5), (torch.float16, 3e-3)):
@@ -59,13 +71,13 @@ def test_the_same_mathematics(config):
 
 
 def test_the_demos_decoder_runs_in_float16():
-    plain = vae.load_vae(DEMO / "vae", CPU)
-    checked = vae.CheckedDecoder(plain, "fp16", "fp32")
-    assert checked.precision == "fp16" and checked.refusal is None
+    plain = load(find(DEMO / "vae"), CPU)
+    decoder = checked(plain)
+    assert decoder.precision == "fp16" and decoder.refusal is None
     z = noise(2, 16, seed=3)
-    got, want = vae.decode(checked, z), vae.decode(plain, z)
+    got, want = decoder.decode(z), float32(plain, z)
     assert not torch.equal(got, want) and min(psnr(a, b) for a, b in zip(got, want)) > 70
-    assert torch.equal(got[1:], vae.decode(checked, z[1:]))  # the same alone and in a batch
+    assert torch.equal(got[1:], decoder.decode(z[1:]))  # the same alone and in a batch
 
 
 def test_checking_leaves_the_random_stream_alone():
@@ -73,7 +85,7 @@ def test_checking_leaves_the_random_stream_alone():
     torch.manual_seed(5)
     want = torch.randn(3)
     torch.manual_seed(5)
-    vae.CheckedDecoder(plain, "fp16", "fp32")
+    checked(plain)
     assert torch.equal(torch.randn(3), want)
 
 
@@ -97,8 +109,8 @@ def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, c
     from safetensors.torch import save_file
 
     plain = make()
-    (tmp_path / vae.FILES[0]).write_text((tiny_vae / vae.FILES[0]).read_text())
-    save_file(plain.state_dict(), tmp_path / vae.FILES[1])
+    (tmp_path / FILES[0]).write_text((tiny_vae / FILES[0]).read_text())
+    save_file(plain.state_dict(), tmp_path / FILES[1])
     options = GridOptions(
         model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
     ).resolve()
@@ -108,37 +120,52 @@ def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, c
     got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])
     [line] = capsys.readouterr().out.splitlines()
     assert reason in line and "decoding in float32" in line and decoder.load().precision == "fp32"
-    assert torch.equal(got, vae.decode(plain, latents)) and got.isfinite().all()
+    assert torch.equal(got, float32(plain, latents)) and got.isfinite().all()
+
+
+WIDE = dict(latent_channels=16, block_out_channels=[8, 8, 12, 16, 16], up_block_types=["UpDecoderBlock2D"] * 5)
+
+
+@pytest.mark.parametrize("gain, refusal", ((1.0, None), (1e6, "overflows float16")))
+def test_the_check_is_in_the_decoders_own_space(gain, refusal):
+    """The noise that is compared has the space's channels, and its scale decides whether float16 holds it."""
+    config = {**SD_VAE_FT, **WIDE, "latents_mean": [0.0] * 16, "latents_std": [gain] * 16}
+    plain, space = random_decoder(**WIDE), space_of(config, DEMO)
+    assert (space.channels, space.factor) == (16, 16)
+    decoder, z = checked(plain, space=space), noise(2, 4, channels=16)
+    assert (refusal is None) == (decoder.refusal is None) and (refusal or "") in (decoder.refusal or "")
+    got, want = decoder.decode(z), float32(plain, z, space)
+    assert got.shape == (2, 3, 64, 64) and torch.allclose(got, want, atol=0.01)
+    assert torch.equal(got, want) == (refusal is not None)
 
 
 @torch.inference_mode()
 def test_the_refusal_names_the_psnr_over_the_whole_range():
     """Pixels lie in (-1, 1): a range of 2."""
     plain = coarse()
-    z = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0)) / vae.SCALE
+    z = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0)) / SPACE.scale
     lost = psnr(HalfDecoder(plain)(z), plain(z))
-    assert f"({lost:.1f} dB from float32" in vae.CheckedDecoder(plain, "fp16", "fp32").refusal
+    assert f"({lost:.1f} dB from float32" in checked(plain).refusal
 
 
 def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     plain = random_decoder()
-    checked = vae.CheckedDecoder(plain, "fp16", "tf32")
+    decoder = checked(plain, otherwise="tf32")
     latents = noise(4, 4)
     latents[[1, 3]] *= 1e6  # beyond float16; in float32 the norms cancel it
     assert capsys.readouterr().out == ""
-    got, want = vae.decode(checked, latents), vae.decode(plain, latents)
+    got, want = decoder.decode(latents), float32(plain, latents)
     [line] = capsys.readouterr().out.splitlines()
     assert "overflows the float16 decoder" in line and want.isfinite().all()
     assert [torch.equal(a, b) for a, b in zip(got, want)] == [False, True, False, True]
-    assert torch.equal(got, torch.cat([vae.decode(checked, one) for one in latents.split(1)]))
+    assert torch.equal(got, torch.cat([decoder.decode(one) for one in latents.split(1)]))
     assert capsys.readouterr().out == ""  # said once
 
 
 def test_a_decoder_that_gives_nan_stops_the_run():
     """As bytes, NaN would be black."""
-    folder = DEMO / "vae"
-    decoder = LazyDecoder(str(folder), folder, "fp32", "fp32", CPU)
-    decoder.load().plain.decoder.conv_out.bias[1] = float("nan")
+    decoder = Decoder(find(DEMO / "vae"), CPU)
+    decoder.load().network.decoder.conv_out.bias[1] = float("nan")
     with pytest.raises(UsageError, match="vae=.*demo/vae: decodes finite latents to pixels that are not finite"):
         decoder.decode(noise(1, 4))
 
@@ -182,13 +209,13 @@ def test_sd_vae_ft_at_512px(switches):
     )
     z = noise(2, 64, device)
     precision.apply_precision("fp32", device)
-    want = vae.decode(plain, z)
-    assert torch.equal(vae.decode(vae.CheckedDecoder(plain, "fp32", "fp32"), z), want)
+    want = float32(plain, z)
+    assert torch.equal(checked(plain, "fp32").decode(z), want)
     precision.apply_precision("fp16", device)
-    checked = vae.CheckedDecoder(plain, "fp16", "tf32")
-    got = vae.decode(checked, z)
-    assert checked.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > vae.REQUIRED_PSNR
-    assert torch.equal(got, vae.decode(checked, z)) and torch.equal(got[1:], vae.decode(checked, z[1:]))
+    decoder = checked(plain, otherwise="tf32")
+    got = decoder.decode(z)
+    assert decoder.precision == "fp16" and min(psnr(a, b) for a, b in zip(got, want)) > REQUIRED_PSNR
+    assert torch.equal(got, decoder.decode(z)) and torch.equal(got[1:], decoder.decode(z[1:]))
 
 
 @pytest.mark.gpu
@@ -199,9 +226,9 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(switches, capsys):
     plain = random_decoder(device, **SD_VAE_FT)
     latents = noise(4, 32, device)
     latents[[1, 3]] *= 1e6
-    want = vae.decode(plain, latents)
-    direct, captured = (vae.CheckedDecoder(plain, "fp16", "tf32", captured) for captured in (False, True))
-    got = [vae.decode(decoder, latents) for decoder in (direct, captured, captured)]
+    want = float32(plain, latents)
+    direct, captured = (checked(plain, otherwise="tf32", captured=captured) for captured in (False, True))
+    got = [decoder.decode(latents) for decoder in (direct, captured, captured)]
     assert isinstance(captured.half, Replayed) and len(captured.half.graphs) == 1
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     assert [torch.equal(a, b) for a, b in zip(got[1], want)] == [False, True, False, True]
@@ -211,8 +238,8 @@ def test_a_captured_decoder_gives_the_direct_ones_bits(switches, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_picture_that_does_not_fit_is_one_line(captured, switches):
-    device, folder = torch.device("cuda"), DEMO / "vae"
-    decoder = LazyDecoder(str(folder), folder, "fp16", "tf32", device, captured)
+    device = torch.device("cuda")
+    decoder = Decoder(find(DEMO / "vae"), device, "fp16", "tf32", captured)
     decoder.decode(noise(1, 16, device))
     free = torch.cuda.memory_reserved() + 2**26
     torch.cuda.set_per_process_memory_fraction(free / torch.cuda.get_device_properties(0).total_memory)

@@ -1,8 +1,8 @@
-"""The decoder in float16, for one picture at a time: the mathematics of accel/vae/decoder.py, arranged for a GPU.
+"""The decoder in float16, for one picture at a time: the mathematics of autoencoder_kl.py, arranged for a GPU.
 
 Convolutions and the attention's GEMMs read and write float16 and accumulate in float32, in channels_last layout as
 tensor cores want it. The residual stream inside a block, biases, norms and softmax statistics are float32. A value that
-overflows float16 enters the statistics of a GroupNorm and turns the whole picture into NaN, which CheckedDecoder looks
+overflows float16 enters the statistics of a GroupNorm and turns the whole picture into NaN, which decoder.py looks
 for. Nearest upsampling and the convolution after it are one transposed convolution, with 4/9 of the multiplications.
 """
 
@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from accel.kernels.group_norm import Sum, add, group_norm
-from accel.vae.decoder import Attention, Decoder, Residual
+from accel.latents.autoencoder_kl import Attention, KLDecoder, Residual
 
 
 class HalfDecoder:
-    """Latents (1, 4, L, L) float32, unscaled → pixels (1, 3, 8L, 8L) float32.
+    """The decoder's input (1, C, L, L) → pixels (1, 3, H, W), both float32.
 
     decoder: the float32 decoder; its weights are converted once, here. dtype: of the GEMMs and convolutions.
     """
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype = torch.float16):
+    def __init__(self, decoder: KLDecoder, dtype: torch.dtype = torch.float16):
         self.decoder, self.dtype = decoder, dtype
         self.weights = {}  # layer → its weights in dtype
         self.biases = {}  # Residual → all biases that its sum receives
@@ -57,7 +57,7 @@ class HalfDecoder:
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
         outer, layers = self.decoder, self.decoder.decoder
-        z = z if outer.post_quant_conv is None else outer.post_quant_conv(z)  # 4 × 4: stays in float32
+        z = z if outer.post_quant_conv is None else outer.post_quant_conv(z)  # C × C: stays in float32
         z = z.to(self.dtype, memory_format=torch.channels_last)
         x = add(self._convolve(layers.conv_in, z), layers.conv_in.bias)
         for block in (layers.mid_block, *layers.up_blocks):

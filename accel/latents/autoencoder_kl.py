@@ -1,50 +1,99 @@
-"""The decoder half of the latent-diffusion autoencoder (Rombach et al. 2022, arXiv:2112.10752), as sd-vae-ft-* has it.
+"""The decoder half of the latent-diffusion autoencoder (Rombach et al. 2022, arXiv:2112.10752).
 
-It gives the same bits as diffusers' AutoencoderKL from the same files.
+It gives the same bits as diffusers' AutoencoderKL from the same files, of any sizes and numbers of levels and latent
+channels. Other kinds of blocks are refused.
 """
 
 # Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to sample.
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from accel.errors import shown
+from accel.latents import LatentSpace
+
 EPS = 1e-6
-LEVELS = 4  # of resolution: three upsamplings are the factor of 8 between latents and pixels
-FIXED = {"act_fn": "silu", "latent_channels": 4, "out_channels": 3, "up_block_types": ["UpDecoderBlock2D"] * LEVELS}
+STATISTICS = ("latents_mean", "latents_std")
+OF_LATENTS = ("scaling_factor", "shift_factor", *STATISTICS)
 FLAGS = ("use_post_quant_conv", "mid_block_add_attention")
-# What AutoencoderKL takes for entries that a config.json lacks, and config.json of sd-vae-ft-ema and sd-vae-ft-mse.
-DEFAULTS = {**FIXED, **dict.fromkeys(FLAGS, True), "norm_num_groups": 32, "layers_per_block": 1}
+# AutoencoderKL's values for the entries of config.json that decide a decoder's function, and those of sd-vae-ft-*.
+DEFAULTS = {
+    "act_fn": "silu",
+    "block_out_channels": [64],
+    "latent_channels": 4,
+    "layers_per_block": 1,
+    "norm_num_groups": 32,
+    "out_channels": 3,
+    "scaling_factor": 0.18215,
+    "shift_factor": None,
+    "up_block_types": ["UpDecoderBlock2D"],
+    **dict.fromkeys(STATISTICS),
+    **dict.fromkeys(FLAGS, True),
+}
 SD_VAE_FT = {
     **DEFAULTS,
     "_class_name": "AutoencoderKL",
-    "layers_per_block": 2,
     "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-
-
-MOST_CHANNELS, MOST_LAYERS = 8192, 64  # far beyond any: a damaged config.json should not take minutes
+MOST_CHANNELS, MOST_LAYERS, MOST_LEVELS = 8192, 64, 8  # far beyond any: a damaged config.json should not take minutes
+LARGEST = 1e6  # of scales and shifts, far beyond any
 
 
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with AutoencoderKL's defaults. Raises ValueError for an entry that no VAE like sd-vae-ft-* has."""
+    """The entries of a config.json that decide the decoder's function, with AutoencoderKL's defaults. Raises ValueError
+    for an entry that is damaged or asks for another function than is computed here."""
 
     def is_size(value, most=MOST_CHANNELS):
         return type(value) is int and 0 < value <= most
 
-    entries = {"block_out_channels": None, **DEFAULTS, **config}
-    widths = entries["block_out_channels"]
-    valid = {name: entries[name] == value for name, value in FIXED.items()}
-    valid |= {name: isinstance(entries[name], bool) for name in FLAGS}
-    valid["norm_num_groups"] = is_size(entries["norm_num_groups"])
-    valid["layers_per_block"] = is_size(entries["layers_per_block"], MOST_LAYERS)
-    valid["block_out_channels"] = isinstance(widths, list) and len(widths) == LEVELS and all(map(is_size, widths))
+    def is_number(value, least=-LARGEST):
+        return type(value) in (int, float) and least <= value <= LARGEST  # false for NaN
+
+    def is_scale(value):
+        return is_number(value, 1 / LARGEST)
+
+    def has_one_a_channel(values, check):
+        return isinstance(values, list) and len(values) == entries["latent_channels"] and all(map(check, values))
+
+    entries = {name: config.get(name, value) for name, value in DEFAULTS.items()}
+    widths, shift, mean, std = (entries[name] for name in ("block_out_channels", "shift_factor", *STATISTICS))
+    is_plain, is_list = mean is None and std is None, isinstance(widths, list) and 0 < len(widths) <= MOST_LEVELS
+    valid = {name: isinstance(entries[name], bool) for name in FLAGS} | {
+        "act_fn": entries["act_fn"] == "silu",
+        "out_channels": entries["out_channels"] == 3,
+        "latent_channels": is_size(entries["latent_channels"]),
+        "norm_num_groups": is_size(entries["norm_num_groups"]),
+        "layers_per_block": is_size(entries["layers_per_block"], MOST_LAYERS),
+        "block_out_channels": is_list and all(map(is_size, widths)),
+        "up_block_types": is_list and entries["up_block_types"] == ["UpDecoderBlock2D"] * len(widths),
+        "scaling_factor": is_scale(entries["scaling_factor"]),
+        "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),
+        "latents_mean": is_plain or has_one_a_channel(mean, is_number),
+        "latents_std": is_plain or has_one_a_channel(std, is_scale),
+    }
     for name, is_valid in valid.items():
         if not is_valid:
-            raise ValueError(f"{name} is {str(entries[name])[:80]}")
+            raise ValueError(f"{name} is {shown(entries[name])}")
     return entries
+
+
+def space_of(entries: dict[str, Any], folder: Path) -> LatentSpace:
+    """The latent space that the entries of `check_config` describe."""
+    return LatentSpace(
+        channels=entries["latent_channels"],
+        factor=2 ** (len(entries["block_out_channels"]) - 1),
+        scale=entries["scaling_factor"],
+        shift=entries["shift_factor"] or 0.0,
+        mean=tuple(entries["latents_mean"] or ()),
+        std=tuple(entries["latents_std"] or ()),
+        decoder=folder,
+    )
 
 
 class Residual(nn.Module):
@@ -103,13 +152,13 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self, widths: list[int], layers: int, groups: int, attention: bool):
+    def __init__(self, channels: int, widths: list[int], layers: int, groups: int, attention: bool):
         super().__init__()
         widths = widths[::-1]
-        self.conv_in = nn.Conv2d(4, widths[0], 3, padding=1)
+        self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
         self.mid_block = Block(widths[0], widths[0], 2, groups, attention, upsample=False)
         self.up_blocks = nn.ModuleList(
-            Block(widths[max(i - 1, 0)], width, layers, groups, False, upsample=i + 1 < LEVELS)
+            Block(widths[max(i - 1, 0)], width, layers, groups, False, upsample=i + 1 < len(widths))
             for i, width in enumerate(widths)
         )
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
@@ -126,8 +175,8 @@ class Layers(nn.Module):
 _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-class Decoder(nn.Module):
-    """Latents (N, 4, L, L), unscaled → pixels (N, 3, 8L, 8L). Its state-dict keys are AutoencoderKL's.
+class KLDecoder(nn.Module):
+    """The decoder's input (N, C, L, L) → pixels (N, 3, H, W). Its state-dict keys are AutoencoderKL's.
 
     config: an AutoencoderKL's config.json as a dict. Raises ValueError as check_config does.
     """
@@ -135,8 +184,10 @@ class Decoder(nn.Module):
     def __init__(self, config: dict[str, Any]):
         super().__init__()
         config = check_config(config)
-        self.post_quant_conv = nn.Conv2d(4, 4, 1) if config["use_post_quant_conv"] else None
+        channels = config["latent_channels"]
+        self.post_quant_conv = nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
         self.decoder = Layers(
+            channels,
             config["block_out_channels"],
             config["layers_per_block"] + 1,
             config["norm_num_groups"],

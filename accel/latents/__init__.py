@@ -1,0 +1,35 @@
+"""Latent spaces: what a network's latents mean to the decoder that turns them into pixels. Imports no torch.
+
+files.py finds and reads a decoder, decoder.py runs it picture by picture, autoencoder_kl.py and half.py are its
+mathematics, pixels.py turns pixels into bytes.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # torch is slow to import
+    from torch import Tensor
+
+
+class LatentSpace(NamedTuple):
+    """The space of a network's latents. The defaults are those of sd-vae-ft-*.
+
+    channels: of a latent. factor: pixels of a picture's side for one of the latent's. scale, shift, or mean and std by
+    channel: see `to_decoder`. decoder: the folder with the decoder's files; None where no picture is decoded.
+    """
+
+    channels: int = 4
+    factor: int = 8
+    scale: float = 0.18215  # gives the latents of sd-vae-ft-* about unit variance
+    shift: float = 0.0
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    decoder: Path | None = None
+
+    def to_decoder(self, latents: "Tensor") -> "Tensor":
+        """Latents (n, C, L, L) → the decoder's input: latents / scale + shift, or latents · std / scale + mean, as
+        diffusers' pipelines do."""
+        if self.std:
+            mean, std = (latents.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
+            return latents * std / self.scale + mean
+        return latents / self.scale + self.shift if self.shift else latents / self.scale

@@ -1,0 +1,91 @@
+"""Latents to pixels to bytes, against diffusers and torchvision: every space's scale, every size of decoder."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from decoders import SCALES, by_pipelines, levels, random_vae
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from accel.latents.decoder import Decoder
+from accel.latents.files import FILES, find
+from accel.latents.pixels import to_grid, to_uint8
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 8])
+def test_grid_is_torchvisions_save_image(tmp_path, n):
+    from torchvision.utils import save_image
+
+    pixels = torch.randn(n, 3, 24, 16, generator=torch.Generator().manual_seed(n))
+    pixels[0, :, 0, :4] = torch.tensor([-1.0, 1.0, 0.0, 1 / 255])
+    save_image(pixels, tmp_path / "theirs.png", nrow=4, normalize=True, value_range=(-1, 1))
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "theirs.png")), to_grid(pixels).numpy())
+
+
+def test_to_uint8_truncates_as_fid_jobs_do():
+    levels = torch.arange(256.0)
+    exact = (levels - 127.5) / 127.5
+    got = to_uint8(exact.view(1, 1, 16, 16).expand(1, 3, 16, 16))
+    assert got.shape == (1, 16, 16, 3) and got.dtype == torch.uint8
+    assert (got[0, ..., 0].flatten().int() - levels.int()).abs().max() <= 1
+    assert to_uint8(torch.tensor([-9.0, 9.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)).tolist() == [[[[0] * 3, [255] * 3]]]
+
+
+def test_pixels_do_not_depend_on_the_batch(tiny_vae):
+    decoder, latents = Decoder(find(tiny_vae), CPU), torch.randn(3, 4, 8, 8)
+    pixels = decoder.decode(latents)
+    assert pixels.shape == (3, 3, 64, 64) and not any(one.requires_grad for one in decoder.network.parameters())
+    assert torch.equal(pixels[1:2], decoder.decode(latents[1:2]))
+
+
+ARCHITECTURES = {
+    "sd-vae-ft in small": {},
+    "deeper, without attention": levels(8, 16, 12, 12, layers_per_block=2, mid_block_add_attention=False),
+    "without the convolution before": dict(use_post_quant_conv=False, use_quant_conv=False),
+    "16 channels, factor 16": levels(8, 8, 12, 16, 16, latent_channels=16),
+    "3 channels, factor 4": levels(8, 12, 16, latent_channels=3),
+    "factor 1": levels(8),
+}
+
+
+@pytest.mark.parametrize("change", [*ARCHITECTURES.values(), *SCALES.values()], ids=[*ARCHITECTURES, *SCALES])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_decodes_what_diffusers_decodes_bit_for_bit(change, pickled, tmp_path, tiny_vae):
+    theirs = random_vae(tiny_vae, change)
+    theirs.save_pretrained(tmp_path, safe_serialization=not pickled)
+    space = find(tmp_path)
+    latents = torch.randn(2, theirs.config.latent_channels, 8, 8)
+    want = by_pipelines(theirs, latents)
+    assert space.channels == latents.shape[1] and want.shape[-1] == 8 * space.factor and want.std() > 0.05
+    assert torch.equal(Decoder(space, CPU).decode(latents), want)
+
+
+def test_a_config_without_a_factor_has_diffusers_default(tmp_path, tiny_vae):
+    for name in FILES:
+        (tmp_path / name).write_bytes((tiny_vae / name).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("scaling_factor", "shift_factor", "latents_mean", "latents_std"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find(tmp_path)[:-1] == find(tiny_vae)[:-1] and find(tmp_path).scale == 0.18215
+
+
+def test_deprecated_attention_names_load(tiny_vae, tmp_path):
+    """The published sd-vae-ft-* files name the attention's projections query, key, value and proj_attn."""
+    names = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    state = load_file(tiny_vae / FILES[1])
+    old = {}
+    for key, value in state.items():
+        for new, name in names.items():
+            key = key.replace(f"attentions.0.{new}.", f"attentions.0.{name}.")
+        old[key] = value
+    assert old.keys() != state.keys()
+    save_file(old, tmp_path / FILES[1], metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((tiny_vae / "config.json").read_text())
+    latents = torch.randn(1, 4, 4, 4)
+    a, b = (Decoder(find(folder), CPU).decode(latents) for folder in (tiny_vae, tmp_path))
+    assert torch.equal(a, b)

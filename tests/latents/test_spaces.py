@@ -1,0 +1,142 @@
+"""A decoder's own space at every door: its scale, its channels, its factor."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from decoders import SCALES, by_pipelines, levels, random_vae
+from hub import Hub
+from networks import transformer
+from PIL import Image
+
+from accel import Sampler, door
+from accel.errors import USAGE, UsageError
+from accel.latents.files import find
+from accel.latents.pixels import to_grid
+from models import DiT_models
+
+SHORT = dict(device="cpu", num_sampling_steps=2)
+FLAGS = ["--device", "cpu", "--num-sampling-steps", 2]
+
+
+def pipeline(vae):
+    from diffusers import DDIMScheduler, DiTPipeline
+
+    return DiTPipeline(transformer(), vae, DDIMScheduler())
+
+
+def picture(vae, latents):
+    return to_grid(by_pipelines(vae, latents)).numpy()
+
+
+@pytest.mark.parametrize("change", SCALES.values(), ids=SCALES)
+def test_every_door_decodes_as_diffusers(change, tiny_vae, tmp_path, here):
+    pipe = pipeline(random_vae(tiny_vae, change))
+    pipe.save_pretrained(tmp_path / "pipe")
+    for model in (pipe, str(tmp_path / "pipe")):
+        with Sampler(model, **SHORT) as sampler:
+            latents, [got] = sampler.latents(207, seed=1), sampler.sample(207, seed=1)
+            want = picture(pipe.vae, latents)
+            assert np.array_equal(np.asarray(got), want) and want.std() > 5
+    named = ["--ckpt", tmp_path / "pipe" / "transformer", "--vae", tmp_path / "pipe" / "vae", "--labels", 207]
+    done = here("sample.py", *FLAGS, *named, "--seed", 1, "--output", tmp_path / "x.png")
+    assert done.returncode == 0, done.stderr
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "x.png")), want)
+
+
+def test_a_decoder_is_found_once(tiny_vae, tmp_path, monkeypatch):
+    """Named, or a pipeline's own."""
+    pipeline(random_vae(tiny_vae, {})).save_pretrained(tmp_path / "pipe")
+    found = []
+    monkeypatch.setattr(door, "find", lambda name: found.append(name) or find(name))
+    for vae in (tiny_vae, None):
+        with Sampler(str(tmp_path / "pipe"), vae=vae, **SHORT) as sampler:
+            sampler.sample(3)
+    assert found == [str(tiny_vae), str(tmp_path / "pipe" / "vae")]
+
+
+def test_what_the_caller_set_in_a_config_counts(tiny_vae):
+    """Pipelines read attributes; `register_to_config` sets entries too."""
+    pipe, own = pipeline(random_vae(tiny_vae, {})), random_vae(tiny_vae, {})
+    pipe.vae.config.scaling_factor = 0.13025
+    own.register_to_config(shift_factor=0.5)
+    for how, vae in (({}, pipe.vae), (dict(vae=own), own), (dict(vae=torch.compile(own)), own)):
+        with Sampler(pipe, **SHORT, **how) as sampler:
+            assert np.array_equal(np.asarray(sampler.sample(3)[0]), picture(vae, sampler.latents(3)))
+    for wrong in (float("nan"), torch.tensor(0.2), None):
+        pipe.vae.config.scaling_factor = wrong
+        with pytest.raises(UsageError, match="vae=.*config.json: scaling_factor is [^\n]*$"):
+            Sampler(pipe, **SHORT)
+
+
+def test_decoders_of_another_class_are_refused_by_name(tiny_vae):
+    from diffusers import AutoencoderKL, AutoencoderTiny, VQModel
+
+    class Own(AutoencoderKL):
+        def decode(self, z, **how):
+            return super().decode(2 * z, **how)
+
+    for other in (Own.from_pretrained(tiny_vae), AutoencoderTiny(), VQModel()):
+        with pytest.raises(UsageError, match=f"vae={type(other).__name__}: give ema, mse, a folder or an Auto"):
+            Sampler(pipeline(None), vae=other, **SHORT)
+
+
+def test_a_hubs_pipeline_with_another_decoder_is_refused(tmp_path, run):
+    """Not decoded by sd-vae-ft-ema in its place."""
+    from diffusers import AutoencoderTiny
+
+    pipeline(AutoencoderTiny()).save_pretrained(tmp_path / "pipe")
+    how = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
+    with Hub("someone/pipe", tmp_path / "pipe") as hub:
+        done = run("sample.py", *FLAGS, "--ckpt", "someone/pipe", HF_ENDPOINT=hub.url, **how)
+    assert done.returncode == USAGE and "config.json: describes AutoencoderTiny, not AutoencoderKL" in done.stderr
+
+
+@pytest.mark.parametrize("channels, widths", [(3, (8, 12, 16)), (16, (8, 8, 12, 16, 16))])
+def test_channels_and_factor_are_the_decoders(channels, widths, tiny_vae, tmp_path, here):
+    """Of a file, a module and an FID job: 3 channels at factor 4, 16 at factor 16."""
+    factor, side = 2 ** (len(widths) - 1), 8
+    vae = random_vae(tiny_vae, levels(*widths, latent_channels=channels))
+    vae.save_pretrained(tmp_path / "vae")
+    module = fill(DiT_models["DiT-S/4"](input_size=side, in_channels=channels, num_classes=10))
+    torch.save(module.state_dict(), tmp_path / "own.pt")
+    with Sampler(module, vae=tmp_path / "vae", **SHORT) as sampler:
+        latents, [got] = sampler.latents(7), sampler.sample(7)
+    assert latents.shape == (1, channels, side, side) and got.size == (factor * side, factor * side)
+    assert np.array_equal(np.asarray(got), picture(vae, latents))
+    named = ["--ckpt", tmp_path / "own.pt", "--num-classes", 10, *FLAGS]
+    done = here("sample.py", *named, "--vae", tmp_path / "vae", "--labels", 7, "--output", tmp_path / "x.png")
+    assert done.returncode == 0 and "weights trained at" not in done.stdout, done.stderr
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "x.png")), np.asarray(got))
+    job = ["--num-fid-samples", 2, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"]
+    done = here("sample_ddp.py", *named, "--vae", tmp_path / "vae", *job)
+    assert done.returncode == 0, done.stderr
+    [npz] = (tmp_path / "samples").glob("*.npz")
+    assert np.load(npz)["arr_0"].shape == (2, factor * side, factor * side, 3)
+    done = here("sample.py", *named, "--vae", tiny_vae, "--output", tmp_path / "y.png")
+    assert done.returncode == USAGE and done.stderr.count("\n") == 1
+    assert f"--vae {tiny_vae}: decodes latents of 4 channels, and DiT-S/4 makes {channels}; give" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "change, named", [(dict(norm_num_groups=8), "--vae (contents)"), (dict(scaling_factor=0.5), "latents [0.5, 0.0]")]
+)
+def test_a_job_is_not_resumed_with_another_decoder(change, named, demo, tiny_vae, tmp_path, here):
+    """The same tensors, another function: what config.json says decides pixels, too."""
+    shutil.copytree(tiny_vae, tmp_path / "vae")
+    config = json.loads((tmp_path / "vae" / "config.json").read_text())
+    job = ["--num-fid-samples", 4, "--per-proc-batch-size", 2]
+    command = [*demo[:4], *FLAGS, "--vae", tmp_path / "vae", *job, "--sample-dir", tmp_path / "samples"]
+    assert here("sample_ddp.py", *command).returncode == 0
+    [npz] = (tmp_path / "samples").glob("*.npz")
+    want = npz.read_bytes()
+    npz.unlink()
+    (npz.with_suffix("") / "000003.png").unlink()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | change))
+    done = here("sample_ddp.py", *command)
+    assert done.returncode == USAGE and named in done.stderr and "begun with" in done.stderr, done.stderr
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    assert here("sample_ddp.py", *command).returncode == 0 and npz.read_bytes() == want
