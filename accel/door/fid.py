@@ -10,7 +10,7 @@ import torch
 from accel import kernels
 from accel.door import Opened, digest_of, enough_memory, guidance_of
 from accel.errors import UsageError
-from accel.families import family_of
+from accel.families import DEMO
 from accel.fid import Maker
 from accel.fid.folder import CODE, Order
 from accel.flags import flag_names
@@ -43,7 +43,7 @@ def order_of(options: FidOptions) -> Order:
         seed=options.seed,
         num_classes=options.num_classes,
         image_size=options.image_size,
-        latent=(options.fit.in_channels, options.latent_size, options.latent_size),
+        latent=(options.space.channels, options.latent_size, options.latent_size),
         copies=guidance_of(options).copies,
         balanced=options.balanced_labels,
         independent=options.world_independent_noise,
@@ -60,8 +60,7 @@ def folder_of(options: FidOptions) -> Path:
 
     def name(flag):
         value = getattr(options, flag)
-        family = family_of(options.model)
-        own = family and value == getattr(family.models[options.model], flag)
+        own = value is None or Path(value).is_relative_to(DEMO)
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
     changed = f"-{options.sampler}" * (options.sampler not in ("ddpm", "ddim", "sde"))
