@@ -45,6 +45,8 @@ def checked(options: object, item: Field) -> Any:
             raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")
         return tuple(_converted(name, one, kind, name == "labels") for one in value)
     value = _converted(name, value, kind)
+    if value == "":
+        raise UsageError(f"`{name}`: is empty; give a value, or leave it out")
     choices, bounds = item.metadata.get("choices"), item.metadata.get("bounds")
     if choices and value not in choices:
         raise UsageError(f"`{name}={shown(value)}`: choose from {', '.join(choices)}")

@@ -96,9 +96,9 @@ LONG = ["--num-sampling-steps", 1000, "--labels", 1, 2]
 @pytest.mark.parametrize(
     "ask, status, line",
     [
-        (lambda job: os.write(job.ours, b"\x03"), INTERRUPTED, "interrupted; nothing was written"),  # Ctrl-C
-        (lambda job: job.process.send_signal(signal.SIGINT), INTERRUPTED, "interrupted; nothing was written"),
-        (lambda job: job.process.send_signal(signal.SIGTERM), STOPPED, "stopped; nothing was written"),
+        (lambda job: os.write(job.ours, b"\x03"), INTERRUPTED, "interrupted"),  # Ctrl-C
+        (lambda job: job.process.send_signal(signal.SIGINT), INTERRUPTED, "interrupted"),
+        (lambda job: job.process.send_signal(signal.SIGTERM), STOPPED, "stopped; start again with the same command"),
         (lambda job: os.kill(job.ranks[1], signal.SIGKILL), 1, "rank 1 of 2: ended by signal 9"),
     ],
     ids=["ctrl-c", "SIGINT", "SIGTERM", "a killed rank"],
