@@ -392,11 +392,11 @@ def main(argv: list[str] | None = None) -> int:
             bad = step is prepare or isinstance(error, (BadInput, OSError))  # a name that no file system takes too
             report["error"] = f"{error!s:.500}" if bad else repr(error)
             report["exit_status"] = BAD_INPUT if bad else EXIT_STATUS["NONE"]
+            if output:
+                output.unlink(missing_ok=True)  # torn by a full disk; a run that failed is still reported
             print(f"evaluate.py: {shown(report['error'])}", file=sys.stderr)
             if step is prepare:
                 break
-            if output:
-                output.unlink(missing_ok=True)  # torn by a full disk; a run that failed is still reported
     return report["exit_status"]
 
 

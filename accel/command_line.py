@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
-from accel.errors import INTERRUPTED, USAGE, UsageError, out_of_memory, printable
+from accel.errors import INTERRUPTED, USAGE, UsageError, full_disk, out_of_memory, printable
 from accel.flags import flag_names
 from accel.options import GridOptions, Options
 
@@ -100,11 +100,11 @@ def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) ->
 
 @contextmanager
 def user_errors(parser: OneLineParser) -> Iterator[None]:
-    """Turn a UsageError and the want of memory into a line and exit status 2, Ctrl-C into a line and 130."""
+    """Turn a UsageError, too little memory and a full disk into a line and exit status 2, Ctrl-C into one and 130."""
     try:
         yield
     except Exception as error:
-        mistake = error if isinstance(error, UsageError) else out_of_memory(error)
+        mistake = error if isinstance(error, UsageError) else out_of_memory(error) or full_disk(error)
         if mistake is None:
             raise
         parser.exit(USAGE, f"{parser.prog}: {parser.worded(mistake)}\n")

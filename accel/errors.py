@@ -1,5 +1,6 @@
 """How a command ends when it does not succeed: the errors it reports in one line, and its exit statuses."""
 
+import errno
 import json
 import os
 import re
@@ -65,6 +66,14 @@ def out_of_memory(error: BaseException) -> UsageError | None:
         return UsageError(
             "memory ran out; use a smaller `image_size` or model, fewer pictures at a time, or fewer processes"
         )
+    return None
+
+
+def full_disk(error: BaseException) -> UsageError | None:
+    """Return the line for an error by which a disk, a quota or a limit on file sizes refuses a write, else None."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        where = f"{error.filename}: " if error.filename else ""
+        return UsageError(f"{where}{error.strerror}; free some space, or choose another place")
     return None
 
 

@@ -21,10 +21,10 @@ def flag(default: Any, help: str, **argument) -> Any:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
+    """A whole number from 1 to a million, for argparse."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    if not 1 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be from 1 to 1,000,000")
     return value
 
 

@@ -60,8 +60,8 @@ def _require_seed(seed):
 
 def _check_process(options):
     weights, scale = options.weights, options.cfg_scale
-    if not 1 <= scale < float("inf"):
-        raise UsageError(f"`cfg_scale={scale:g}`: must be at least 1 (1 is no guidance)")
+    if not 1 <= scale <= 10**6:
+        raise UsageError(f"`cfg_scale={scale:g}`: must be from 1, no guidance, to 1,000,000")
     if weights is not None and not weights.null_class and scale != 1:
         raise UsageError(
             f"`cfg_scale={scale:g}`: guidance needs a null class, and these weights were trained without "
@@ -89,8 +89,10 @@ def _check_sampler(options):
     if (sampler in FLOWS) != options.flow:
         kind, others = ("SiT", FLOWS) if options.flow else ("DiT", [name for name in SAMPLERS if name not in FLOWS])
         raise UsageError(f"`sampler={sampler}`: is not for a {kind}, which {model} is; use {', '.join(others)}")
-    if sampler == "sde" and options.num_sampling_steps < 2:
-        raise UsageError(f"`num_sampling_steps={options.num_sampling_steps}`: must be at least 2 for `sampler=sde`")
+    # Of 1000 steps diffusers rounds two to one time, which divides by zero.
+    least, most = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}.get(sampler, (1, 1000))
+    if not least <= (steps := options.num_sampling_steps) <= most:
+        raise UsageError(f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`")
 
 
 @dataclass
@@ -131,7 +133,9 @@ class Options:
     )
     eta: float = what(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws")
     seed: int = what(
-        0, "seed of the noise: same seed, device and number of GPUs, same pictures", ranks=("--global-seed", "--seed")
+        0,
+        "seed of the noise: same seed, device and number of GPUs, same pictures; a CPU takes its lower 32 bits",
+        ranks=("--global-seed", "--seed"),
     )
     num_classes: int = what(
         None, "classes that the weights were trained with; default: what --ckpt says, else 1000", bounds=(1, 10**6)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from accel.errors import INTERRUPTED, STOPPED, USAGE, UsageError
+from accel.errors import INTERRUPTED, STOPPED, USAGE, UsageError, printable
 
 MOST = 64  # processes: a mistyped number should not fill the machine
 _BEGAN = "DIT_BEGAN"  # set for the processes started here: when their parent began, and its process id
@@ -80,11 +80,20 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
+class _Printable(io.TextIOWrapper):
+    """Text with escaped control characters: names that files hold do not steer a terminal."""
+
+    def write(self, text):
+        super().write("\n".join(printable(line, most=sys.maxsize) for line in text.split("\n")))
+        return len(text)
+
+
 def lasting(descriptor: int, like: io.TextIOBase | None = None) -> io.TextIOWrapper:
     """Return a text stream to `descriptor` whose writes do not fail; like: the stream whose encoding it takes."""
     raw = _Lasting(descriptor, "w", closefd=False)
     how = dict(encoding=like.encoding, errors=like.errors) if like is not None else {}
-    return io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=descriptor != 1 or raw.isatty(), **how)
+    text = io.TextIOWrapper if descriptor == 2 else _Printable  # a bar moves the cursor
+    return text(io.BufferedWriter(raw), line_buffering=descriptor != 1 or raw.isatty(), **how)
 
 
 def flush() -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import ROOT
 from jobs import ENVIRONMENT
@@ -156,6 +157,41 @@ def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo,
     ended, error = command.end()
     assert ended == status and error.endswith(f"{Path(script).name}: {word}\n"), error
     assert "Traceback" not in error and not list(tmp_path.glob("*.p*"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "verify.save_grids(Path('.'), {0: np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8)}, 'fp32')",
+        "forecast.write_plan(Path('p.json'), {'x': 9999 * 'x'}, [(1, 1)], {})",
+        "open('/dev/full', 'w', buffering=1).write('x\\n')",
+    ],
+)
+def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
+    """Here a limit on the size of files, which Python meets as it meets a full disk."""
+    code = f"""
+import resource, sys
+import numpy as np
+from pathlib import Path
+from accel import forecast
+from accel.command_line import OneLineParser, user_errors
+from scripts import verify
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+with user_errors(OneLineParser(prog="command")):
+    {code}
+"""
+    done = forks.run(["-c", code], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == USAGE and list(tmp_path.iterdir()) == [], done.stderr
+    line = r"command: (File too large|No space left on device); free some space, or choose another place\n"
+    assert re.fullmatch(line, done.stderr), done.stderr
+
+
+def test_what_is_printed_does_not_steer_a_terminal():
+    """Names that files hold. Words of any language stay as they are."""
+    code = r"from accel import start; start.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"
+    command = Command("-X", "utf8", "-c", code)
+    assert command.process.stdout.read() == "größe 图\u3000x \\x1b[2J\\r\\udc80\nsecond line\n"
+    assert command.end() == (0, "")
 
 
 def test_a_signal_after_the_work_changes_nothing():

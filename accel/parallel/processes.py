@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel import start
-from accel.errors import STOPPED, USAGE, Stopped, UsageError, out_of_memory, printable, record, shown
+from accel.errors import STOPPED, USAGE, Stopped, UsageError, full_disk, out_of_memory, printable, record, shown
 
 START = timedelta(minutes=10)  # in which all ranks have to start and connect
 WAIT = timedelta(days=1)  # of one rank for another, whose share of an FID job may be larger
@@ -321,7 +321,7 @@ def _fail(job, program, error, worded):
     cause = printable(f"{type(error).__name__}: {error}".splitlines()[0])
     status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
     if not isinstance(error, UsageError):
-        error = out_of_memory(error) or error
+        error = out_of_memory(error) or full_disk(error) or error
     if isinstance(error, UsageError):
         status, text = USAGE, "\n".join(f"{program}: {line}" for line in worded(error).splitlines())
     try:
