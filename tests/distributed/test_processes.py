@@ -14,6 +14,7 @@ from forks import ROOT
 from jobs import ENVIRONMENT
 
 from accel.errors import STOPPED, USAGE, UsageError
+from accel.parallel import processes
 from accel.parallel.processes import Job, own_device
 
 WORKER = Path(__file__).with_name("job_worker.py")
@@ -52,6 +53,29 @@ def root_cause(error):
 def test_what_ranks_exchange():
     statuses, output, error = by_themselves(3, "exchange")
     assert set(statuses.values()) == {0} and output == "exchanged\n", error  # rank 0 alone prints, and gloo nothing
+
+
+def test_who_downloads_first_on_a_second_node():
+    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(forks.free_port()), WORLD_SIZE="4", **ENVIRONMENT)
+    jobs = [forks.Fork([WORKER, "turns"], **address, RANK=str(rank), LOCAL_RANK=str(rank % 2)) for rank in range(4)]
+    try:
+        errors = [job.communicate(timeout=60)[1] for job in jobs]
+    finally:
+        forks.kill(*jobs)
+    assert [job.returncode for job in jobs] == [0] * 4, errors
+
+
+def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
+    ports = set()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for job in range(41, 44):
+        for step in range(16):
+            monkeypatch.delenv("MASTER_PORT", raising=False)
+            monkeypatch.setenv("SLURM_JOB_ID", str(job))
+            monkeypatch.setenv("SLURM_STEP_ID", str(step))
+            processes._set_address(os.environ)
+            ports.add(int(os.environ["MASTER_PORT"]))
+    assert len(ports) == 3 * 16 and min(ports) >= 12000 and max(ports) < 32000  # below those of outgoing connections
 
 
 @pytest.mark.parametrize(

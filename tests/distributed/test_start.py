@@ -161,6 +161,34 @@ def test_one_gpu_is_this_process(monkeypatch):
     assert start.world_size(1, None) == 1
 
 
+def test_a_rank_that_ignores_sigterm_is_killed():
+    rank = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE)
+    rank.stdout.readline()
+    begun = time.monotonic()
+    start._end([rank])
+    assert rank.returncode == -signal.SIGKILL and time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("given, expected", [(None, max(1, os.cpu_count() // 2)), ("7", 7)])
+def test_ranks_divide_the_cores(given, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    code = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])"
+    monkeypatch.setattr(sys, "argv", ["-c", code])
+    assert [rank.wait(60) for rank in start._start(2)] == [0, 0]
+    assert {file.name: int(file.read_text()) for file in tmp_path.iterdir()} == {"0": expected, "1": expected}
+
+
+def test_a_rank_whose_parent_has_ended_does_not_begin():
+    """Before it could ask to be ended with it."""
+    code = "from accel import start; start.begin(); print('begun')"
+    env = {**os.environ, "DIT_BEGAN": f"1.000000 {os.getppid()}"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "-c: the process that started this rank has ended\n"
+    assert not done.stdout
+
+
 def test_the_garbage_collector_leaves_torch_alone():
     """Not what a caller has made who imported torch before."""
     code = "import gc; from accel import start; start.import_torch('cpu'); print(gc.isenabled(), gc.get_freeze_count())"
