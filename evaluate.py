@@ -2,23 +2,38 @@
 
     python evaluate.py baseline.png sample.png
     python evaluate.py baseline.png folder/ --gate strict --every-tile --heatmap heat.png --json verdict.json
-    python evaluate.py --latents baseline.npy sample.npy
 
 The values are those of torchmetrics 1.7.3 with its defaults, on pictures scaled to 0..1, the baseline given first,
 computed on the CPU, so that the verdict does not depend on the GPU under test.
-Exit status: 0 pass · 1 fail · 2 bad input · 3 a metric could not be computed (never a pass).
+Exit status: 0 pass · 1 fail · 2 bad input · 3 a metric could not be computed (never a pass) · 130 Ctrl-C.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import math
+import os
 import re
 import socket
 import sys
 import warnings
+from contextlib import redirect_stdout, suppress
 from operator import ge, gt, le
 from pathlib import Path
+
+
+def _end(status, text, stream=sys.stderr):
+    """Print `text` and exit. A stream that is closed, full or no longer read does not change the status."""
+    with suppress(OSError, AttributeError):
+        stream.reconfigure(errors="backslashreplace")  # an ASCII terminal degrades a file's name, not the run
+        print(text, end="", file=stream, flush=True)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    # Before the imports that take long. Python's own status for a crash is 1, which would say FAIL.
+    sys.excepthook = lambda kind, error, _: _end(130 if kind is KeyboardInterrupt else 3, f"evaluate.py: {error!r}\n")
 
 import numpy as np
 from PIL import Image
@@ -78,21 +93,6 @@ def pixel_pair(baseline: Image.Image, candidate: Image.Image, resize: bool) -> t
         raise BadInput(f"{', '.join(have)}; save both alike, or give --resize to convert the candidate")
     resized = candidate.convert("RGB").resize(baseline.size, Image.Resampling.LANCZOS)
     return np.asarray(baseline.convert("RGB")), np.asarray(resized), caveats
-
-
-def compare_latents(paths: list[Path]) -> dict[str, float]:
-    """Relative error |b - a|/|a|, largest absolute difference and cosine of two .npy files of floats, in float64."""
-    try:
-        a, b = (np.load(path, allow_pickle=False).astype(np.float64, casting="same_kind") for path in paths)
-        length, other, error = (np.linalg.norm(x) for x in (a, b, b - a))
-        if a.shape != b.shape or not length * other < math.inf:
-            raise ValueError
-    except Exception:  # numpy's own messages advise to unpickle the file
-        raise BadInput(f"--latents {paths[0]} {paths[1]}: give whole .npy files of finite floats, one shape") from None
-    if length * other == 0:
-        raise NotComputed("--latents: one of them is zero, so they have no relative error and no cosine")
-    cosine = a.ravel() @ b.ravel() / (length * other)
-    return {"relative_error": float(error / length), "max": float(np.abs(b - a).max()), "cosine": float(cosine)}
 
 
 def mae(a: np.ndarray, b: np.ndarray) -> float:
@@ -206,11 +206,10 @@ def measure(a: np.ndarray, b: np.ndarray, lpips: Lpips | None = None) -> tuple[d
 
 def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, bool | None]:
     """Whether each of `values` (mae in levels) meets its threshold, if it has one (mae of 0..1). None for NaN."""
-    results = {}
-    for metric in (metric for metric in values if metric in thresholds):
-        value = values[metric] / 255 if metric == "mae" else values[metric]
-        results[metric] = None if math.isnan(value) else CRITERIA[metric][1](value, thresholds[metric])
-    return results
+    scaled = values | {"mae": values["mae"] / 255}
+    limits = {metric: limit for metric, limit in thresholds.items() if metric in values}
+    meets = {metric: CRITERIA[metric][1](scaled[metric], limit) for metric, limit in limits.items()}
+    return {metric: None if math.isnan(scaled[metric]) else met for metric, met in meets.items()}
 
 
 def find_tiles(a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = None) -> list[tuple[str, slice, slice]]:
@@ -253,6 +252,11 @@ def judge_file(args: argparse.Namespace, baseline: Image.Image, path: Path, lpip
     return {"file": str(path), "caveats": caveats, **judged(a, b, lpips), "tiles": tiles}
 
 
+def shown(text: object) -> str:
+    """`text` on one line, without control characters."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in str(text))
+
+
 def block(values: dict[str, float]) -> str:
     return "\n".join(["=== Image Comparison Metrics ===", *(METRICS[name].format(values[name]) for name in values)])
 
@@ -287,8 +291,8 @@ def heatmap(path: Path, a: np.ndarray, b: np.ndarray, values: dict, names: tuple
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("baseline", nargs="?", type=Path, help="the reference picture")
-    add("candidate", nargs="?", type=Path, help="the picture to judge, or a folder of pictures, all of which must pass")
+    add("baseline", type=Path, help="the reference picture")
+    add("candidate", type=Path, help="the picture to judge, or a folder of pictures, all of which must pass")
     add("--gate", choices=GATES, default="contest", help="thresholds; strict: MAE <= 0.01 of 0-255 (default: contest)")
     for metric, flag in FLAGS.items():
         add(flag, dest=metric, type=float, metavar="X", help=f"own threshold for {metric.upper()}; an MAE is of 0-1")
@@ -298,11 +302,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--resize", action="store_true", help="convert a candidate of another size (Lanczos) or mode (RGB)")
     add("--heatmap", type=Path, metavar="PNG", help="write baseline, candidate and difference (of a folder: its worst)")
     add("--json", type=Path, metavar="FILE", help="write everything for machines")
-    add("--latents", type=Path, nargs=2, metavar=("A.npy", "B.npy"), help="compare latents, which have no threshold")
     add("--vgg-weights", type=Path, metavar="PATH", help="torchvision's VGG16 (default: torch's hub cache)")
+    if given := re.search(r"^--[a-z-]+=--$", "\n".join(sys.argv[1:] if argv is None else argv), re.M):
+        parser.error(f"{given[0]}: gives no value")
     args = parser.parse_args(argv)
-    if args.candidate is None and (args.baseline or not args.latents or args.heatmap or args.tiles or args.every_tile):
-        parser.error("name BASELINE and CANDIDATE, or --latents A.npy B.npy alone")
     if args.tiles and not re.fullmatch("[1-9][0-9]{0,3}x[1-9][0-9]{0,3}", args.tiles):
         parser.error("--tiles: give rows x columns, as 2x4")
     args.tiles = args.tiles and tuple(map(int, args.tiles.split("x")))
@@ -317,10 +320,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace, report: dict) -> None:
     """Find the inputs, remove what an earlier run left, and refuse outputs that are inputs or cannot be written."""
-    args.files = [args.candidate] if args.candidate else []
-    if args.files and args.candidate.is_dir():
+    args.files = [args.candidate]
+    if args.candidate.is_dir():
         args.files = sorted(path for path in args.candidate.glob("*") if path.suffix.lower() in SUFFIXES) or args.files
-    args.inputs = [path for path in (args.baseline, *args.files, args.vgg_weights, *(args.latents or ())) if path]
+    args.inputs = [path for path in (args.baseline, *args.files, args.vgg_weights) if path]
     taken = [path.resolve() for path in args.inputs]
     for flag, path in (("--heatmap", args.heatmap), ("--json", args.json)):
         if path is not None:
@@ -340,12 +343,6 @@ def run(args: argparse.Namespace, report: dict) -> None:
     for path in args.inputs:
         if not path.is_file():  # a FIFO or a device could block or never end
             raise BadInput(f"{path}: {'holds no picture' if path.is_dir() else 'no such regular file'}; name another")
-    if args.latents:
-        report["latents"] = compare_latents(args.latents)
-        print("=== Latents ===", *(f"{name}: {value:.12g}" for name, value in report["latents"].items()), sep="\n")
-    if not args.files:
-        print("VERDICT: NONE (latents have no threshold)")
-        return
     baseline, lpips = read_picture(args.baseline), Lpips(args.vgg_weights) if "lpips" in args.metrics else None
     records = [judge_file(args, baseline, path, lpips) for path in args.files]
     mean = {metric: float(np.mean([one["values"][metric] for one in records])) for metric in records[0]["values"]}
@@ -355,7 +352,7 @@ def run(args: argparse.Namespace, report: dict) -> None:
         word = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}[meets]
         print(f"  {name:12}{value:<12.6g}{CRITERIA[metric][0]:3}{args.thresholds[metric]:<12.6g}{word}")
     for record in records:
-        print(f"\n{record['file']}: {summary(record['values'])}   {record['verdict']}")
+        print(f"\n{shown(record['file'])}: {summary(record['values'])}   {record['verdict']}")
         for tile in record["tiles"]:
             print(f"  {tile['tile']:6}{summary(tile['values'])}", *[f"  {tile['verdict']}"] * args.every_tile)
     if args.heatmap:
@@ -375,7 +372,7 @@ def run(args: argparse.Namespace, report: dict) -> None:
         "not the published VGG16": vgg and not vgg["published"],
     }
     for reason in dict.fromkeys(reason for one in judged for reason in one["reasons"]):
-        print(f"evaluate.py: {reason}", file=sys.stderr)
+        print(f"evaluate.py: {shown(reason)}", file=sys.stderr)
     print(f"VERDICT: {verdict} ({'; '.join(caveat for caveat, applies in caveats.items() if applies)})")
     report.update(verdict=verdict, exit_status=EXIT_STATUS[verdict], gate=args.gate, thresholds=args.thresholds)
     report.update(mean=mean, files=records, vgg_weights=vgg)
@@ -388,21 +385,25 @@ def write_json(args: argparse.Namespace, report: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args, report = arguments(argv), {"verdict": "NONE", "exit_status": 0}
-    for step in (prepare, run, write_json):  # a run that failed is reported as well
+    for step, output in ((prepare, None), (run, args.heatmap), (write_json, args.json)):
         try:
             step(args, report)
-        except Exception as error:  # Python's own status for a crash is 1, which would say FAIL
+        except Exception as error:
             bad = step is prepare or isinstance(error, (BadInput, OSError))  # a name that no file system takes too
-            report["error"] = f"{error!s:.500}" if bad or isinstance(error, NotComputed) else repr(error)
+            report["error"] = f"{error!s:.500}" if bad else repr(error)
             report["exit_status"] = BAD_INPUT if bad else EXIT_STATUS["NONE"]
-            print(f"evaluate.py: {report['error']}", file=sys.stderr)
+            if output:
+                output.unlink(missing_ok=True)  # torn by a full disk; a run that failed is still reported
+            print(f"evaluate.py: {shown(report['error'])}", file=sys.stderr)
             if step is prepare:
                 break
-            if torn := args.heatmap if step is run else args.json:  # by a full disk
-                torn.unlink(missing_ok=True)
     return report["exit_status"]
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal degrades a file's name, not the run
-    sys.exit(main())
+    with redirect_stdout(io.StringIO()) as said:
+        try:
+            status = main()
+        except SystemExit as leaving:  # argparse's
+            status = leaving.code
+    _end(status, said.getvalue(), sys.stdout)

@@ -6,6 +6,10 @@ Flags → values → picture, in one process, or with --gpus in one a GPU, which
 import sys
 
 from accel import start
+
+if __name__ == "__main__":
+    start.begin()
+
 from accel.command_line import add_arguments, options_from, user_errors
 from accel.options import SPEED, GridOptions
 from accel.output import require_writable

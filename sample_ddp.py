@@ -3,7 +3,6 @@
 An FID job that was stopped or killed resumes when the same command is given again.
 """
 
-import os
 import signal
 import sys
 import time
@@ -11,8 +10,12 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from accel import start
+
+if __name__ == "__main__":
+    start.begin()
+
 from accel.command_line import OneLineParser, add_arguments, options_from, refuse_given, user_errors
-from accel.errors import STOPPED, say_last
+from accel.errors import STOPPED, record
 from accel.options import FidOptions, GridOptions, Options
 from accel.output import require_writable
 
@@ -22,8 +25,6 @@ if TYPE_CHECKING:  # torch is slow to import
     from accel.progress import Stopwatch
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
-RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-FIRST = not RANK.lstrip("0").isdecimal()  # rank 0, the only process, or one whose number will be refused
 
 EXAMPLES = """examples:
   torchrun --standalone --nproc_per_node=4 sample_ddp.py                            one grid, as sample.py makes it
@@ -36,10 +37,11 @@ class RankParser(OneLineParser):
     """Rank 0 alone prints. The others exit later, since a launcher ends all ranks as soon as one exits."""
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
-        if not FIRST:
+        if not start.FIRST:
             time.sleep(2)
             message = None
-        say_last((message or "").rstrip())
+        elif message:
+            record(message.rstrip())
         super().exit(status, message)
 
 
@@ -78,7 +80,7 @@ def sample(options: Options, parser: OneLineParser) -> None:
     fid = isinstance(options, FidOptions)
     if fid:
         for number in STOP_SIGNALS:
-            signal.signal(number, stop_at_once)
+            signal.signal(number, start.on_signal)  # there is nothing to record yet
     start.import_torch(options.device)  # after the cheap checks: it is slow
     from accel.parallel.processes import launched_job, own_device
 
@@ -87,13 +89,6 @@ def sample(options: Options, parser: OneLineParser) -> None:
             job.stop_on_signals(*STOP_SIGNALS)
         options.device = own_device(job, options.device)
         (sample_for_fid if fid else sample_grid)(options, job)
-
-
-def stop_at_once(*_) -> None:
-    """A signal before the ranks have connected: there is nothing to record."""
-    if FIRST:
-        os.write(2, b"sample_ddp.py: stopped before anything was begun; start again with the same command\n")
-    os._exit(STOPPED)
 
 
 def sample_grid(options: GridOptions, job: "Job") -> None:

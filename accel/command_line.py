@@ -3,12 +3,13 @@
 import argparse
 import codecs
 import io
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
-from accel.errors import INTERRUPTED, USAGE, UsageError, out_of_memory, shown
+from accel.errors import INTERRUPTED, USAGE, UsageError, full_disk, out_of_memory, printable
 from accel.flags import flag_names
 from accel.options import GridOptions, Options
 
@@ -35,8 +36,15 @@ class OneLineParser(argparse.ArgumentParser):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="plain")
 
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
+        """As argparse does; it would take the value of --flag=-- for none at all."""
+        args = list(sys.argv[1:] if args is None else args)
+        if given := next(filter(re.compile("--[a-z0-9-]+=--").fullmatch, args), None):
+            self.error(f"{given}: gives no value")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> None:
-        self.exit(USAGE, f"{self.prog}: {shown(message, 1000)}\n")
+        self.exit(USAGE, f"{self.prog}: {printable(message)}\n")
 
     def worded(self, error: UsageError) -> str:
         """An error in this command's flags."""
@@ -92,14 +100,14 @@ def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) ->
 
 @contextmanager
 def user_errors(parser: OneLineParser) -> Iterator[None]:
-    """Turn a UsageError and the want of memory into a line and exit status 2, Ctrl-C into a line and 130."""
+    """Turn a UsageError, too little memory and a full disk into a line and exit status 2, Ctrl-C into one and 130."""
     try:
         yield
     except Exception as error:
-        mistake = error if isinstance(error, UsageError) else out_of_memory(error)
+        mistake = error if isinstance(error, UsageError) else out_of_memory(error) or full_disk(error)
         if mistake is None:
             raise
         parser.exit(USAGE, f"{parser.prog}: {parser.worded(mistake)}\n")
     except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted; nothing was written", file=sys.stderr)
+        print(f"\n{parser.prog}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -1,8 +1,10 @@
 """How a command ends when it does not succeed: the errors it reports in one line, and its exit statuses."""
 
+import errno
+import json
 import os
 import re
-import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,12 +17,24 @@ INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
 PARAMETER = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
+def printable(text: str, most: int = 1000) -> str:
+    """Return `text` on one line. Control characters are escaped; beyond `most` characters the middle is left out."""
+    if not text.isprintable():
+        shown = (one if one.isprintable() or one in "\u00a0\u3000" else ascii(one)[1:-1] for one in text)
+        text = "".join(shown)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+
+
 class UsageError(ValueError):
-    """A mistake in what the user asked for: one line that names the parameter and the remedy.
+    """A mistake in what the user asked for: one printable line that names the parameter and the remedy. The messages
+    of several ranks are a line each.
 
     Parameters stand in backquotes: "`image_size=17`: must be a multiple of 16". Callers in Python read image_size=17.
     Commands say --image-size 17 (`by_flags`) and exit with USAGE.
     """
+
+    def __init__(self, *lines: str):
+        super().__init__("\n".join(map(printable, lines)))
 
     def __str__(self):
         return PARAMETER.sub(lambda found: found[0][1:-1], self.marked)
@@ -55,10 +69,17 @@ def out_of_memory(error: BaseException) -> UsageError | None:
     return None
 
 
+def full_disk(error: BaseException) -> UsageError | None:
+    """Return the line for an error by which a disk, a quota or a limit on file sizes refuses a write, else None."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        where = f"{error.filename}: " if error.filename else ""
+        return UsageError(f"{where}{error.strerror}; free some space, or choose another place")
+    return None
+
+
 def shown(value: object, most: int = 80) -> str:
-    """`value` as a message shows it: on one line, without control characters, and not longer than `most`."""
-    text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[-most // 4 :]}"
+    """`value` as a message shows it: as `printable`, and text that would not be seen, in quotes."""
+    return printable(value if isinstance(value, str) and value.isprintable() and value else repr(value), most)
 
 
 @contextmanager
@@ -70,12 +91,9 @@ def path_errors(name: str, path: str | Path, remedy: str = "choose another path"
         raise UsageError(f"`{name}={path}`: {error.strerror or error}; {remedy}") from None
 
 
-def say_last(text: str) -> None:
-    """Print `text` once more when torchrun has ended: of the forty lines that it prints of a failed rank, none says
-    why. Elsewhere do nothing."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and text:
-        # An ended process whose parent still reads its pipes is a zombie: it exists, and this holds such a pipe.
-        wait = 'while grep -qs "^State:.[^ZX]" /proc/$1/status; do sleep 0.05; done; printf "%s\\n" "$2" >&2'
+def record(text: str) -> None:
+    """Write `text` where torchrun looks for the cause of a rank's end: its summary shows it. Elsewhere do nothing."""
+    if place := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            # A session of its own: what ends torchrun's processes does not end this one.
-            subprocess.Popen(["sh", "-c", wait, "sh", str(os.getppid()), text], start_new_session=True)
+            Path(place).write_text(json.dumps({"message": cause}))

@@ -21,10 +21,10 @@ def flag(default: Any, help: str, **argument) -> Any:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
+    """A whole number from 1 to a million, for argparse."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    if not 1 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be from 1 to 1,000,000")
     return value
 
 
@@ -45,6 +45,8 @@ def checked(options: object, item: Field) -> Any:
             raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")
         return tuple(_converted(name, one, kind, name == "labels") for one in value)
     value = _converted(name, value, kind)
+    if value == "":
+        raise UsageError(f"`{name}`: is empty; give a value, or leave it out")
     choices, bounds = item.metadata.get("choices"), item.metadata.get("bounds")
     if choices and value not in choices:
         raise UsageError(f"`{name}={shown(value)}`: choose from {', '.join(choices)}")

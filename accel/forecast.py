@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from accel.errors import UsageError, shown
-from accel.files import read_json
+from accel.files import atomic_write, read_json
 from accel.sampling.guidance import Guidance
 from accel.sampling.process import Kind
 
@@ -56,6 +56,7 @@ def _is_stride(item):
 
 
 def write_plan(path: Path, settings: dict, strides: list[Kind], evidence: dict) -> None:
-    """evidence: JSON that says how good the plan was found to be."""
+    """Write a plan whole or not at all; evidence: JSON that says how good it was found to be."""
     plan = {"kind": KIND, **settings, "evaluations": sum(count for _, count in strides), "strides": strides}
-    path.write_text(json.dumps({**plan, "evidence": evidence}) + "\n")
+    with atomic_write(path, "w") as file:
+        file.write(json.dumps({**plan, "evidence": evidence}) + "\n")

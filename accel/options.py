@@ -44,8 +44,8 @@ def _require_seed(seed):
 def _check_guidance(options):
     """Check what is known: with a checkpoint the rest follows from its weights."""
     fit, scale, interval = options.fit, options.cfg_scale, options.guidance_interval
-    if scale is not None and not 1 <= scale < float("inf"):
-        raise UsageError(f"`cfg_scale={scale:g}`: must be at least 1 (1 is no guidance)")
+    if scale is not None and not 1 <= scale <= 10**6:
+        raise UsageError(f"`cfg_scale={scale:g}`: must be from 1, no guidance, to 1,000,000")
     if interval is not None and not (len(interval) == 2 and 0 <= interval[0] < interval[1] <= 1):
         given = " ".join(f"{one:g}" for one in interval)
         raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
@@ -82,8 +82,10 @@ def _check_sampler(options):
             f"`sampler={sampler}`: is not for a {family.name}, which {options.model} is; use "
             f"{', '.join(family.samplers)}"
         )
-    if sampler == "sde" and options.num_sampling_steps < 2:
-        raise UsageError(f"`num_sampling_steps={options.num_sampling_steps}`: must be at least 2 for `sampler=sde`")
+    # Of 1000 steps diffusers rounds two to one time, which divides by zero.
+    least, most = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}.get(sampler, (1, 1000))
+    if not least <= (steps := options.num_sampling_steps) <= most:
+        raise UsageError(f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`")
 
 
 def _decoder(name):
@@ -137,7 +139,9 @@ class Options:
     )
     eta: float = what(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws")
     seed: int = what(
-        0, "seed of the noise: same seed, device and number of GPUs, same pictures", ranks=("--global-seed", "--seed")
+        0,
+        "seed of the noise: same seed, device and number of GPUs, same pictures; a CPU takes its lower 32 bits",
+        ranks=("--global-seed", "--seed"),
     )
     num_classes: int = what(
         None, "classes that the weights were trained with; default: what --ckpt says, else 1000", bounds=(1, 10**6)

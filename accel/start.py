@@ -1,12 +1,18 @@
-"""How a command starts: when it began, its import of torch, and the processes that it starts itself, one a GPU.
+"""How a command begins and ends: its signals, its standard streams, its import of torch, and the processes that it
+starts itself, one a GPU, which find each other as torchrun's ranks do.
 
-They find each other as torchrun's ranks do. Jobs over several nodes stay with torchrun and srun.
+Jobs over several nodes stay with torchrun and srun.
 """
 
 import argparse
+import atexit
+import ctypes
+import errno
 import gc
+import io
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -14,23 +20,142 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
-from accel.errors import INTERRUPTED, STOPPED, UsageError
+from accel.errors import INTERRUPTED, STOPPED, USAGE, UsageError, printable
 
 MOST = 64  # processes: a mistyped number should not fill the machine
-_BEGAN = "DIT_BEGAN"  # set for the processes started here: the moment at which their parent began
-STARTED_HERE = _BEGAN in os.environ
-BEGAN = float(os.environ.get(_BEGAN) or time.perf_counter())  # one clock for all processes of a machine
+_BEGAN = "DIT_BEGAN"  # set for the processes started here: when their parent began, and its process id
+_PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(_BEGAN, ""))
+STARTED_HERE = _PARENT is not None
+BEGAN = float(_PARENT[1]) if STARTED_HERE else time.perf_counter()  # one clock for all processes of a machine
+_RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+FIRST = not _RANK.lstrip("0").isdecimal()  # rank 0, the only process, or one whose number will be refused
+_STOPPED_LINE = "stopped; start again with the same command"
 ENDINGS = {
-    signal.SIGINT: (INTERRUPTED, "interrupted; nothing was written"),
-    signal.SIGTERM: (STOPPED, "stopped; nothing was written"),
-    signal.SIGHUP: (STOPPED, "stopped; nothing was written"),
+    signal.SIGINT: (INTERRUPTED, "interrupted"),
+    signal.SIGTERM: (STOPPED, _STOPPED_LINE),
+    signal.SIGHUP: (STOPPED, _STOPPED_LINE),
+    signal.SIGUSR1: (STOPPED, _STOPPED_LINE),  # of queues, before they take a job's nodes away
 }
+_ended_by = []  # the signal, until its line is printed
+OF_RANKS = signal.SIGINT, signal.SIGUSR1  # SIGTERM is their launcher's, which says why
 
 
 def seconds() -> float:
-    """Since the command began, and not one of the processes that it has started."""
+    """Return the seconds since the command began: in a rank that it started, since its parent did."""
     return time.perf_counter() - BEGAN
+
+
+def begin() -> None:
+    """Begin a command. Call this before the imports that take long.
+
+    From here on Ctrl-C and the other signals of ENDINGS are one line and a status. A standard stream that is closed,
+    full or no longer read ends nothing. A rank ends with the process that started it.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: the next file that is opened would get its number
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = lasting(1, sys.stdout), lasting(2, sys.stderr)
+    atexit.register(flush)
+    if _BEGAN in os.environ and not STARTED_HERE:
+        _leave(USAGE, f"the environment's {_BEGAN} is not by sample.py --gpus; unset it")
+    end_with_parent()
+    for number in OF_RANKS if "RANK" in os.environ or "SLURM_PROCID" in os.environ else ENDINGS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # not ignored, as by nohup
+            signal.signal(number, on_signal)
+
+
+class _Lasting(io.FileIO):
+    """A standard stream that cannot fail: it drops the bytes that a full disk or a closed pipe refuses."""
+
+    failure = None
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            return len(data)
+
+
+class _Printable(io.TextIOWrapper):
+    """Text with escaped control characters: names that files hold do not steer a terminal."""
+
+    def write(self, text):
+        super().write("\n".join(printable(line, most=sys.maxsize) for line in text.split("\n")))
+        return len(text)
+
+
+def lasting(descriptor: int, like: io.TextIOBase | None = None) -> io.TextIOWrapper:
+    """Return a text stream to `descriptor` whose writes do not fail; like: the stream whose encoding it takes."""
+    raw = _Lasting(descriptor, "w", closefd=False)
+    how = dict(encoding=like.encoding, errors=like.errors) if like is not None else {}
+    text = io.TextIOWrapper if descriptor == 2 else _Printable  # a bar moves the cursor
+    return text(io.BufferedWriter(raw), line_buffering=descriptor != 1 or raw.isatty(), **how)
+
+
+def flush() -> None:
+    """Flush the standard streams. Say which signal ended the command, and that a full disk did not take what it
+    printed."""
+    sys.stdout.flush()
+    while _ended_by:
+        _say(ENDINGS[_ended_by.pop()][1])
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    failure = getattr(raw, "failure", None)
+    if failure and failure.errno not in (errno.EPIPE, errno.EBADF):  # as the user wanted it
+        raw.failure = None
+        print(f"{_program()}: standard output: {failure.strerror}; the work itself is done", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this rank when the process that started it ends: torchrun, or the parent of --gpus. A task
+    of srun is left to srun."""
+    if sys.platform != "linux" or not (STARTED_HERE or "TORCHELASTIC_RUN_ID" in os.environ):
+        return
+    set_parent_death_signal = 1  # of linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    # It may have ended before. In a container torchrun may be process 1.
+    init = os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
+    if STARTED_HERE and os.getppid() != int(_PARENT[2]) or init:
+        _leave(1, "the process that started this rank has ended")
+
+
+def on_signal(number: int, frame: FrameType | None) -> None:
+    """End the command by one of ENDINGS: SystemExit, which removes a file that is being written, and at last its line.
+
+    In an import it exits at once: C++ would turn the exception into others. After the command's last line do nothing:
+    the work is done.
+    """
+    status, line = ENDINGS[number]
+    importing, outermost = False, None
+    while frame is not None:
+        importing |= frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        outermost, frame = frame.f_globals.get("__name__"), frame.f_back
+    if outermost not in ("__main__", "runpy"):
+        return
+    if importing:
+        _leave(status, line)
+    _ended_by[:] = [number]
+    sys.exit(status)
+
+
+def _leave(status, line):
+    _say(line)
+    os._exit(status)
+
+
+def _say(line):
+    """Print `line` under the command's name; of the ranks of a job only the first does. It may follow a bar."""
+    if FIRST:
+        with suppress(OSError):
+            os.write(2, f"{chr(10) * os.isatty(2)}{_program()}: {line}\n".encode())
+
+
+def _program():
+    return os.path.basename(sys.argv[0])
 
 
 def import_torch(device: str | None) -> None:
@@ -128,7 +253,8 @@ def run(world: int, program: str) -> int:
 
 def _start(world):
     port = _free_port()
-    common = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), **{_BEGAN: str(BEGAN)})
+    began = {_BEGAN: f"{BEGAN:.6f} {os.getpid()}"}
+    common = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), **began)
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
     ranks = [{**threads, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     # Sessions of their own: Ctrl-C reaches the parent alone, which ends all ranks without a traceback of each.

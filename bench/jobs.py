@@ -50,7 +50,7 @@ def run(command: list, **environment) -> tuple[list[str], float]:
     taken = time.perf_counter() - started
     if done.returncode:
         complaint = re.search(r"^sample(_ddp)?\.py: .*", done.stderr, re.M)
-        raise UsageError(complaint[0] if complaint else f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+        raise UsageError(*(complaint[:1] or [f"{' '.join(command)} failed:", *done.stderr[-4000:].splitlines()]))
     return done.stdout.splitlines(), taken
 
 

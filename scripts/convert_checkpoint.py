@@ -82,7 +82,7 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
     target = Path(output)
     if mode_of(target, "output"):
         raise UsageError(f"`output={target}`: exists; remove it or choose another name")
-    if target.suffix not in (".pt", ".safetensors", ""):
+    if target.suffix not in (".pt", ".safetensors", "") or target.name in (".pt", ".safetensors"):
         raise UsageError(f"`output={target}`: must end in .pt or .safetensors, or name a folder")
     if pipeline and target.suffix or vae and not pipeline:
         raise UsageError("`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`")

@@ -21,7 +21,11 @@ if [[ -z $log || $log == -* ]]; then
   exit 2
 fi
 shift
-mkdir -p "$log"
+mkdir -p "$log" 2>/dev/null && touch "$log/.writable" 2>/dev/null || {
+  echo "measure.sh: $log: no folder can be made or written there; name another" >&2
+  exit 2
+}
+rm "$log/.writable"
 
 measure() { # FILE COMMAND...
   local file=$log/$1 status=0

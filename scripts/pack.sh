@@ -38,18 +38,27 @@ picture, *named = map(Path, sys.argv[1:])
 digest = hashlib.sha256(picture.read_bytes()).hexdigest()
 job = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # as in bench/jobs.py
 for file in (file for path in named for file in (sorted(path.rglob("*.json")) if path.is_dir() else [path])):
-    record = json.loads(file.read_text()) if file.suffix == ".json" else None
-    for row in record.get("contest", []) if isinstance(record, dict) else []:
-        if row.get("picture") == digest:
-            if any(record[key] != value for key, value in job.items()):
-                what = "{model}, {pictures} pictures at {image_size} px in {steps} steps".format(**record)
-                print(f"REHEARSAL, which earns no points: {what}, not the contest's job")
-            print(f"Final result: final_result.png, from {picture}\nPrecision tier: {row['tier']}")
-            print(f"Settings: {row['settings']}, weights {record['weights']}, commit {record['commit']}")
-            print(f"Measured in: {file}\nT: {row['seconds']:.2f} s\nSHA-256: {digest}")
-            sys.exit()
+    if file.suffix != ".json" or not file.is_file():
+        continue
+    try:
+        record = json.loads(file.read_bytes())
+        rows = record.get("contest", []) if isinstance(record, dict) else []
+        row = next((row for row in rows if row.get("picture") == digest), None)
+        if row is None:
+            continue
+        what = "{model}, {pictures} pictures at {image_size} px in {steps} steps".format(**record)
+        lines = [f"Final result: final_result.png, from {picture}", f"Precision tier: {row['tier']}"]
+        lines += [f"Settings: {row['settings']}, weights {record['weights']}, commit {record['commit']}"]
+        lines += [f"Measured in: {file}", f"T: {row['seconds']:.2f} s", f"SHA-256: {digest}"]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        sys.exit(f"pack.sh: {str(file)!r}: is damaged ({type(error).__name__}); measure again or remove it")
+    if any(record[key] != value for key, value in job.items()):
+        lines = [f"REHEARSAL, which earns no points: {what}, not the contest's job", *lines]
+    for line in lines:
+        print("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line))
+    break
 PYTHON
-)
+) || exit 2
 [[ $result ]] || fail "$picture: is not the picture of a contest measurement in $*; record it: \
 python bench/jobs.py --contest TIER --ckpt WEIGHTS --vae DECODER --output log/mine/contest.json"
 

@@ -4,12 +4,12 @@ A missing measurement is an error that names it, and files of several GPUs are n
 """
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
 import evaluate
 from accel.errors import UsageError
+from accel.files import read_json
 from accel.parallel.exchanges import EXCHANGES
 from bench import steps, work
 from bench.harness import safe
@@ -39,8 +39,8 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
     found, devices = {}, {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("verify*/verify.json")]):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            record = read_json(path)
+        except (ValueError, OSError) as error:
             raise UsageError(f"{path}: not JSON ({error}); measure again or remove it") from None
         if "kind" not in record:
             continue

@@ -35,6 +35,7 @@ import evaluate
 from accel import door, loading, precision
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
 from accel.errors import UsageError
+from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.latents.pixels import to_grid
 from accel.options import GridOptions
@@ -207,7 +208,8 @@ def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torc
 
 def save_grids(out: Path, grids: dict, tier: str) -> None:
     for seed, grid in grids.items():
-        Image.fromarray(grid).save(out / f"seed{seed}-{harness.safe(tier)}.png")
+        with atomic_write(out / f"seed{seed}-{harness.safe(tier)}.png") as file:
+            Image.fromarray(grid).save(file, "PNG")
 
 
 def median_and_range(times: list[float]) -> dict:

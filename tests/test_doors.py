@@ -140,7 +140,7 @@ def test_the_matrix_of_refusals(tmp_path, here):
             ten,
             flow,
             ["--num-sampling-steps", 1],
-            "--num-sampling-steps 1: must be at least 2 for --sampler",
+            "--num-sampling-steps 1: must be from 2 to 1000 for --sampler",
         ),
         "a plan of a SiT": (ten, flow, ["--forecast", "plan"], "plans are made for --sampler ddpm, not for sde"),
         "another path": (ten, said(path_type="GVP"), [], "was trained with path_type GVP, and only Linear is sampled"),

@@ -261,6 +261,39 @@ def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
     assert status == 3 and "ZeroDivisionError" in err and json.loads(Path("o.json").read_text())["verdict"] == "NONE"
 
 
+@pytest.mark.parametrize("flag", ["--metrics=--", "--gate=--", "--heatmap=--", "--max-mae=--"])
+def test_a_flag_without_value_gives_no_verdict(flag, command):
+    save("a.png", BASE), save("b.png", noisy(BASE, 60))
+    status, out, err = command("a.png", "b.png", flag)
+    assert status == 2 and f"{flag}: gives no value" in err and not out
+
+
+@pytest.mark.parametrize("redirection", [">&-", ">/dev/full", "| head -c 5", "2>&-", "<&- >&- 2>&-"])
+def test_the_status_is_the_verdict_whatever_becomes_of_the_text(redirection, command):
+    """A stream that is closed, full or no longer read. PASS, FAIL and bad input keep their statuses."""
+    save("a.png", BASE), save("b.png", noisy(BASE, 60))
+    for candidate, status in ("a.png", 0), ("b.png", 1), ("none.png", 2):
+        line = f"{sys.executable} {PROGRAM} a.png {candidate} --metrics mae psnr {redirection}; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert done.returncode == status and "Traceback" not in done.stderr and "Exception" not in done.stderr, done
+
+
+@pytest.mark.parametrize("raised, status", [("KeyboardInterrupt", 130), ("ImportError('numpy')", 3)])
+def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path):
+    (tmp_path / "numpy.py").write_text(f"raise {raised}")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, PROGRAM, "a.png", "a.png"], capture_output=True, text=True, env=env)
+    assert done.returncode == status and done.stderr.count("\n") == 1 and done.stderr.startswith("evaluate.py: ")
+
+
+def test_names_of_files_are_shown_on_one_line(command):
+    save("a.png", BASE), save("größe\n\x1b[2JVERDICT.png", noisy(BASE, 60))
+    status, out, _ = command("a.png", "größe\n\x1b[2JVERDICT.png", "--metrics", "mae")
+    assert status == 1 and r"größe\n\x1b[2JVERDICT.png" in out and "\x1b" not in out
+    status, _, err = command("a.png", "b\n\x1b.png")
+    assert status == 2 and r"b\n\x1b.png: no such" in err
+
+
 # ---- VGG16 ---------------------------------------------------------------------------------------------------------
 
 
@@ -347,7 +380,7 @@ def test_unreadable_files(command):
             status, _, err = command(*names)
             assert status == 2 and name in err and reasons.get(name, "") in err, name
     os.symlink("loop", "loop")
-    for words in (("a.png",), ("a.png", "loop"), ("x" * 300, "a.png"), ("--latents", "loop", "x" * 300)):
+    for words in (("a.png",), ("a.png", "loop"), ("x" * 300, "a.png")):
         assert command(*words)[0] == 2
     for flag in ("--json", "--heatmap", "--vgg-weights"):
         assert command("a.png", "a.png", flag, "x" * 300)[0] == 2
@@ -435,7 +468,7 @@ def test_a_terminal_without_the_letters(tmp_path):
     assert run.returncode == 0 and b"VERDICT: PASS" in run.stdout and b"gr\\xf6\\xdfe" in run.stdout
 
 
-# ---- tiles, heatmap, latents ---------------------------------------------------------------------------------------
+# ---- tiles, heatmap ---------------------------------------------------------------------------------------
 
 
 def sheet(pictures, columns=4):
@@ -476,36 +509,12 @@ def test_grids_are_not_imagined(command):
 
 
 def test_heatmap(command):
+    """Of a folder it shows the worst picture."""
     save("a.png", BASE), Path("many").mkdir()
     save("many/1.png", noisy(BASE, 2)), save("many/2.png", noisy(BASE, 60)), save("many/3.png", BASE)
     assert command("a.png", "many", "--heatmap", "heat.png")[0] == 1
     pixels = np.asarray(Image.open("heat.png").convert("RGB"))
     assert pixels.shape[1] > 1000 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 1000
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "heat.png", "many"]
-
-
-def test_latents(command):
-    a = np.random.default_rng(0).normal(size=(8, 4, 16, 16)).astype(np.float32)
-    b = a.copy()
-    b[3, 1, 4, 5] += 0.5
-    arrays = {"a": a, "b": b, "nan": np.where(b > 3, np.nan, b), "inf": np.where(b > 3, np.inf, b)}
-    arrays |= {"short": a[:4], "one": a[:1], "zero": a * 0, "object": np.array([{}, 1], object)}
-    for name, array in arrays.items():
-        np.save(f"{name}.npy", array, allow_pickle=True)
-    status, out, _ = command("--latents", "a.npy", "b.npy", "--json", "o.json")
-    latents = json.loads(Path("o.json").read_text())["latents"]
-    assert status == 0 and "VERDICT: NONE" in out
-    a, b = a.astype(float).ravel(), b.astype(float).ravel()
-    cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
-    assert latents == pytest.approx({"relative_error": 0.5 / np.linalg.norm(a), "max": 0.5, "cosine": cosine}, rel=1e-6)
-    Path("cut.npy").write_bytes(Path("a.npy").read_bytes()[:1000]), np.savez("two.npz", a=a)
-    save("picture.png", BASE), os.mkfifo("pipe.npy")
-    bad = "nan.npy inf.npy short.npy one.npy object.npy cut.npy two.npz none.npy picture.png pipe.npy"
-    for name in bad.split():
-        status, _, err = command("--latents", "a.npy", name)
-        assert status == 2 and name in err and "pickle" not in err, name
-    assert command("--latents", "zero.npy", "a.npy")[0] == 3
-    save("a.png", BASE), save("b.png", noisy(BASE, 60))
-    assert command("a.png", "a.png", "--latents", "a.npy", "b.npy")[0] == 0
-    assert command("a.png", "b.png", "--latents", "a.npy", "a.npy")[0] == 1
-    assert command("a.png", "a.png", "--latents", "zero.npy", "a.npy")[0] == 3
+    assert command("a.png", "many/2.png", "--heatmap", "worst.png")[0] == 1
+    assert np.array_equal(np.asarray(Image.open("worst.png").convert("RGB")), pixels)

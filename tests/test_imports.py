@@ -72,9 +72,19 @@ def test_nobody_asks_what_it_was_handed():
     assert asked == []
 
 
+LONG = {  # files that may be longer than 400 lines, and how long; upstream's mathematics, and what has to shrink
+    "diffusion/gaussian_diffusion.py": 710,
+    "accel/options.py": 435,
+    "bench/harness.py": 424,
+    "evaluate.py": 409,
+    "pretrained_models/demo/pictures.py": 420,
+}
+
+
 def test_nothing_is_long():
     """Upstream's class aside, whose mathematics it is, and kernels' functions."""
     for file, text in PROGRAM.items():
+        assert text.count("\n") <= LONG.get(file, 400), f"{file} has over {LONG.get(file, 400)} lines"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "GaussianDiffusion":
                 most = 150 if isinstance(node, ast.ClassDef) else 10**9 if file.startswith("accel/kernels/") else 60

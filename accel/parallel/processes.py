@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from accel.errors import INTERRUPTED, STOPPED, USAGE, Stopped, UsageError, out_of_memory, say_last
-from accel.start import STARTED_HERE
+from accel import start
+from accel.errors import STOPPED, USAGE, Stopped, UsageError, full_disk, out_of_memory, printable, record, shown
 
 START = timedelta(minutes=10)  # in which all ranks have to start and connect
 WAIT = timedelta(days=1)  # of one rank for another, whose share of an FID job may be larger
@@ -78,7 +77,7 @@ class Job:
             source = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {', '.join(hosts)}: "
             lines.append(message if len(ranks) == self.world or ranks == [only] else source + message)
         if lines:
-            raise _AgreedError("\n".join(lines))
+            raise _AgreedError(*"\n".join(lines).splitlines())
         return result
 
     def run_in_turns(self, work: Callable[[], Any]) -> Any:
@@ -242,6 +241,13 @@ def _set_address(env):
             raise UsageError(
                 f"srun: scontrol names no hosts ({error}); export MASTER_ADDR, the first of them"
             ) from None
+    try:
+        socket.getaddrinfo(env["MASTER_ADDR"], int(env["MASTER_PORT"]), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # torch would ask again for a minute
+        raise UsageError(
+            f"the environment's MASTER_ADDR {shown(env['MASTER_ADDR'])} is not the name of a host ({error}): start the "
+            "ranks with torchrun or srun, or export the first host's"
+        ) from None
 
 
 def _join():
@@ -250,9 +256,10 @@ def _join():
     if world == 1:
         return Job()
     _set_address(os.environ)
+    start.end_with_parent()
     # gloo prints a line a rank and group: none of it is shown, nor what other ranks than 0 print.
     printed = os.dup(1) if rank == 0 else os.open(os.devnull, os.O_WRONLY)
-    sys.stdout = os.fdopen(printed, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    sys.stdout = start.lasting(printed, sys.stdout)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
@@ -280,7 +287,7 @@ def launched_job(program: str, worded: Callable[[UsageError], str] = str) -> Ite
         # Under srun it is the same line on every rank: on rank 0, or where the number is what is wrong.
         if "SLURM_STEP_ID" not in os.environ or not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal():
             print(f"{program}: {worded(error)}", file=sys.stderr)
-            say_last(f"{program}: {worded(error)}")
+            record(f"{program}: {worded(error)}")
         _exit(USAGE)
     status = 0
     try:
@@ -289,8 +296,9 @@ def launched_job(program: str, worded: Callable[[UsageError], str] = str) -> Ite
         except Stopped as stopped:
             status = STOPPED
             if job.rank == 0:
-                print(f"{program}: {stopped}", file=sys.stderr)
-                say_last(f"{program}: {stopped}")
+                line = printable(f"{program}: {stopped}")
+                print(line, file=sys.stderr)
+                record(line)
         job.leave()
     except BaseException as error:
         _fail(job, program, error, worded)
@@ -303,43 +311,36 @@ def _fail(job, program, error, worded):
     launcher's root cause; the others exit with its status."""
     if isinstance(error, SystemExit):
         _exit(error.code)
-    if STARTED_HERE:  # if a killed rank is the cause, the parent says so, and ends this one before it complains
+    if start.STARTED_HERE:  # if a killed rank is the cause, the parent says so, and ends this one before it complains
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(0.2)
         if sys.stderr.isatty():
             print(end="\r\033[K", file=sys.stderr)  # rank 0's bar
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    cause = printable(f"{type(error).__name__}: {error}".splitlines()[0])
     status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
-    last = f"{program}: rank {job.rank} of {job.world} on {job.host}: {cause}"
     if not isinstance(error, UsageError):
-        error = out_of_memory(error) or error
+        error = out_of_memory(error) or full_disk(error) or error
     if isinstance(error, UsageError):
         status, text = USAGE, "\n".join(f"{program}: {line}" for line in worded(error).splitlines())
-        last = text
-    if isinstance(error, KeyboardInterrupt):
-        status, text, last = INTERRUPTED, f"{program}: interrupted", ""
     try:
         first, status = map(int, job.store.compare_set("failed", "", f"{job.rank} {status}").split())
     except dist.DistError:  # rank 0 or its launcher held the store; this rank's own status is no worse than theirs
         first = 0
     if first != job.rank:
-        text, last = f"rank {job.rank}: {cause} (after rank {first} failed)" if status == 1 else "", ""
+        text = f"rank {job.rank}: {cause} (after rank {first} failed)" if status == 1 else ""
     print(text, file=sys.stderr, end="\n" * bool(text), flush=True)
-    say_last(last)
     if first != job.rank:
         time.sleep(2)
     elif job.world > 1 and (job.rank == 0 or status == 1):
         time.sleep(1)  # rank 0 may hold the store; a rank that was killed has been noticed by then
-    if first == job.rank and status == 1:
-        # For torchrun's summary, which goes by whole seconds: a killed rank that is the cause must not be the later.
-        get_error_handler().record_exception(error)
+    if first == job.rank:
+        record(text)  # late: torchrun's summary goes by whole seconds, and a killed rank that is the cause was earlier
     _exit(status)
 
 
 def _exit(status):
     """Exit without waiting for threads, one of which may be in a collective that never returns."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    start.flush()
     os._exit(status)

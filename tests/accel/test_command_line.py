@@ -60,7 +60,7 @@ def test_the_same_flag_twice_is_no_mistake():
     "raised, status, text",
     [
         (UsageError("`labels=9`: too large"), USAGE, "command: --labels 9: too large\n"),
-        (KeyboardInterrupt(), INTERRUPTED, "\ncommand: interrupted; nothing was written\n"),
+        (KeyboardInterrupt(), INTERRUPTED, "\ncommand: interrupted\n"),
     ],
 )
 def test_errors_become_a_line_and_a_status(raised, status, text, capsys):

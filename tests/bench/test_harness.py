@@ -38,7 +38,7 @@ REFUSED = [
     ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
     ("profile_step", ["--baseline", "--precision", "fp16", *NO_GPU], "--precision fp16: upstream samples in fp32"),
     ("profile_step", ["--baseline", "none", *NO_GPU], "--baseline none: no models.py and diffusion/ there"),
-    ("jobs", ["--gpus", "0"], "--gpus: 0: must be at least 1"),
+    ("jobs", ["--gpus", "0"], "--gpus: 0: must be from 1 to 1,000,000"),
     ("jobs", ["--gpus", "1"], "--gpus 1: is compared with one GPU; give 2 or more"),
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "--contest bf16: cpu cannot run it"),
     ("jobs", ["--gpus", "2", "--precision", "exact", *NO_GPU], "--precision exact: cpu cannot run it"),

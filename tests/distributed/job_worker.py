@@ -31,6 +31,12 @@ def exchange(job):
     print("exchanged")
 
 
+def turns(job):
+    """Two nodes of two: a download is made on rank 0, then by one rank of the other node, then by all that are left."""
+    first, _, second_node, _ = taken = job.all_gather_object(job.run_in_turns(lambda: job.counter("turns", 1)))
+    assert first == 1 and second_node == 2 and sorted(taken) == [1, 2, 3, 4], taken
+
+
 def different(job):
     """A rank that is left idle has no say; those that computed are compared."""
     latents = torch.ones(2, 4)

@@ -96,9 +96,9 @@ LONG = ["--num-sampling-steps", 1000, "--labels", 1, 2]
 @pytest.mark.parametrize(
     "ask, status, line",
     [
-        (lambda job: os.write(job.ours, b"\x03"), INTERRUPTED, "interrupted; nothing was written"),  # Ctrl-C
-        (lambda job: job.process.send_signal(signal.SIGINT), INTERRUPTED, "interrupted; nothing was written"),
-        (lambda job: job.process.send_signal(signal.SIGTERM), STOPPED, "stopped; nothing was written"),
+        (lambda job: os.write(job.ours, b"\x03"), INTERRUPTED, "interrupted"),  # Ctrl-C
+        (lambda job: job.process.send_signal(signal.SIGINT), INTERRUPTED, "interrupted"),
+        (lambda job: job.process.send_signal(signal.SIGTERM), STOPPED, "stopped; start again with the same command"),
         (lambda job: os.kill(job.ranks[1], signal.SIGKILL), 1, "rank 1 of 2: ended by signal 9"),
     ],
     ids=["ctrl-c", "SIGINT", "SIGTERM", "a killed rank"],
@@ -159,6 +159,34 @@ def test_one_gpu_is_this_process(monkeypatch):
     assert [start.world_size(n, None) for n in (1, 2)] == [1, 2]
     monkeypatch.setenv("RANK", "0")
     assert start.world_size(1, None) == 1
+
+
+def test_a_rank_that_ignores_sigterm_is_killed():
+    rank = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 60"], stdout=subprocess.PIPE)
+    rank.stdout.readline()
+    begun = time.monotonic()
+    start._end([rank])
+    assert rank.returncode == -signal.SIGKILL and time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("given, expected", [(None, max(1, os.cpu_count() // 2)), ("7", 7)])
+def test_ranks_divide_the_cores(given, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    code = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])"
+    monkeypatch.setattr(sys, "argv", ["-c", code])
+    assert [rank.wait(60) for rank in start._start(2)] == [0, 0]
+    assert {file.name: int(file.read_text()) for file in tmp_path.iterdir()} == {"0": expected, "1": expected}
+
+
+def test_a_rank_whose_parent_has_ended_does_not_begin():
+    """Before it could ask to be ended with it."""
+    code = "from accel import start; start.begin(); print('begun')"
+    env = {**os.environ, "DIT_BEGAN": f"1.000000 {os.getppid()}"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "-c: the process that started this rank has ended\n"
+    assert not done.stdout
 
 
 def test_the_garbage_collector_leaves_torch_alone():

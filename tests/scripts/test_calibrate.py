@@ -62,6 +62,7 @@ def test_what_a_comparison_counts():
     [
         (["--margin", "nan"], "--margin nan"),
         (["--plan", "/proc/x.json"], "--plan /proc/x.json: No such file"),
+        (["--pictures", "1" + 30 * "0"], "000000: must be from 1 to 1,000,000"),
         (["--each", "9"], "--each 9: must be a multiple of 8"),
         (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few"),
         (["--ckpt", "none.pt"], "--ckpt none.pt: no such file"),

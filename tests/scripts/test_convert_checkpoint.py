@@ -210,6 +210,7 @@ def test_a_disk_that_is_full_is_a_line(source, name, tmp_path, monkeypatch, caps
     [
         (("there.pt",), "exists"),
         (("x.bin",), "must end in"),
+        ((".pt",), "must end in"),
         (("/proc/x.pt",), "cannot write"),
         (("x" * 300,), "File name too long"),
         (("x.pt", "--pipeline"), "--pipeline: "),

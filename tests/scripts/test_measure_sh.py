@@ -64,3 +64,10 @@ def test_it_names_its_folder():
     for arguments, status, words in ((["--help"], 0, "bash scripts/measure.sh FOLDER"), ([], 2, "name the folder")):
         done = subprocess.run(["bash", "scripts/measure.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == status and words in done.stdout + done.stderr and "set -" not in done.stdout
+
+
+def test_a_place_that_takes_no_files_is_a_line():
+    for place in "/dev/null", "/proc/nowhere", "/proc":
+        done = subprocess.run(["bash", ROOT / "scripts" / "measure.sh", place], capture_output=True, text=True)
+        line = f"measure.sh: {place}: no folder can be made or written there; name another\n"
+        assert (done.returncode, done.stderr) == (2, line)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -115,6 +116,39 @@ def test_what_is_refused(checkout, arguments, words):
     done = pack(checkout, *arguments)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
     assert not list(checkout.glob("*.gz"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"contest": 5}',
+        b'{"contest": [5]}',
+        b'{"contest": {"picture": 1}}',
+        b'{"contest": [{"picture": "DIGEST"}]}',
+        b'{"contest": [{"picture": "DIGEST", "tier": 1, "settings": 2, "seconds": "x"}], "weights": 3, "commit": 4}',
+    ],
+)
+def test_a_damaged_measurement_is_named(checkout, content):
+    digest = hashlib.sha256((checkout / "sample.png").read_bytes()).hexdigest()
+    (checkout / "log" / "mine" / "contest.json").write_bytes(content.replace(b"DIGEST", digest.encode()))
+    done = pack(checkout, "Us")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(checkout.glob("*.gz"))
+    assert re.match(r"pack.sh: 'log/mine/contest.json': is damaged \(\w+Error\); measure again", done.stderr), (
+        done.stderr
+    )
+
+
+def test_what_a_measurement_says_is_shown_printable(checkout):
+    path = checkout / "log" / "mine" / "contest.json"
+    path.write_text(path.read_text().replace('"fp16"', r'"fp16\u001b[2J\nfp32 größe"'))
+    done = pack(checkout, "Us")
+    assert (
+        done.returncode == 0 and r"Precision tier: fp16\x1b[2J\nfp32 größe" in done.stdout and "\x1b" not in done.stdout
+    )
 
 
 def test_without_git(checkout):

@@ -298,9 +298,10 @@ def test_mixed_and_damaged_files_are_refused_by_name(tmp_path):
     change(other, batch_rows=2)
     with pytest.raises(UsageError, match=r"profile-baseline.json is of batch_rows 16, .*other.json of 2"):
         report_data.collect(folder)
-    other.write_text('{"rungs": [')
-    with pytest.raises(UsageError, match="other.json: not JSON"):
-        report_data.collect(folder)
+    for damaged in '{"rungs": [', "5", "[" * 100_000, "":
+        other.write_text(damaged)
+        with pytest.raises(UsageError, match="other.json: not JSON"):
+            report_data.collect(folder)
     with pytest.raises(UsageError, match="no such folder"):
         report_data.collect(tmp_path / "nowhere")
 

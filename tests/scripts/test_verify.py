@@ -64,6 +64,14 @@ def test_a_metric_that_cannot_be_computed_passes_nothing():
     assert verify.recommend([dict(tier="fp16", seconds=dict(median=1), **record)], "contest") is None
 
 
+def test_a_failure_comes_before_a_metric_that_is_missing():
+    assert [verify.overall(one) for one in (["PASS", "NONE", "FAIL"], ["PASS", "NONE"], ["PASS"])] == [
+        "FAIL",
+        "NONE",
+        "PASS",
+    ]
+
+
 def test_the_fastest_that_passes_is_recommended():
     def tier(name, seconds, contest, strict):
         return dict(tier=name, seconds=dict(median=seconds), verdicts=dict(contest=contest, strict=strict))

@@ -1,0 +1,229 @@
+"""However a command ends, it is one line and a status, and nothing of ours is left: real processes, found in /proc by a
+variable of their environment."""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import forks
+import pytest
+from conftest import ROOT
+from jobs import ENVIRONMENT
+
+from accel.errors import INTERRUPTED, STOPPED, USAGE
+
+LAUNCH = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "sample_ddp.py"
+GPUS = ROOT / "sample.py", "--gpus", 2
+
+
+class Command:
+    """A command with a mark that all its descendants inherit."""
+
+    def __init__(self, *args, **environment):
+        self.mark = f"ENDING_TEST={secrets.token_hex(8)}"
+        name, value = self.mark.split("=")
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, args)],
+            env={**os.environ, **ENVIRONMENT, **environment, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def alive(self):
+        """The ids of its processes that run, by their ranks; the launcher's is of no rank."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if self.mark in environment:
+                rank = next((one[5:] for one in environment if one.startswith("RANK=")), "")
+                found.setdefault(rank, []).append(int(folder.name))
+        return found
+
+    def wait_until(self, true, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline, self.alive()
+            time.sleep(0.01)
+
+    def wait_for(self, text):
+        line = ""
+        while text not in line:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()
+
+    def end(self):
+        """(status, standard error), once nothing of it is left."""
+        try:
+            _, error = self.process.communicate(timeout=60)
+            self.wait_until(lambda: not self.alive(), seconds=5)
+            return self.process.returncode, error
+        finally:
+            for pids in self.alive().values():
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+
+
+LONG = "--num-sampling-steps", 1000, "--labels", 1, 2
+FID = "--num-sampling-steps", 20, "--num-fid-samples", 1000, "--per-proc-batch-size", 1
+
+
+@pytest.mark.parametrize(
+    "launch, who, number",
+    [(LAUNCH, "", "KILL"), (LAUNCH, "0", "KILL"), (LAUNCH, "", "INT"), (LAUNCH, "", "TERM"), (GPUS, "", "KILL")],
+)
+def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
+    """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_start.py has the others of --gpus."""
+    job = Command(*launch, *demo, *LONG, "--output", tmp_path / "x.png")
+    job.wait_for(" · 2 ranks")
+    os.kill(job.alive()[who][0] if who else job.process.pid, signal.Signals[f"SIG{number}"])
+    status, error = job.end()
+    assert status != 0 and list(tmp_path.iterdir()) == [], error
+
+
+@pytest.mark.parametrize("launch", [LAUNCH, GPUS], ids=["torchrun", "--gpus"])
+def test_nothing_is_left_of_a_launcher_that_is_killed_while_ranks_start(launch, demo, tmp_path):
+    job = Command(*launch, *demo, *LONG, "--output", tmp_path / "x.png")
+    job.wait_until(lambda: {"0", "1"} <= job.alive().keys())
+    job.process.kill()
+    job.end()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_an_fid_job_that_is_requeued(demo, tmp_path):
+    job = Command(*LAUNCH, *demo, *FID, "--sample-dir", tmp_path)
+    job.wait_for(" · 2 ranks")
+    job.wait_until(lambda: list(tmp_path.glob("*/*.png")))
+    os.kill(job.alive()["1"][0], signal.SIGUSR1)
+    _, error = job.end()
+    assert re.search(rf"exitcode +: {STOPPED} ", error) and not list(tmp_path.glob("**/*.part")), error
+
+
+INTERRUPT = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == os.environ.get("INTERRUPT_AT"):
+            os.environ["INTERRUPT_AT"] = ""
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize(
+    "script, module",
+    [
+        ("sample.py", "accel.options"),
+        ("sample.py", "torch._C"),
+        ("sample_ddp.py", "accel.parallel.processes"),
+        ("scripts/verify.py", "numpy"),
+        ("scripts/calibrate.py", "accel.command_line"),
+        ("scripts/convert_checkpoint.py", "torch.nn"),
+        ("scripts/report.py", "jinja2"),
+        ("scripts/fid.py", "torch"),
+    ],
+)
+def test_ctrl_c_in_an_import_is_a_line(script, module, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
+    command = Command(ROOT / script, "--model", "DiT-Demo/2", PYTHONPATH=str(tmp_path), INTERRUPT_AT=module)
+    assert command.end() == (INTERRUPTED, f"{Path(script).name}: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "script, number, status, word",
+    [
+        ("sample.py", "INT", INTERRUPTED, "interrupted"),
+        ("sample.py", "TERM", STOPPED, "stopped; start again with the same command"),
+        ("sample_ddp.py", "INT", INTERRUPTED, "interrupted"),
+        ("scripts/verify.py", "INT", INTERRUPTED, "interrupted"),
+    ],
+)
+def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo, tmp_path):
+    output = tmp_path / ("x.png" if script != "scripts/verify.py" else "folder")
+    command = Command(ROOT / script, *demo, *LONG, "--output", output)
+    command.wait_for("DiT-Demo/2 · ")
+    time.sleep(1)
+    command.process.send_signal(signal.Signals[f"SIG{number}"])
+    ended, error = command.end()
+    assert ended == status and error.endswith(f"{Path(script).name}: {word}\n"), error
+    assert "Traceback" not in error and not list(tmp_path.glob("*.p*"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "verify.save_grids(Path('.'), {0: np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8)}, 'fp32')",
+        "forecast.write_plan(Path('p.json'), {'x': 9999 * 'x'}, [(1, 1)], {})",
+        "open('/dev/full', 'w', buffering=1).write('x\\n')",
+    ],
+)
+def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
+    """Here a limit on the size of files, which Python meets as it meets a full disk."""
+    code = f"""
+import resource, sys
+import numpy as np
+from pathlib import Path
+from accel import forecast
+from accel.command_line import OneLineParser, user_errors
+from scripts import verify
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+with user_errors(OneLineParser(prog="command")):
+    {code}
+"""
+    done = forks.run(["-c", code], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == USAGE and list(tmp_path.iterdir()) == [], done.stderr
+    line = r"command: (File too large|No space left on device); free some space, or choose another place\n"
+    assert re.fullmatch(line, done.stderr), done.stderr
+
+
+def test_what_is_printed_does_not_steer_a_terminal():
+    """Names that files hold. Words of any language stay as they are."""
+    code = r"from accel import start; start.begin(); print('größe 图\u3000x \x1b[2J\r\udc80', 'second line', sep='\n')"
+    command = Command("-X", "utf8", "-c", code)
+    assert command.process.stdout.read() == "größe 图\u3000x \\x1b[2J\\r\\udc80\nsecond line\n"
+    assert command.end() == (0, "")
+
+
+def test_a_signal_after_the_work_changes_nothing():
+    """The interpreter still runs for a while."""
+    code = "import atexit, os, signal; from accel import start; start.begin(); atexit.register(os.kill, os.getpid(), 2)"
+    assert Command("-c", code).end() == (0, "")
+
+
+@pytest.mark.parametrize(
+    "ranks, redirection",
+    [(1, ">/dev/full"), (1, "2>/dev/full"), (1, "2>&1 | head -c 5"), (1, "<&- >&- 2>&-"), (2, "2>&1 | head -c 5")],
+)
+def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
+    """Closed, full, or no longer read: the picture is saved, and the status says so."""
+    flags = [*demo, "--num-sampling-steps", 2, "--labels", 1, 2, "--gpus", ranks, "--output", tmp_path / "x.png"]
+    line = " ".join(map(str, [sys.executable, ROOT / "sample.py", *flags, redirection]))
+    done = subprocess.run(["bash", "-c", line + "; exit ${PIPESTATUS[0]}"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and (tmp_path / "x.png").stat().st_size > 1000, done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    full = "sample.py: standard output: No space left on device; the work itself is done\n"
+    assert (full in done.stderr) == (redirection == ">/dev/full")
+
+
+@pytest.mark.parametrize(
+    "script, flags, line",
+    [
+        ("sample.py", ["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
+        ("sample.py", ["--gpus=--"], "--gpus=--: gives no value"),
+        ("sample.py", ["--seeds=--"], "--seeds=--: gives no value"),
+        ("sample_ddp.py", ["--seed=--"], "--seed=--: gives no value"),
+    ],
+)
+def test_a_flag_without_value_is_a_line(script, flags, line, here):
+    done = here(script, "--model", "DiT-Demo/2", *flags)
+    assert (done.returncode, done.stderr) == (USAGE, f"{script}: {line}\n")
