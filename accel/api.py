@@ -97,7 +97,7 @@ class Sampler:
         and captured steps stay valid. Raises ValueError, and keeps the weights it has, for another shape, and for
         weights that overflow its precision."""
         with self._running() as run:
-            held, tier, batch = Held(model, copy=True), run.tier, door.batch_of(self.options)
+            held, tier, batch = Held(model, copy=True), run.tier, door.batch_of(self.options, run.process, run.guidance)
             if (held.of_diffusers, held.flow) != self._kind:
                 raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
             if self.options.forecast == "plan":
