@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -153,9 +152,8 @@ def batch_of(
     """The network evaluations of a run on any rank; sizes: the numbers of pictures that are denoised at once, default:
     those of a grid."""
     sizes = sizes or placement.sizes(len(options.labels), options.batch_size)
-    rows = {placement.rows(size, copies) for size in sizes for copies in count_copies(process, guidance)}
-    ordered = sorted(rows, key=lambda one: (prod(one), one), reverse=True)
-    return Batch(ordered, guidance.channels, options.latent_size, options.num_classes)
+    rows = placement.every_rows(sizes, count_copies(process, guidance))
+    return Batch(rows, guidance.channels, options.latent_size, options.num_classes)
 
 
 def load(

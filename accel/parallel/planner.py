@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import isqrt
+from math import isqrt, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,14 +83,11 @@ def share_evaluations(
 
 def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
     """Choose the GEMMs of all evaluations that any rank makes in a run under each placement."""
-    network.tune(
-        {
-            placement.row_tokens(pictures, copies, work.tokens)
-            for placement in placements
-            for pictures in placement.sizes(work.pictures, work.at_once)
-            for copies in work.copies
-        }
-    )
+    row_tokens = set()
+    for one in placements:
+        rows = one.every_rows(one.sizes(work.pictures, work.at_once), work.copies)
+        row_tokens |= {prod(of_one) * work.tokens // one.layout.tokens for of_one in rows}
+    network.tune(row_tokens)
 
 
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
