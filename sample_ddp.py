@@ -95,67 +95,59 @@ def sample_grid(options: GridOptions, job: "Job") -> None:
     """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than
     ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
     from accel import door, loading
-    from accel.parallel.planner import share_evaluations
-    from accel.parallel.rows import gather_rows, share
+    from accel.kernels.linear import Tuner
+    from accel.parallel.layouts import OFF
+    from accel.parallel.placement import Placement
 
     outputs = [(one.output, one.output_type) for one in options.for_each_seed()]
     job.run_collectively(lambda: [require_writable(*output) for output in outputs], only=0)
     opened, watch = open_weights(options, job)
-    options, n = opened.options, len(opened.options.labels)
-    evaluation, groups, layout = job.run_collectively(lambda: door.layout_of(opened, job))
-    job.open_collectives(options.device)
+    groups, layout = job.run_collectively(lambda: door.layout_of(opened, job))
+    job.open_collectives(opened.device)
     with watch.phase("load"):
-        batch = door.share_of(options, job.world, layout)
-        run = job.run_collectively(lambda: door.load(opened, batch, (None, job.from_rank_0)))
-    print(door.describe(options, run, job.world))
+        expected, tuner = Placement(layout or OFF, job.world), Tuner(share=job.from_rank_0)
+        run = job.run_collectively(lambda: door.load(opened, expected, tuner=tuner))
+    print(door.describe(opened.options, run, job.world))
     with watch.phase("plan"):
-        network, layout = share_evaluations(run.network, evaluation, groups, layout)
-        run = run._replace(network=network)
-        del network
-    if options.divided:  # each rank has read its part
-        opened.weights.close()
+        run, placement = door.place(opened, run, groups, layout)
 
-    busy, shared = layout.busy(job.world), layout.ranks > 1
-    mine = share(n, busy, job.rank)  # the pictures of this rank
-    rows = slice(None) if shared and job.rank < busy else mine
-    decoder = door.decoder_of(opened) if options.decode == "each" or job.rank == 0 else None
-    each = options.for_each_seed()
-    door.warm_up(each[0], run, watch, rows)
-    if decoder:
+    grids = opened.options.for_each_seed()
+    of_parts, of_all = door.decoders_of(opened, job.rank)
+    door.warm_up(grids[0], run, watch, placement)
+    if decoder := of_parts or of_all:
         decoder.load_ahead()
-    sampled = [door.sample(one, run, watch, rows, show=job.rank == 0) for one in each]
+    sampled = [door.sample(grid, run, watch, placement, show=job.rank == 0) for grid in grids]
     del run
     loading.free_memory(opened.device)
 
-    into_pictures, side = options.into_pictures and options.decode == "each", options.image_size
     if job.rank == 0:  # a file that is being written is removed
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
-    for one, part in zip(each, sampled, strict=True):
-        if shared:
-            job.assert_identical(part, busy)
-            part = part[mine]
-        if into_pictures:
-            part = door.decode(decoder, part, watch) if len(part) else part.new_zeros(0, 3, side, side)
+    n = len(grids[0].labels)
+    for grid, latents in zip(grids, sampled, strict=True):
+        part = placement.own(job, latents, n)
+        if of_parts:
+            part = door.decode_part(of_parts, part, grid.image_size, watch)
         with watch.phase("gather"):
-            whole = gather_rows(job, part, n, busy)
+            whole = placement.gather(job, part, n)
         if job.rank == 0:
-            door.save(one, whole, watch, None if into_pictures else decoder)
+            door.save(grid, whole, watch, of_all)
     if job.rank == 0:
-        print(f"{', '.join(one.output for one in each)}: {watch} · {start.seconds():.2f} s since start")
+        print(f"{', '.join(grid.output for grid in grids)}: {watch} · {start.seconds():.2f} s since start")
 
 
 def sample_for_fid(options: FidOptions, job: "Job") -> None:
     """The folder of pictures and its .npz."""
     from accel import door, fid
     from accel.door import fid as fid_door
+    from accel.kernels.linear import Tuner
 
     job.run_collectively(lambda: fid_door.require_seeds(options, job.world), only=0)
     opened, watch = open_weights(options, job)
     options, order = opened.options, fid_door.order_of(opened.options)
     with fid.locked(order.folder, job):
         with watch.phase("load"):
-            batch, tuning = (order.largest_batch, order.copies), (fid.tuner_folders(order.folder), job.from_rank_0)
-            run = job.run_collectively(lambda: door.load(opened, batch, tuning))
+            tuner = Tuner(fid.tuner_folders(order.folder), job.from_rank_0)
+            run = job.run_collectively(lambda: door.load(opened, sizes=order.batch_sizes, tuner=tuner))
         print(door.describe(options, run, job.world))
         decoder = door.decoder_of(opened, captured=True)
         settings = job.run_collectively(lambda: fid_door.settings_of(opened, run, decoder, job.world), only=0)

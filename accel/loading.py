@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -10,16 +11,16 @@ from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, reference_state
 from accel.gpu import missing_code
+from accel.kernels.linear import Tuner
 from accel.network import Network, Plain
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
 
 
 class Batch(NamedTuple):
-    """The network evaluations of a rank, for which a network is warmed up, tuned and checked."""
+    """The network evaluations of a run, for which a network is compiled, tuned and checked."""
 
-    latents: int
-    copies: int  # batch rows of a latent
+    rows: list[tuple[int, int]]  # every (latents, batch rows of each) that a rank evaluates, the most rows first
     guided_channels: int  # of a step's guidance; 0 without
     side: int  # of a latent
     num_classes: int
@@ -53,31 +54,29 @@ def load(
     batch: Batch,
     *,
     fixed: bool = True,
-    tuning: tuple = (),
+    tuner: Tuner | None = None,
     divided: bool = False,
 ) -> tuple[Network, str]:
     """(the network, its tier): bf16 where the weights overflow float16 and the tier is not `fixed`.
 
     fit: what the weights are; model: the reference network of their shape, without values (on the meta device).
-    tuning: arguments of kernels.linear.Tuner. divided: a plain network's weights stay in the file, since ranks will
-    each take their part.
+    tuner: chooses the GEMMs' algorithms. divided: a plain network's weights stay in the file, since ranks will each
+    take their part.
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    network = load_network(weights, fit, model, tier, device, batch, tuning, divided)
+    network = load_network(weights, fit, model, tier, device, batch, tuner, divided)
     if not divided:
         weights.close()
-    if not TIERS[tier].accelerated:
-        return network, tier
-    network.tune([batch.latents * batch.copies * (batch.side // network.patch_size) ** 2])
-    if tier == "bf16" or not overflows(network, batch, device, model.SOME_TIMES):
+    network.tune({prod(rows) * (batch.side // network.patch_size) ** 2 for rows in batch.rows})
+    if not TIERS[tier].accelerated or tier == "bf16" or not overflows(network, batch, device, model.SOME_TIMES):
         return network, tier
     if fixed or tier == "exact" or not supports("bf16", device):
         raise UsageError(f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}")
     print("these weights overflow float16: sampling in bfloat16")
     apply_precision("bf16", device)
     del network  # free its memory first
-    return load(weights, fit, model, "bf16", device, batch, tuning=tuning)
+    return load(weights, fit, model, "bf16", device, batch, tuner=tuner)
 
 
 def load_network(
@@ -87,7 +86,7 @@ def load_network(
     tier: str,
     device: torch.device,
     batch: Batch,
-    tuning: tuple = (),
+    tuner: Tuner | None = None,
     divided: bool = False,
 ) -> Network:
     """The network of a tier, not tuned and not checked. No weights are initialised to be thrown away, and each goes
@@ -98,10 +97,9 @@ def load_network(
         state = {**state, "pos_embed": model.position_table()}
     if TIERS[tier].accelerated:
         from accel import fast  # brings Triton; the other tiers need not wait for it
-        from accel.kernels.linear import Tuner
 
         try:
-            return fast.load(state, model, tier, device, *batch[:3], Tuner(*tuning))
+            return fast.load(state, model, tier, device, *batch.rows[0], batch.guided_channels, tuner)
         except ValueError as error:
             raise UsageError(f"`ckpt={weights.name}`: {error}") from None
     if not divided:  # first to the device: of weights in half precision the CPU never holds a float32 copy
@@ -114,10 +112,10 @@ def load_network(
 def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
     """Whether `network` gives infinities or NaN on noise at `times`."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    n, shape = batch.latents, (network.in_channels, batch.side, batch.side)
+    (n, copies), shape = batch.rows[0], (network.in_channels, batch.side, batch.side)
     x = torch.randn(n, *shape, generator=generator, device=device)
     y = torch.arange(n, device=device) % batch.num_classes
-    y = torch.cat([y, y.new_full((n * (batch.copies - 1),), batch.num_classes)])  # the null label
+    y = torch.cat([y, y.new_full((n * (copies - 1),), batch.num_classes)])  # the null label
     # On the rows of the run: other shapes would be compiled and tuned for nothing.
     outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
     return not all(out.isfinite().all() for out in outputs)

@@ -1,6 +1,6 @@
 """A network, a process and a guidance, labels and a seed → latents."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,9 +9,11 @@ from torch import Tensor
 from accel.errors import UsageError
 from accel.loading import remedy
 from accel.network import Network
-from accel.sampling import OnStep, denoise, initial_noise, upstream_noise
+from accel.sampling import OnStep, denoise, initial_noise, moves_of, unlike, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
-from accel.sampling.process import Kind, Process
+from accel.sampling.process import Process
+
+ALL = (slice(None),)
 
 
 class Run(NamedTuple):
@@ -24,9 +26,9 @@ class Run(NamedTuple):
     device: torch.device
     side: int  # of a latent
 
-    def denoise(self, *what, on_step: OnStep | None = None, moves: Iterable[Kind] | None = None) -> Tensor:
-        """Latents (n, C, L, L) of z, labels and draw, as sampling.denoise takes them. Raises UsageError, naming the
-        step and a remedy, if they are not finite."""
+    def denoise(self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None) -> Tensor:
+        """Latents (n, C, L, L), as sampling.denoise. Raises UsageError, naming the step and a remedy, if they are not
+        finite."""
         sums = torch.zeros(self.process.steps, device=self.device)  # read once, after the loop
 
         def after_step(index, x):
@@ -34,8 +36,7 @@ class Run(NamedTuple):
             if on_step is not None:
                 on_step(index, x)
 
-        how = dict(moves=moves, on_step=after_step)
-        latents = denoise(self.network, self.process, self.guidance, *what, **how)
+        latents = denoise(self.network, self.process, self.guidance, z, labels, draw, on_step=after_step)
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
             raise UsageError(
@@ -45,34 +46,35 @@ class Run(NamedTuple):
         return latents
 
     def latents(
-        self,
-        labels: Sequence[int],
-        seed: int,
-        rows: slice = slice(None),
-        at_once: int | None = None,
-        on_step: OnStep | None = None,
-        moves: Iterable[Kind] | None = None,
+        self, labels: Sequence[int], seed: int, batches: Sequence[slice] = ALL, on_step: OnStep | None = None
     ) -> Tensor:
-        """Latents (n', C, L, L) of the part `rows` of `labels`, from a seed; the same on every call.
+        """Latents (n', C, L, L) of the slices `batches` of `labels`, from a seed; the same on every call.
 
-        Of more than `at_once` one slice after the other; each draws the noise of all and uses its own. on_step counts
-        the steps of all slices. moves: as sampling.denoise has them.
+        One slice after the other; each draws the noise of all and uses its own. on_step counts the steps of all slices.
         """
-        found, channels = [], self.network.in_channels
-        y = torch.tensor(labels, device=self.device)
-        for part in slices(rows, len(labels), at_once):
-            generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
-            z = initial_noise(len(labels), channels, self.side, generator)
-            if self.process.noise_from_cpu and self.device.type != "cpu":
-                generator = torch.Generator().manual_seed(seed)
-            done, draw = len(found) * self.process.steps, upstream_noise(z, self.guidance.copies, part, generator)
+        found = []
+        for part in batches:
+            done = len(found) * self.process.steps
             count_on = on_step and (lambda index, x, done=done: on_step(done + index, x))
-            found.append(self.denoise(z[part], y[part], draw, on_step=count_on, moves=moves))
-        return torch.cat(found) if found else torch.empty(0, channels, self.side, self.side, device=self.device)
+            found.append(self.denoise(*self._noise(labels, seed, part), count_on))
+        empty = torch.empty(0, self.network.in_channels, self.side, self.side, device=self.device)
+        return torch.cat(found) if found else empty
 
+    def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
+        """Make each move once that `latents` will make, with each number of labels in a slice and each guidance: on a
+        GPU the first compiles, chooses algorithms and is captured."""
+        moves, sizes = unlike(moves_of(self.process, self.guidance)), set()
+        # Most labels first: they want the largest table of conditioning, and another table voids what was captured.
+        for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
+            if len(labels[part]) not in sizes:
+                sizes.add(len(labels[part]))
+                denoise(self.network, self.process, self.guidance, *self._noise(labels, 0, part), moves=moves)
 
-def slices(rows: slice, n: int, at_once: int | None) -> list[slice]:
-    """The part `rows` of n, no more than `at_once` in each."""
-    first, end, _ = rows.indices(n)
-    size = at_once or max(1, end - first)
-    return [slice(start, min(start + size, end)) for start in range(first, end, size)]
+    def _noise(self, labels, seed, part):
+        """z (n', C, L, L), labels (n',) and the draw of a step's noise, of a slice of `labels`."""
+        generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
+        z = initial_noise(len(labels), self.network.in_channels, self.side, generator)
+        if self.process.noise_from_cpu and self.device.type != "cpu":
+            generator = torch.Generator().manual_seed(seed)
+        draw = upstream_noise(z, self.guidance.copies, part, generator)
+        return z[part], torch.tensor(labels, device=self.device)[part], draw

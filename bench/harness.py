@@ -281,7 +281,8 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     options = options_of(args)
     weights = door.checkpoint_of(options, device)
     options = options.complete(weights)
-    return loading.load_network(weights, door.empty_model(options), "fp32", device, door.batch_of(options)).model
+    batch = loading.Batch([(1, 1)], 0, options.latent_size, options.num_classes)
+    return loading.load_network(weights, door.empty_model(options), "fp32", device, batch).model
 
 
 def random_decoder(device: torch.device) -> KLDecoder:

@@ -16,9 +16,11 @@ if not __package__:
 import gc
 import statistics
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -37,9 +39,10 @@ from accel.parallel import layouts, planner
 from accel.parallel.exchanges import traffic
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import EXCHANGES, OFF, Layout
-from accel.parallel.planner import Evaluation
+from accel.parallel.placement import Placement
+from accel.parallel.planner import Work
 from accel.parallel.processes import Job, launched, launched_job, own_device
-from accel.parallel.rows import share
+from accel.sampling.guidance import Guidance
 from bench import harness
 from bench.steps import Judge
 
@@ -73,17 +76,17 @@ def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, a
     return times(window)
 
 
-def runnable(evaluation: Evaluation, groups: Groups, wanted: list[Layout]) -> Iterator[Layout]:
+def runnable(work: Work, heads: int, groups: Groups, wanted: list[Layout]) -> Iterator[Layout]:
     """Those layouts that can run here."""
     for layout in dict.fromkeys(wanted):
         with suppress(UsageError):
-            planner.check(layout, evaluation, groups)
+            planner.check(layout, work.tokens, heads, groups)
             yield layout
 
 
-def laid_out(network: BlockNetwork, evaluation: Evaluation, groups: Groups, layout: Layout) -> Network:
+def laid_out(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> Network:
     """The network as this rank has it, its GEMMs chosen. Every rank calls it, since every rank makes the groups."""
-    planner.tune(network, evaluation, groups.job, [layout])
+    planner.tune(network, work, [Placement(layout, groups.job.world)])
     return groups.apply(network, layout)
 
 
@@ -98,7 +101,7 @@ class Table:
         self.args, self.groups, self.case, self.network, self.job = args, groups, case, network, groups.job
         self.pictures, latent = case["labels"], case["size"] // 8
         tokens = (latent // network.patch_size) ** 2
-        self.evaluation = Evaluation(self.pictures, tokens, network.num_heads, case["tier"])
+        self.work = Work(self.pictures, None, Counter([Guidance.copies]), tokens, case["tier"])
         generator = torch.Generator(groups.device).manual_seed(1)
         self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=groups.device)
         self.labels = torch.arange(self.pictures, device=groups.device)
@@ -112,18 +115,18 @@ class Table:
         for ranks in (1, 2, 4, 8):
             if ranks <= world and (self.pictures >= ranks or ranks == world and self.pictures > 1):
                 yield OFF, ranks
-        for layout in runnable(self.evaluation, self.groups, wanted):
+        for layout in runnable(self.work, self.network.num_heads, self.groups, wanted):
             # One that leaves ranks with padding alone, or that a GPU a picture makes pointless, shows nothing.
             shares = self.pictures < layout.ranks or layout.tokens == 1
-            if layout.rows <= 2 * self.pictures and shares:
+            if layout.rows <= Guidance.copies * self.pictures and shares:
                 yield layout, layout.ranks
 
     def measure(self, layout: Layout, ranks: int) -> dict:
         """A row: `layout`, or pictures for `ranks` where it is OFF."""
         active, pictures = self.job.rank < ranks, self.pictures
         # A copy, which shares the weights: the graphs of this layout go when it goes.
-        network = laid_out(self.network.shallow(self.network.depth), self.evaluation, self.groups, layout)
-        rows = share(pictures, ranks, self.job.rank) if layout == OFF and active else slice(None)
+        network = laid_out(self.network.shallow(self.network.depth), self.work, self.groups, layout)
+        rows = Placement(OFF, ranks, self.job.rank).pictures(pictures) if layout == OFF and active else slice(None)
         loop = harness.sampling(network, self.process, self.z, self.labels, SCALE, NULL_LABEL, rows=rows)
         row = self.case | dict(gpus=ranks, plan=name_of(layout, ranks, pictures))
         row |= step_time(loop, self.args, self.job, self.groups.device, active and len(self.labels[rows]) > 0)
@@ -133,14 +136,17 @@ class Table:
             row["error"] = float((out - self.alone).norm() / self.alone.norm())
         if layout.tokens > 1:
             element = precision.TIERS[self.case["tier"]].dtype.itemsize  # exact: two float16
-            (latents, copies), tokens = layout.batch(pictures, ranks, 2), self.evaluation.tokens // layout.tokens
-            sent = traffic(layout.exchange, latents * copies, tokens, layout.tokens, self.network.width, element)
+            rows, tokens = (
+                prod(Placement(layout, ranks).rows(pictures, Guidance.copies)),
+                self.work.tokens // layout.tokens,
+            )
+            sent = traffic(layout.exchange, rows, tokens, layout.tokens, self.network.width, element)
             row["collectives"], row["bytes"] = sent
         return row
 
     def auto(self, rows: list[dict]) -> dict:
         """What --parallel auto chooses, and its speed among the timed `rows`."""
-        chosen, reason = planner.choose(self.network, self.evaluation, self.groups)
+        chosen, reason = planner.choose(self.network, self.work, self.groups)
         name = name_of(chosen, self.job.world, self.pictures)
         ms = next((row["ms"] for row in rows if row["plan"] == name), None)
         best = min(row["ms"] for row in rows)
@@ -177,9 +183,9 @@ def judge_layouts(args: Namespace, groups: Groups, wanted: list[Layout], record:
     """Every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     judge, alike = Judge(1, groups.device), dict(tuner=Tuner(share=groups.job.from_rank_0))
     for tier in args.precision:
-        evaluation = Evaluation(len(judge.labels), judge.model.x_embedder.num_patches, judge.model.num_heads, tier)
-        for layout in runnable(evaluation, groups, [OFF, *wanted]):
-            shared = partial(laid_out, evaluation=evaluation, groups=groups, layout=layout)
+        work = Work(len(judge.labels), None, Counter([Guidance.copies]), judge.model.x_embedder.num_patches, tier)
+        for layout in runnable(work, judge.model.num_heads, groups, [OFF, *wanted]):
+            shared = partial(laid_out, work=work, groups=groups, layout=layout)
             if groups.job.rank >= layout.ranks:  # idle
                 shared(harness.build(judge.model, tier, groups.device, **alike))
                 continue

@@ -41,6 +41,7 @@ from accel.forecast import write_plan
 from accel.latents.pixels import to_uint8
 from accel.network import unpatchify
 from accel.options import GridOptions
+from accel.parallel.placement import Placement
 from accel.sampling import initial_noise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.process import Kind
@@ -61,14 +62,13 @@ class Bench:
 
     def __init__(self, options: GridOptions, device: torch.device, batch: int):
         self.options, self.batch, self.device = options, batch, device
-        latents = batch, door.guidance_of(options).copies
         self.opened = door.open_weights(options, device)
-        self.fast = self.reference = door.load(self.opened, latents)
+        self.fast = self.reference = door.load(self.opened, sizes={batch})
         self.tier, self.diffusion = self.fast.tier, self.fast.process.diffusion
         reference = self.opened
         if self.tier != "fp32":  # loaded last: its tier's switches, with which strides are measured, stay set
             reference = door.open_weights(replace(options, precision="fp32"), device)
-            self.reference = door.load(reference, latents)
+            self.reference = door.load(reference, sizes={batch})
         self.decoder = door.decoder_of(reference)
 
     def labels(self, count: int) -> list[int]:
@@ -82,7 +82,7 @@ class Bench:
         precision.apply_precision(run.tier, self.device)
         for seed in tqdm(seeds, desc=f"{run.process.evaluations} evaluations", unit="seed", leave=False):
             with door.enough_memory(self.options):
-                parts.append(run.latents(self.labels(each), seed, at_once=self.batch))
+                parts.append(run.latents(self.labels(each), seed, Placement().batches(each, self.batch)))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return self.decoded(torch.cat(parts))
 

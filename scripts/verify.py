@@ -49,7 +49,7 @@ def sample(options: GridOptions, seeds: range, device: torch.device, name: str) 
     """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
     (opened, run, decoder), grids, times = door.ready(options), {}, []
-    door.latents(opened.options, run, moves=run.process.every_kind)
+    run.warm_up(opened.options.labels, door.batches_of(opened.options))
     for seed in seeds:
         seeded = replace(opened.options, seed=seed)
         harness.synchronize(device)

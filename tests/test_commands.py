@@ -102,7 +102,8 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
         monkeypatch.setattr(run.process.diffusion, "p_sample", recorded)
         latents = door.latents(opened.options, run, on_step=lambda index, x: seen.append(index))
         assert [n for n, _ in used] == [n for n in sizes for _ in range(4)]
-        assert door.batch_of(opened.options)[:2] == (batch_size, 2)
+        batch = door.batch_of(opened.options, run.process, run.guidance)
+        assert batch.rows == [(size, 2) for size in sorted(set(sizes), reverse=True)]
         assert seen == list(range(4 * len(sizes)))
         torch.manual_seed(3)
         torch.randn(8, 4, 16, 16)

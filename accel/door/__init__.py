@@ -23,14 +23,16 @@ from accel.families import constructor_of, families
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, published_name, recognise
 from accel.forecast import plan_beside, read_plan
+from accel.kernels.linear import Tuner
 from accel.latents.decoder import Decoder
 from accel.latents.files import PUBLISHED, find
 from accel.loading import Batch
 from accel.options import GridOptions, Options
 from accel.parallel.layouts import OFF, Layout
+from accel.parallel.placement import Placement
 from accel.progress import Stopwatch, step_bar
-from accel.run import Run, slices
-from accel.sampling import OnStep
+from accel.run import Run
+from accel.sampling import OnStep, count_copies
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance, Unguided
@@ -42,8 +44,9 @@ from accel.weights.shapes import shapes_only
 
 if TYPE_CHECKING:  # what a grid of one process does not wait for
     from accel.parallel.groups import Groups
-    from accel.parallel.planner import Evaluation
     from accel.parallel.processes import Job
+
+ALONE = Placement()
 
 #################################################################################
 #                           Weights, network and decoder                        #
@@ -181,27 +184,37 @@ def solver_of(scheduler: Any, options: Options, weights: Checkpoint | LoadedModu
     return Solver(scheduler, options.num_sampling_steps)
 
 
-def batch_of(options: Options, batch: tuple[int, int] | None = None) -> Batch:
-    """The network evaluations of a rank; batch: (latents, batch rows of each), default: all of a grid at once."""
-    guidance = guidance_of(options)
-    latents, copies = batch or (min(options.batch_size or 10**9, len(options.labels)), guidance.copies)
-    return Batch(latents, copies, guidance.channels, options.latent_size, options.num_classes)
+def batch_of(
+    options: Options,
+    process: Process,
+    guidance: Guidance | Unguided,
+    placement: Placement = ALONE,
+    sizes: Iterable[int] | None = None,
+) -> Batch:
+    """The network evaluations of a run on any rank; sizes: the numbers of pictures that are denoised at once, default:
+    those of a grid."""
+    sizes = sizes or placement.sizes(len(options.labels), options.batch_size)
+    rows = placement.every_rows(sizes, count_copies(process, guidance))
+    return Batch(rows, guidance.channels, options.latent_size, options.num_classes)
 
 
-def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = ()) -> Run:
-    """The run of opened weights.
-
-    batch: as `batch_of` has it; tuning: as loading.load.
-    """
+def load(
+    opened: Opened,
+    placement: Placement = ALONE,
+    sizes: Iterable[int] | None = None,
+    tuner: Tuner | None = None,
+) -> Run:
+    """The run of opened weights. placement, sizes: as `batch_of` has them; tuner: chooses the GEMMs' algorithms."""
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
     fit = options.fit
     trained = options.space.factor * fit.latent_size if fit.latent_size else fit.image_size
     if trained not in (None, options.image_size):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
-    how = dict(fixed=options.precision is not None, tuning=tuning, divided=options.divided)
+    batch = batch_of(options, process, guidance, placement, sizes)
+    how = dict(fixed=options.precision is not None, tuner=tuner, divided=placement.layout.weights > 1)
     with enough_memory(options):
-        network, tier = loading.load(weights, fit, empty_model(options), tier, device, batch_of(options, batch), **how)
+        network, tier = loading.load(weights, fit, empty_model(options), tier, device, batch, **how)
     return Run(network, process, guidance, tier, device, options.latent_size)
 
 
@@ -213,12 +226,10 @@ def decoder_of(opened: Opened, captured: bool = False) -> Decoder | None:
     return Decoder(options.space, device, arithmetic, precision.float32_decoder(tier, device), captured)
 
 
-def ready(
-    options: Options, batch: tuple[int, int] | None = None, weights: LoadedModule | None = None
-) -> tuple[Opened, Run, Decoder | None]:
+def ready(options: Options, weights: LoadedModule | None = None) -> tuple[Opened, Run, Decoder | None]:
     """All that a run of this process needs. weights: the caller's, in place of those that the options name."""
     opened = open_weights(options, loading.choose_device(options.device), weights)
-    return opened, load(opened, batch), decoder_of(opened)
+    return opened, load(opened), decoder_of(opened)
 
 
 @contextmanager
@@ -256,34 +267,31 @@ def steps_and_guidance(options: Options, evaluations: str = "") -> str:
 #################################################################################
 
 
-def latents(
-    options: GridOptions,
-    run: Run,
-    rows: slice = slice(None),
-    on_step: OnStep | None = None,
-    moves: Iterable[Kind] | None = None,
-) -> Tensor:
-    """Latents (n', C, L, L) of `rows` of the options' labels, from the options' seed."""
+def latents(options: GridOptions, run: Run, placement: Placement = ALONE, on_step: OnStep | None = None) -> Tensor:
+    """Latents (n', C, L, L) of the pictures that a rank denoises, from the options' seed."""
     with enough_memory(options):
-        return run.latents(options.labels, options.seed, rows, options.batch_size, on_step, moves)
+        return run.latents(options.labels, options.seed, batches_of(options, placement), on_step)
 
 
-def warm_up(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice(None)) -> None:
-    """Make each kind of move once, where a first one takes longer than others: it compiles and is recorded, and the
-    bar should not learn its pace from it."""
+def batches_of(options: GridOptions, placement: Placement = ALONE) -> list[slice]:
+    """The slices of the options' labels that a rank denoises one after the other."""
+    return placement.batches(len(options.labels), options.batch_size)
+
+
+def warm_up(options: GridOptions, run: Run, watch: Stopwatch, placement: Placement = ALONE) -> None:
+    """Make each move once, where a first one takes longer than others: the bar should not learn its pace from it."""
     if options.repeats > 1 or run.device.type == "cuda" and run.network.captures:
-        with watch.phase("warm-up"):
-            for part in slices(rows, len(options.labels), options.batch_size)[:1]:
-                latents(options, run, part, moves=run.process.every_kind)
+        with watch.phase("warm-up"), enough_memory(options):
+            run.warm_up(options.labels, batches_of(options, placement))
 
 
-def sample(options: GridOptions, run: Run, watch: Stopwatch, rows: slice = slice(None), show: bool = True) -> Tensor:
+def sample(options: GridOptions, run: Run, watch: Stopwatch, placement: Placement = ALONE, show: bool = True) -> Tensor:
     """`latents` with a bar, repeated and timed as the options say. show: whether this process prints."""
-    total, times = run.process.steps * len(slices(rows, len(options.labels), options.batch_size)), []
+    total, times = run.process.steps * len(batches_of(options, placement)), []
     for _ in range(options.repeats):
         start = time.perf_counter()
         with watch.phase("sample"), step_bar(total, run.device, disable=not show) as queued:
-            found = latents(options, run, rows, lambda index, _, queued=queued: queued(index))
+            found = latents(options, run, placement, lambda index, _, queued=queued: queued(index))
         times.append(time.perf_counter() - start)
     if len(times) > 1 and show:
         spread = f"median {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f} s"
@@ -320,34 +328,53 @@ def decode(decoder: Decoder, latents: Tensor, watch: Stopwatch) -> Tensor:
 #################################################################################
 
 
-def layout_of(opened: Opened, job: "Job") -> tuple["Evaluation", "Groups", Layout | None]:
-    """What ranks evaluate together, their groups, and how they share it; None if that is to be measured. Raises
-    UsageError for a layout that cannot run."""
+def layout_of(opened: Opened, job: "Job") -> tuple["Groups", Layout | None]:
+    """The groups of ranks, and how they share a network evaluation; None if that is to be measured. Raises UsageError
+    for a layout that cannot run."""
     from accel.parallel import planner  # brings torch.distributed
     from accel.parallel.groups import Groups
 
     options, groups = opened.options, Groups(job, opened.device)
-    tokens = (options.latent_size // options.patch_size) ** 2
-    evaluation = planner.Evaluation(len(options.labels), tokens, empty_model(options).num_heads, opened.tier)
-    if layout := wanted_layout(options, job.world):
-        planner.check(layout, evaluation, groups)
-    return evaluation, groups, layout
+    layout = wanted_layout(options, job.world)
+    if layout not in (None, OFF):
+        tokens = (options.latent_size // options.patch_size) ** 2
+        planner.check(layout, tokens, empty_model(options).num_heads, groups)
+    return groups, layout
 
 
 def wanted_layout(options: GridOptions, world: int) -> Layout | None:
     """The layout that --parallel names or arithmetic leaves; None if it is to be measured."""
     if not options.guided or options.parallel == "off":
         return OFF
-    if options.layout is None:  # with a picture for every GPU there is nothing to share
+    layout = options.layout
+    if layout is None:  # with a picture for every GPU there is nothing to share
         return OFF if len(options.labels) >= world else None
-    return options.layout if options.layout.ranks > 1 else OFF
+    return layout if layout.ranks > 1 else OFF
 
 
-def share_of(options: GridOptions, world: int, layout: Layout | None) -> tuple[int, int]:
-    """(latents, batch rows of each) of a network evaluation on a rank."""
-    layout, n = layout or OFF, len(options.labels)
-    at_once = min(n, (options.batch_size or n) * layout.busy(world) // layout.ranks)  # pictures, of all ranks
-    return layout.batch(at_once, world, guidance_of(options).copies)
+def place(opened: Opened, run: Run, groups: "Groups", layout: Layout | None) -> tuple[Run, Placement]:
+    """(the run with the network as this rank evaluates it, this rank's placement); layout: None to measure."""
+    from accel.parallel.planner import Work, share_evaluations
+
+    options, tokens = opened.options, (run.side // run.network.patch_size) ** 2
+    copies = count_copies(run.process, run.guidance)
+    work = Work(len(options.labels), options.batch_size, copies, tokens, run.tier)
+    network, placement = share_evaluations(run.network, work, groups, layout)
+    if placement.layout.weights > 1:  # each rank has read its part
+        opened.weights.close()
+    return run._replace(network=network), placement
+
+
+def decoders_of(opened: Opened, rank: int) -> tuple[LazyDecoder | None, LazyDecoder | None]:
+    """(decoder of this rank's own pictures, decoder of all pictures on rank 0); one of them or, for latents, none."""
+    if opened.options.decode == "each":
+        return decoder_of(opened), None
+    return None, decoder_of(opened) if rank == 0 else None
+
+
+def decode_part(decoder: LazyDecoder, latents: Tensor, side: int, watch: Stopwatch) -> Tensor:
+    """Pixels (n', 3, side, side) of a rank's own pictures, which may be none."""
+    return decode(decoder, latents, watch) if len(latents) else latents.new_zeros(0, 3, side, side)
 
 
 #################################################################################

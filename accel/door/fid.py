@@ -76,9 +76,9 @@ def folder_of(options: FidOptions) -> Path:
 def maker_of(options: FidOptions, run: Run, decoder: Decoder, watch: Stopwatch) -> Maker:
     """What makes the pictures."""
 
-    def denoise(*what):
+    def denoise(z, labels, draw):
         with enough_memory(options):
-            return run.denoise(*what)
+            return run.denoise(z, labels, draw)
 
     return Maker(denoise, decoder.decode, run.device, watch)
 

@@ -33,9 +33,11 @@ class Order(NamedTuple):
     independent: bool = False  # noise and labels keyed by picture; else upstream's stream, a seed a rank
 
     @property
-    def largest_batch(self) -> int:
-        """Pictures of a rank's largest batch: upstream's way makes whole ones."""
-        return min(self.batch_size, self.count) if self.independent else self.batch_size
+    def batch_sizes(self) -> set[int]:
+        """Numbers of pictures in a batch: upstream's way makes whole ones."""
+        if not self.independent:
+            return {self.batch_size}
+        return {min(self.batch_size, self.count), self.count % self.batch_size} - {0}
 
 
 def npz_of(folder: Path) -> Path:

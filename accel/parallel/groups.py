@@ -1,4 +1,4 @@
-"""The process groups of layouts, and a network as the ranks of one have it."""
+"""The process groups of layouts, and a network as the ranks of a layout evaluate it."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from accel.parallel.sharded import Sharded
 
 
 class Groups:
-    """Those of a job's ranks, on `device`: each is made once, by every rank, in the same order."""
+    """The process groups of a job's ranks on `device`. Each is made once, by every rank, in the same order."""
 
     def __init__(self, job: Job, device: torch.device):
         self.job, self.device = job, device

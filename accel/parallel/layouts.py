@@ -1,11 +1,5 @@
-"""Which ranks compute what of a network evaluation: what users may ask for, and what is worth timing. Imports no
-torch.
+"""How ranks may share a network evaluation, as users write it. Imports no torch."""
 
-Arithmetic leaves few layouts: of those that give a rank no less to do, the one with fewer GPUs, then the one that
-divides tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation).
-"""
-
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from accel.errors import UsageError, shown
@@ -15,7 +9,7 @@ FAMILIES = {"rows", "tokens", "exchange"}, {"weights"}  # names of a layout that
 
 
 class Layout(NamedTuple):
-    """What a rank computes of a network evaluation. One rank of each: it has pictures of its own (data parallel)."""
+    """How ranks share a network evaluation. All ones: each rank has pictures of its own (data parallel)."""
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
@@ -26,22 +20,6 @@ class Layout(NamedTuple):
     def ranks(self) -> int:
         """How many ranks share a network evaluation."""
         return self.rows * self.tokens * self.weights
-
-    def busy(self, world: int) -> int:
-        """How many of `world` ranks compute."""
-        return self.ranks if self.ranks > 1 else world
-
-    def batch(self, pictures: int, world: int, copies: int) -> tuple[int, int]:
-        """(latents, batch rows of each) of an evaluation on a rank, `copies` batch rows a picture; of ranks that have
-        unlike shares, the largest."""
-        if self.rows * self.tokens > 1:
-            return -(-copies * pictures // self.rows), 1
-        return -(-pictures // (world if self.ranks == 1 else 1)), copies
-
-    def row_tokens(self, pictures: int, world: int, tokens: int) -> int:
-        """Tokens that a rank's GEMMs have at once with guidance: batch rows × its part of the `tokens` of a row."""
-        latents, copies = self.batch(pictures, world, 2)
-        return latents * copies * (tokens // self.tokens)
 
     def __str__(self):
         if self.ranks == 1:
@@ -99,36 +77,3 @@ def check(
 
 def _divisors(number, world):
     return "try " + " or ".join(str(ranks) for ranks in range(1, (world or 8) + 1) if number % ranks == 0)
-
-
-def candidates(
-    pictures: int, world: int, tokens: int, heads: int, host_of: list[str], exchanges: Iterable[str]
-) -> list[Layout]:
-    """The layouts worth timing for so many pictures with guidance, the least parallel first.
-
-    host_of: each rank's host; exchanges: those that these devices and this network can use.
-    """
-
-    def load(layout):
-        return layout.row_tokens(pictures, world, tokens)
-
-    def fits(rows, size):  # tokens stay in a host
-        hosts = [set(host_of[row * size : (row + 1) * size]) for row in range(rows)]
-        return tokens % size == 0 and all(len(those) == 1 for those in hosts)
-
-    meshes = [
-        Layout(rows, size)
-        for rows in range(1, min(world, 2 * pictures) + 1)
-        for size in range(1, world // rows + 1)
-        if rows * size > 1 and fits(rows, size)
-    ]
-    found = [OFF]
-    for layout in sorted(meshes, key=lambda layout: (layout.ranks, load(layout), layout.tokens)):
-        if load(layout) >= load(found[-1]):
-            continue
-        if layout.tokens == 1:
-            found.append(layout)
-            continue
-        usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
-        found += [layout._replace(exchange=name) for name in usable]
-    return found

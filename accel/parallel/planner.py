@@ -1,12 +1,16 @@
 """How GPUs share a batch with fewer pictures than there are of them: chosen by arithmetic and a measurement.
 
-Arithmetic leaves few layouts (layouts.py). What a layer and its exchange then cost differs from machine to machine. So
-each layout that is left evaluates a few blocks of the network, for a few milliseconds. Every rank makes the same calls.
+Arithmetic leaves few layouts: of those that give a rank no less to do, the one with fewer GPUs, then the one that
+divides tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation). What a layer and its
+exchange then cost differs from machine to machine. So each layout that is left evaluates a few blocks of the network,
+for a few milliseconds. Every rank makes the same calls.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from math import isqrt
+from functools import partial
+from math import isqrt, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,111 +22,176 @@ from accel.graphs import capture
 from accel.network import BlockNetwork, Network
 from accel.parallel import choices, layouts
 from accel.parallel.groups import Groups
-from accel.parallel.layouts import OFF, Layout, candidates
-from accel.parallel.processes import Job
+from accel.parallel.layouts import OFF, Layout
+from accel.parallel.placement import Placement
 
 DEPTHS = 2, 6  # blocks that are timed; the difference gives the time of a block
 
 
-class Evaluation(NamedTuple):
-    """What the ranks of a job evaluate together."""
+class Work(NamedTuple):
+    """What the ranks of a job evaluate in a run."""
 
     pictures: int  # of all ranks
+    at_once: int | None  # pictures that are denoised at a time; None: all
+    copies: Counter[int]  # batch rows of a picture → how many of the process's evaluations have so many
     tokens: int  # of a batch row
-    heads: int
     tier: str
 
+    def evaluations(self, placement: Placement) -> Counter[tuple[int, int]]:
+        """(pictures, batch rows of each) → how many evaluations of a run on this rank have them."""
+        found = Counter()
+        for part in placement.batches(self.pictures, self.at_once):
+            found.update({(part.stop - part.start, copies): count for copies, count in self.copies.items()})
+        return found
 
-def check(layout: Layout, evaluation: Evaluation, groups: Groups) -> None:
-    """UsageError if `layout`, as the user asked for it, cannot run here."""
-    layouts.check(layout, evaluation.tier, evaluation.tokens, evaluation.heads, groups.job.world)
+    def load(self, placement: Placement) -> int:
+        """Tokens in the GEMMs of all evaluations of a run on this rank."""
+        shapes = self.evaluations(placement).items()
+        return sum(count * placement.row_tokens(*shape, self.tokens) for shape, count in shapes)
+
+
+def check(layout: Layout, tokens: int, heads: int, groups: Groups) -> None:
+    """UsageError if `layout`, as the user asked for it, cannot run here. tokens: of a batch row; heads: of the
+    network."""
+    layouts.check(layout, None, tokens, heads, groups.job.world)
     if layout.tokens > 1 and layout.exchange == "push" and not groups.peers():
         raise UsageError("`parallel=exchange=push`: needs NVLink between all these GPUs; take exchange=kv")
 
 
 def share_evaluations(
-    network: BlockNetwork, evaluation: Evaluation, groups: Groups, layout: Layout | None
-) -> tuple[Network, Layout]:
-    """(network as this rank evaluates it, layout); layout: one that `check` has passed, or None to choose.
+    network: BlockNetwork, work: Work, groups: Groups, layout: Layout | None
+) -> tuple[Network, Placement]:
+    """(network as this rank evaluates it, this rank's placement); layout: one that `check` has passed, or None to
+    choose.
 
     The collectives must be open. A rank that the layout leaves idle keeps its network.
     """
-    if layout == OFF:
-        return network, OFF
     job = groups.job
+    if layout == OFF:
+        return network, Placement(OFF, job.world, job.rank)
     job.wait_for_collectives()
     reason = "as it was asked for"
     if layout is None:
-        layout, reason = choose_once(network, evaluation, groups)
-    busy = min(evaluation.pictures, job.world) if layout.ranks == 1 else layout.ranks
+        layout, reason = choose_once(network, work, groups)
+    placement = Placement(layout, job.world, job.rank)
+    busy = placement.busy if placement.shared else min(work.pictures, job.world)
     print(f"parallel: {layout}, {busy} of {job.world} GPUs: {reason}")
     shared = groups.apply(network, layout)  # which may divide the GEMMs of `network`
-    tune(network, evaluation, job, [layout])
-    return shared, layout
+    tune(network, work, [placement])
+    return shared, placement
 
 
-def tune(network: Network, evaluation: Evaluation, job: Job, layouts: Iterable[Layout]) -> None:
-    """Let all ranks take the GEMMs that are the fastest on rank 0, or two runs of one job could differ."""
-    sizes = {layout.row_tokens(evaluation.pictures, job.world, evaluation.tokens) for layout in layouts}
-    network.tune(sorted(sizes))
+def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
+    """Choose the GEMMs of all evaluations that any rank makes in a run under each placement."""
+    row_tokens = set()
+    for one in placements:
+        rows = one.every_rows(one.sizes(work.pictures, work.at_once), work.copies)
+        row_tokens |= {prod(of_one) * work.tokens // one.layout.tokens for of_one in rows}
+    network.tune(row_tokens)
 
 
-def choose_once(network: BlockNetwork, evaluation: Evaluation, groups: Groups) -> tuple[Layout, str]:
+def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
     """`choose`, kept on disk: two layouts that are equally fast round differently, and two runs shall agree."""
-    where = situation(network, evaluation, groups)
+    where = situation(network, work, groups)
     if found := groups.job.from_rank_0(lambda: choices.known(where)):
         return found[0], f"{found[1]}; measured before on this machine ({choices.file()})"
-    layout, reason = choose(network, evaluation, groups)
+    layout, reason = choose(network, work, groups)
     if groups.job.rank == 0:
         choices.keep(where, layout, reason)
     return layout, reason
 
 
-def situation(network: BlockNetwork, evaluation: Evaluation, groups: Groups) -> str:
+def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
     """What a choice depends on, in words."""
     hosts = groups.job.all_gather_object(groups.job.host)
     sizes = "+".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))
     gpu = groups.device.type == "cuda"
     name = torch.cuda.get_device_name(groups.device) if gpu else f"processors of {torch.get_num_threads()} threads"
     code = kernels.version(kernels.FOLDER, Path(__file__).parent)
-    pictures = f"{evaluation.pictures} pictures of {evaluation.tokens} tokens, {evaluation.tier}"
-    return f"{sizes} {name}, code {code}, torch {torch.__version__}: {pictures}, {network.describe()}"
+    batch = f"{work.pictures} pictures, {work.at_once or 'all'} at a time, of {work.tokens} tokens"
+    shares = {copies: count / work.copies.total() for copies, count in sorted(work.copies.items())}
+    rows = ", ".join(f"{copies} batch rows each in {share:.0%} of evaluations" for copies, share in shares.items())
+    where = f"{sizes} {name}, code {code}, torch {torch.__version__}"
+    return f"{where}: {batch}, {rows}, {work.tier}, {network.describe()}"
 
 
-def choose(network: BlockNetwork, evaluation: Evaluation, groups: Groups) -> tuple[Layout, str]:
+def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
     """(the fastest of the candidates, its time and the others'); the same on every rank."""
     job, peers = groups.job, groups.peers()
     exchanges = [name for name in network.exchanges if peers or name != "push"]
     hosts = job.all_gather_object(job.host)
-    found = candidates(evaluation.pictures, job.world, evaluation.tokens, evaluation.heads, hosts, exchanges)
-    tune(network, evaluation, job, found)
+    found = candidates(work, network.num_heads, hosts, exchanges)
+    tune(network, work, [Placement(layout, job.world) for layout in found])
     # Twice, and the better of both: the first pass also warms up the GPU and the communicators.
-    passes = [[milliseconds(network, evaluation, groups, layout) for layout in found] for _ in range(2)]
+    passes = [[milliseconds(network, work, groups, layout) for layout in found] for _ in range(2)]
     times = job.max_over_ranks(map(min, *passes))
     best = times.index(min(times))
     others = ", ".join(f"{layout} {ms:.2f}" for layout, ms in zip(found, times) if layout != found[best])
     return found[best], f"{times[best]:.2f} ms a step estimated" + (f"; {others}" if others else "")
 
 
+def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[str]) -> list[Layout]:
+    """The layouts worth timing, the least parallel first.
+
+    host_of: each rank's host; exchanges: names of the token exchanges that the devices and the network support.
+    """
+    world, tokens = len(host_of), work.tokens
+
+    def load(layout):
+        return work.load(Placement(layout, world))
+
+    def fits(rows, size):  # tokens stay in a host
+        hosts = [set(host_of[row * size : (row + 1) * size]) for row in range(rows)]
+        return tokens % size == 0 and all(len(those) == 1 for those in hosts)
+
+    batch_rows = max(work.copies) * min(work.pictures, work.at_once or work.pictures)
+    meshes = [
+        Layout(rows, size)
+        for rows in range(1, min(world, batch_rows) + 1)
+        for size in range(1, world // rows + 1)
+        if rows * size > 1 and fits(rows, size)
+    ]
+    found = [OFF]
+    for layout in sorted(meshes, key=lambda layout: (layout.ranks, load(layout), layout.tokens)):
+        if load(layout) >= load(found[-1]):
+            continue
+        if layout.tokens == 1:
+            found.append(layout)
+            continue
+        usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
+        found += [layout._replace(exchange=name) for name in usable]
+    return found
+
+
 @torch.no_grad()
-def milliseconds(network: BlockNetwork, evaluation: Evaluation, groups: Groups, layout: Layout) -> float:
-    """Estimated time of an evaluation under `layout` on this rank; 0 if it is idle."""
+def milliseconds(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> float:
+    """Estimated time of a step of all pictures under `layout` on this rank; 0 if it is idle."""
     depths = [min(depth, network.depth) for depth in DEPTHS]
     shared = [groups.apply(network.shallow(depth), layout) for depth in depths]  # idle ranks make its groups too
-    world, side = groups.job.world, isqrt(evaluation.tokens) * network.patch_size
-    if groups.job.rank >= layout.busy(world):
+    placement = Placement(layout, groups.job.world)  # of rank 0, which has the most pictures
+    if groups.job.rank >= placement.busy:
         return 0.0
-    pictures = -(-evaluation.pictures // world) if layout.ranks == 1 else evaluation.pictures
-    generator = torch.Generator(groups.device).manual_seed(0)  # its own: the run's random stream begins untouched
-    x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=groups.device)
-    index = torch.zeros(2 * pictures, dtype=torch.int64, device=groups.device)
-    y, times = torch.zeros_like(index), []
+    evaluations, times = work.evaluations(placement), []
     for one in shared:
         scheduled, advance = one.schedule([500], [0])
         advance(0)
-        times.append(_milliseconds(lambda: scheduled.tokens(x, index, y), groups.device))
+        each = [
+            count
+            * _milliseconds(partial(scheduled.tokens, *_inputs(network, work, groups.device, *shape)), groups.device)
+            for shape, count in evaluations.items()
+        ]
+        times.append(sum(each) / work.copies.total())
     a_block = (times[1] - times[0]) / max(depths[1] - depths[0], 1)
     return times[0] + a_block * (network.depth - depths[0])
+
+
+def _inputs(network, work, device, pictures, copies):
+    """Noise, indices and labels of an evaluation."""
+    side = isqrt(work.tokens) * network.patch_size
+    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
+    x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=device)
+    index = torch.zeros(copies * pictures, dtype=torch.int64, device=device)
+    return x, index, torch.zeros_like(index)
 
 
 def _milliseconds(step: Callable[[], object], device: torch.device) -> float:

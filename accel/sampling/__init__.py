@@ -1,14 +1,15 @@
 """The denoising loop: noise → latents.
 
-It knows a network, a process (accel/sampling/process.py) and a guidance as values, and none of their kinds.
+It depends on three interfaces only: a network, a process (accel/sampling/process.py) and a guidance.
 
 The random stream is upstream's: z of n latents, then for every step, DDPM's last included, one normal of the whole
 guided batch. The null half is never updated, since both halves are evaluated on the same latents; its noise is drawn
 all the same, and so is DDIM's where η = 0.
 """
 
-import copy
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,36 @@ from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Evaluations, Kind, Process
 
 OnStep = Callable[[int, torch.Tensor], None]
+
+
+class Move(NamedTuple):
+    """A move of a run."""
+
+    kind: Kind
+    guidance: tuple[Guidance | Unguided, ...]  # of each of its evaluations
+    step: int  # index of its first step
+    evaluation: int  # index of its first evaluation
+
+
+def moves_of(process: Process, guidance: Guidance | Unguided) -> list[Move]:
+    """The moves of a run, in order."""
+    found, step, evaluation = [], 0, 0
+    parts = tuple(guidance.at(level) for level in process.levels())
+    for steps, evaluations in process.moves:
+        found.append(Move((steps, evaluations), parts[evaluation : evaluation + evaluations], step, evaluation))
+        step, evaluation = step + steps, evaluation + evaluations
+    return found
+
+
+def unlike(moves: list[Move]) -> list[Move]:
+    """The first move of each kind and guidance: enough to warm up and to capture all."""
+    first = {(move.kind, move.guidance): move for move in reversed(moves)}
+    return sorted(first.values(), key=lambda move: move.step)
+
+
+def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
+    """Batch rows of a latent → how many evaluations of a run have so many."""
+    return Counter(guidance.at(level).copies for level in process.levels())
 
 
 def initial_noise(n: int, channels: int, latent_size: int, generator: torch.Generator) -> torch.Tensor:
@@ -48,39 +79,36 @@ def denoise(
     labels: torch.Tensor,
     draw: Callable[[], torch.Tensor],
     *,
-    moves: Iterable[Kind] | None = None,
+    moves: list[Move] | None = None,
     on_step: OnStep | None = None,
 ) -> torch.Tensor:
     """Noise z (n, C, L, L) and labels (n,) on its device → latents (n, C, L, L).
 
-    draw: gives the noise of a step, like z. moves: other moves of the process than all of its own, for warm-up.
+    draw: gives the noise of a step, like z. moves: some of `moves_of`, for warm-up; default: all.
     on_step(i, x): called when step i has been queued, with its result x (n, C, L, L).
     """
-    y, kinds = guidance.labels(labels), process.every_kind
-    parts = [guidance.at(level) for level in process.levels()]
+    y, every_move = guidance.labels(labels), moves_of(process, guidance)
     indices = torch.arange(process.evaluations, device=z.device)
-    scheduled, advance = network.schedule(process.times(), y.tolist(), max(count for _, count in kinds))
+    at_once = max(evaluations for _, evaluations in process.moves)
+    scheduled, advance = network.schedule(process.times(), y.tolist(), at_once)
+    captures, evaluate = network.captures and z.is_cuda, scheduled.tokens
+    if captures:
+        process.prepare(z.device)
+    if captures and not process.captured:
+        evaluate = network.replayed(tuple(process.times()), evaluate)
 
     def move(kind, guidance, at, y, noise, *state):
-        return process.move(kind, state, at, noise, Evaluations(scheduled, guidance, at, y))
+        return process.move(kind, state, at, noise, Evaluations(scheduled, evaluate, guidance, at, y))
 
-    if network.captures and z.is_cuda:
-        process.prepare(z.device)
-        if process.captured:
-            move = network.replayed((process, guidance), move)
-        else:
-            tokens = network.replayed(tuple(process.times()), scheduled.tokens)
-            scheduled = copy.copy(scheduled)
-            scheduled.tokens = tokens
-    state, noise, step, first = process.begin(z), z[None, :0], 0, 0
-    for steps, evaluations in moves or process.moves:
-        advance(*range(first, first + evaluations))
+    make = network.replayed((process, guidance), move) if captures and process.captured else move
+    state, noise = process.begin(z), z[None, :0]
+    for kind, parts, step, evaluation in moves or every_move:
+        steps, evaluations = kind
+        advance(*range(evaluation, evaluation + evaluations))
         if step < process.draws:
             drawn = [draw() for _ in range(steps)]  # ahead, in the stream's order
             noise = torch.stack(drawn) if steps > 1 else drawn[0][None]
-        those = tuple(parts[first : first + evaluations])
-        state = move((steps, evaluations), those, indices[first].expand(len(z)), y, noise, *state)
-        step, first = step + steps, first + evaluations
+        state = make(kind, parts, indices[evaluation].expand(len(z)), y, noise, *state)
         if on_step is not None:
-            on_step(step - 1, state[0])
+            on_step(step + steps - 1, state[0])
     return state[0]

@@ -16,12 +16,19 @@ State = tuple[Tensor, ...]  # the latents x (n, C, H, W), and what else a proces
 class Evaluations:
     """The network at the evaluations of one move.
 
-    guidance: of each. at (n,): the index of the first in the run; labels (N,): those of the guided rows, whose first n
-    are the conditional ones.
+    evaluate: the network's `tokens`, or its replay. guidance: of each evaluation. at (n,): the index of the first in
+    the run; labels (N,): those of the guided rows, whose first n are the conditional ones.
     """
 
-    def __init__(self, network: Network, guidance: tuple[Guidance | Unguided, ...], at: Tensor, labels: Tensor):
-        self.network, self.guidance, self.at, self.labels = network, guidance, at, labels
+    def __init__(
+        self,
+        network: Network,
+        evaluate: Callable[..., Tensor],
+        guidance: tuple[Guidance | Unguided, ...],
+        at: Tensor,
+        labels: Tensor,
+    ):
+        self.network, self.evaluate, self.guidance, self.at, self.labels = network, evaluate, guidance, at, labels
 
     def __call__(self, x: Tensor, number: int = 0) -> Tensor:
         """The move's evaluation `number` at x (n, C, H, W), guided → (n, C', H, W) in x's dtype."""
@@ -31,7 +38,7 @@ class Evaluations:
     def tokens(self, x: Tensor, number: int = 0) -> Tensor:
         """The same before guidance and unpatchify, (N, T, p·p·C')."""
         at, copies = self.at + number if number else self.at, self.guidance[number].copies
-        return self.network.tokens(x, at.repeat(copies), self.labels[: copies * len(x)])
+        return self.evaluate(x, at.repeat(copies), self.labels[: copies * len(x)])
 
 
 class Process(ABC):
@@ -58,11 +65,6 @@ class Process(ABC):
     def evaluations(self) -> int:
         """Network evaluations of all moves."""
         return sum(count for _, count in self.moves)
-
-    @property
-    def every_kind(self) -> list[Kind]:
-        """Moves that are enough to warm up, beginning as a run does."""
-        return sorted(set(self.moves))
 
     @abstractmethod
     def times(self) -> list[float]:

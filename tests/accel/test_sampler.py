@@ -7,8 +7,9 @@ from networks import build, error, sample, small
 from accel.fast.conditioning import ConditioningTable
 from accel.fast.dit import FastDiT
 from accel.network import Plain
-from accel.sampling import initial_noise
+from accel.sampling import initial_noise, moves_of
 from accel.sampling.ancestral import Ancestral
+from accel.sampling.guidance import Guidance
 from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
@@ -83,7 +84,15 @@ def test_a_draw_of_its_own_and_fewer_steps():
         return drawn[-1]
 
     before, steps = torch.get_rng_state(), []
-    sample(network, process, z, labels, draw=draw, moves=process.moves[:3], on_step=lambda i, _: steps.append(i))
+    sample(
+        network,
+        process,
+        z,
+        labels,
+        draw=draw,
+        moves=moves_of(process, Guidance(4.0, 8))[:3],
+        on_step=lambda i, _: steps.append(i),
+    )
     assert torch.equal(torch.get_rng_state(), before) and len(drawn) == 3 and steps == [0, 1, 2]
 
 

@@ -1,4 +1,4 @@
-"""One rank that runs several commands of sample_ddp.py and notes what its network was prepared for and evaluated.
+"""One rank that runs several commands of sample_ddp.py and notes what its network was tuned for and evaluated.
 
 Rank 0 prints JSON: of each command what it printed, and what each rank found.
 """
@@ -7,26 +7,38 @@ import json
 import sys
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
+from math import prod
 
 import sample_ddp
-from accel import loading
+from accel import door, loading
 from accel.latents import files
 from accel.network import Plain
 from accel.parallel import processes
 
 found = {}
-prepare, evaluate, load_decoder = loading.load, Plain.forward_blocks, files.load
+prepare, evaluate, load_decoder, warm_up = loading.load, Plain.forward_blocks, files.load, door.warm_up
 
 
 def prepare_and_note(weights, fit, model, tier, device, batch, **how):
-    found["prepared"] = batch.latents * batch.copies
+    found["prepared"] = prod(batch.rows[0])
     return prepare(weights, fit, model, tier, device, batch, **how)
 
 
+def tune_and_note(self, row_tokens):
+    found["tuned"] = sorted({*found["tuned"], *row_tokens})
+
+
 def evaluate_and_note(self, h, *how):
-    if len(h) not in found["evaluated"]:
-        found["evaluated"].append(len(h))
+    if h.shape[0] * h.shape[1] not in found["tuned"]:
+        found["not tuned"].append(h.shape[:2])
+    if (shape := [*h.shape[:2]]) not in found["evaluated"]:
+        found["evaluated"].append(shape)
     return evaluate(self, h, *how)
+
+
+def warm_up_and_note(*how):
+    warm_up(*how)
+    found["warm"] = [*found["evaluated"]]
 
 
 def load_decoder_and_note(*arguments):
@@ -36,13 +48,14 @@ def load_decoder_and_note(*arguments):
 
 if __name__ == "__main__":
     loading.load, Plain.forward_blocks, files.load = prepare_and_note, evaluate_and_note, load_decoder_and_note
+    Plain.tune, door.warm_up = tune_and_note, warm_up_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
         processes.launched_job = lambda *_: nullcontext(job)
         for command in json.loads(sys.argv[1]):
             print("sample_ddp.py", *command, file=sys.stderr)  # the last is the one that fails
             sys.argv = ["sample_ddp.py", *command]
-            found = {"prepared": None, "evaluated": [], "loaded a VAE": False}
+            found = {"prepared": None, "tuned": [], "not tuned": [], "evaluated": [], "loaded a VAE": False}
             with redirect_stdout(StringIO()) as text:
                 sample_ddp.main()
             results.append({"text": text.getvalue(), "ranks": job.all_gather_object(found)})

@@ -10,7 +10,8 @@ import torch
 
 from accel.errors import Stopped, UsageError
 from accel.parallel import processes
-from accel.parallel.rows import gather_rows, share
+from accel.parallel.layouts import Layout
+from accel.parallel.placement import Placement
 
 
 def exchange(job):
@@ -24,10 +25,11 @@ def exchange(job):
     job.counter("pictures", job.rank + 1)
     job.barrier()
     assert job.counter("pictures") == sum(range(job.world + 1)) and job.counter("others") == 0
-    for n, busy in ((7, job.world), (2, job.world), (1, 2)):
-        rows = torch.arange(3 * n).view(n, 3)
-        gathered = gather_rows(job, rows[share(n, busy, job.rank)], n, busy)
-        assert torch.equal(gathered, rows) if job.rank == 0 else gathered is None
+    for n, layout in ((7, Layout()), (2, Layout()), (1, Layout(rows=2))):
+        placement = Placement(layout, job.world, job.rank)
+        numbers = torch.arange(3 * n).view(n, 3)
+        gathered = placement.gather(job, numbers[placement.pictures(n)], n)
+        assert torch.equal(gathered, numbers) if job.rank == 0 else gathered is None
     print("exchanged")
 
 

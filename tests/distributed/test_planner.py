@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from accel.network import Plain
 from accel.options import GridOptions
 from accel.parallel import exchanges, layouts
 from accel.parallel.groups import Groups
-from accel.parallel.layouts import OFF, Layout, candidates
-from accel.parallel.planner import Evaluation, check, choose_once, share_evaluations, situation
+from accel.parallel.layouts import OFF, Layout
+from accel.parallel.placement import Placement
+from accel.parallel.planner import Work, candidates, check, choose_once, share_evaluations, situation
 from accel.parallel.processes import Job
 
 ONE_HOST = ["a"] * 4
@@ -30,8 +32,13 @@ def wanted(parallel, world, **more):
     options = GridOptions("DiT-S/2", labels=(1,), parallel=parallel, device="cpu", **more)
     layout = wanted_layout(options.resolve(), world)
     if layout:
-        check(layout, Evaluation(1, *SIX_HEADS, options.precision or "fp32"), groups_of(world))
+        check(layout, *SIX_HEADS, groups_of(world))
     return layout
+
+
+def work(pictures=1, tokens=64, at_once=None, copies=None):
+    """A run of guided evaluations."""
+    return Work(pictures, at_once, copies or Counter({2: 10}), tokens, "fp32")
 
 
 def groups_of(world):
@@ -113,11 +120,8 @@ def test_what_needs_no_torch_is_refused_by_the_options():
 @pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
-    network, evaluation = (
-        Plain(fill(DiT(input_size=16, hidden_size=24, depth=1, num_heads=6))),
-        Evaluation(1, 64, 6, "fp32"),
-    )
-    assert wanted(text, 1) == OFF and share_evaluations(network, evaluation, groups_of(1), OFF) == (network, OFF)
+    network = Plain(fill(DiT(input_size=16, hidden_size=24, depth=1, num_heads=6)))
+    assert wanted(text, 1) == OFF and share_evaluations(network, work(), groups_of(1), OFF) == (network, Placement())
 
 
 def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
@@ -125,7 +129,7 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = fill(DiT(input_size=16, hidden_size=24, depth=3, num_heads=6, num_classes=8))
     network = Plain(model)
-    how = network, Evaluation(1, 64, 6, "fp32"), groups_of(1)
+    how = network, work(), groups_of(1)
     where = situation(*how)
     assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in where and network.describe() in where
     chosen, reason = choose_once(*how)
@@ -160,15 +164,20 @@ def test_refused_by_the_command():
 def test_candidates():
     """Never one that gives no rank less to do than another with fewer GPUs or without an exchange."""
 
-    def names(*arguments, exchanges=("kv", "ulysses")):
-        return [str(layout) if layout != OFF else "off" for layout in candidates(*arguments, exchanges)]
+    def names(pictures, tokens, heads, hosts, **batch):
+        found = candidates(work(pictures, tokens, **batch), heads, hosts, ("kv", "ulysses"))
+        return [str(layout) if layout != OFF else "off" for layout in found]
 
     quartet = ["off", "rows=2", "rows=2,tokens=2,exchange=kv", "rows=2,tokens=2,exchange=ulysses"]
-    assert names(1, 2, 1024, 16, ["a"] * 2) == ["off", "rows=2"]
-    assert names(1, 4, 1024, 16, ONE_HOST) == quartet
-    assert names(1, 4, 1024, 3, ONE_HOST) == quartet[:3]  # 3 heads
+    assert names(1, 1024, 16, ["a"] * 2) == ["off", "rows=2"]
+    assert names(1, 1024, 16, ONE_HOST) == quartet
+    assert names(1, 1024, 3, ONE_HOST) == quartet[:3]  # 3 heads
     # Two of six batch rows on four ranks are two on three.
-    assert names(3, 4, 1024, 3, ONE_HOST) == ["off", "rows=2,tokens=2,exchange=kv"]
-    assert names(1, 4, 1024, 3, ["a", "b", "b", "c"]) == ["off", "rows=2"]  # tokens stay inside a host
-    assert names(1, 4, 1024, 3, ["a", "a", "b", "b"]) == quartet[:3]
-    assert names(1, 8, 64, 3, ["a"] * 8) == [*quartet[:3], "rows=2,tokens=4,exchange=kv"]
+    assert names(3, 1024, 3, ONE_HOST) == ["off", "rows=2,tokens=2,exchange=kv"]
+    assert names(1, 1024, 3, ["a", "b", "b", "c"]) == ["off", "rows=2"]  # tokens stay inside a host
+    assert names(1, 1024, 3, ["a", "a", "b", "b"]) == quartet[:3]
+    assert names(1, 64, 3, ["a"] * 8) == [*quartet[:3], "rows=2,tokens=4,exchange=kv"]
+    # One picture at a time: a rank makes one alone, or a quarter of each of three.
+    assert names(3, 1024, 3, ONE_HOST, at_once=1) == ["off", "rows=2,tokens=2,exchange=kv"]
+    # Without guidance a picture is one batch row.
+    assert names(1, 1024, 3, ["a"] * 2, copies=Counter({1: 10})) == ["off", "rows=1,tokens=2,exchange=kv"]

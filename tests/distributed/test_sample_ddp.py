@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from math import prod
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from jobs import finish, ranks_of, run, run_each, start
 from PIL import Image
 
 from accel.errors import USAGE
-from accel.parallel.rows import share
+from accel.parallel.placement import Placement
 from evaluate import GATES, mae, psnr, ssim
 
 CUDA = torch.cuda.is_available()
@@ -27,11 +28,11 @@ CUDA = torch.cuda.is_available()
 def test_shares_cover_all_rows_once_and_evenly():
     for n in range(1, 12):
         for world in range(1, 9):
-            parts = [list(range(n))[share(n, world, rank)] for rank in range(world)]
+            parts = [list(range(n))[Placement(world=world, rank=rank).pictures(n)] for rank in range(world)]
             assert sum(parts, []) == list(range(n))
             sizes = [len(part) for part in parts]
             assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
-            assert not range(n)[share(n, world, world)]  # a rank too many
+            assert not range(n)[Placement(world=world, rank=world).pictures(n)]  # a rank too many
 
 
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]
@@ -50,6 +51,19 @@ PREPARED = {
     "batch rows on two ranks": (2, 2, ["--labels", 1, 2, "--parallel", "rows=2,tokens=1"]),
     "FID with guidance": (6, 4, [*FID, "--cfg-scale", 1.5]),
     "FID without": (3, 4, [*FID, "--cfg-scale", 1]),
+}
+# Guidance at one of three steps, and slices of two pictures and of one: the tokens of every GEMM, 64 a batch row.
+MIXED = ["--num-sampling-steps", 3, "--guidance-interval", 0.2, 0.7]
+SLICED = ["--batch-size", 2, "--repeats", 2, "--output-type", "latent"]
+TUNED = {
+    "a GPU a picture": ({64, 128, 256}, [*SLICED, "--labels", *range(8), 1]),
+    "rows=2": ({64, 128}, [*SLICED, "--labels", 1, 2, 3]),
+    "tokens=2": ({32, 64, 128, 256}, [*SLICED, "--labels", 1, 2, 3]),
+    "rows=2,tokens=2": ({32, 64, 128}, [*SLICED, "--labels", 1, 2, 3]),
+    "weights=3": ({64, 128, 256}, [*SLICED, "--labels", 1, 2, 3]),
+    "auto": ({16, 32, 64, 128}, [*SLICED, "--labels", 6]),
+    "FID": ({192, 384}, [*FID, "--num-fid-samples", 13]),
+    "FID by picture": ({64, 128, 192, 384}, [*FID, "--num-fid-samples", 13, "--world-independent-noise"]),
 }
 
 
@@ -122,7 +136,31 @@ def test_the_engine_is_prepared_for_what_a_rank_evaluates(name, grids):
     rows, busy, _ = PREPARED[name]
     ranks = grids[1][name]["ranks"]
     assert [rank["prepared"] for rank in ranks] == [rows] * 4
-    assert [rank["evaluated"] for rank in ranks] == [[rows]] * busy + [[]] * (4 - busy)
+    assert [rank["evaluated"] for rank in ranks] == [[[rows, 64]]] * busy + [[]] * (4 - busy)
+
+
+@pytest.fixture(scope="module")
+def tuned(demo, tmp_path_factory):
+    """{name: what each of four ranks tuned and evaluated}."""
+    folder, commands = tmp_path_factory.mktemp("tuned"), []
+    for name, (_, flags) in TUNED.items():
+        place = ["--sample-dir", folder / name] if "FID" in name else ["--output", folder / "x.npy"]
+        commands.append([*demo, *flags, *MIXED, *(["--parallel", name] if "=" in name else []), *place])
+    results = run_each(4, *commands, XDG_CACHE_HOME=str(folder))
+    return {name: result["ranks"] for name, result in zip(TUNED, results, strict=True)}
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_what_is_tuned_is_what_runs(name, tuned):
+    """No rank evaluates a number of tokens that was not tuned before, or that its warm-up has not seen, and none is
+    tuned that no rank evaluates. Ranks that share tokens check whole rows for overflow."""
+    tokens, ranks = TUNED[name][0], tuned[name]
+    assert [rank["not tuned"] for rank in ranks] == [[]] * 4
+    assert all(rank["tuned"] == ranks[0]["tuned"] for rank in ranks)
+    evaluated = {prod(shape) for rank in ranks for shape in rank["evaluated"]}
+    whole_rows = {max(tokens)} if "tokens" in name else set()
+    assert set(ranks[0]["tuned"]) == tokens and tokens - whole_rows <= evaluated <= tokens
+    assert "FID" in name or [rank["warm"] for rank in ranks] == [rank["evaluated"] for rank in ranks]
 
 
 def test_rank_0_decodes_all_if_asked_to(grids):

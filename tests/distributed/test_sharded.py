@@ -9,6 +9,7 @@ from jobs import run
 
 from accel.parallel.exchanges import traffic
 from accel.parallel.layouts import Layout
+from accel.parallel.placement import Placement
 
 T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: values that the output has a token, p·p·2C
 
@@ -36,21 +37,21 @@ def test_equal_to_one_process(results):
 
 
 def test_the_engine_warms_up_for_what_a_rank_evaluates(results):
-    """sample_ddp.py gives Engine a layout's batch rows; the planner gives Network.tune its row tokens."""
+    """A placement names the batch rows and row tokens that Network.tune is given."""
     for row in of_kind(results, "plain", "split"):
-        layout = Layout(*row["layout"])
-        rows = prod(layout.batch(row["pictures"], 4, 2))
-        assert row["evaluated"] == [rows, T // layout.tokens], row
-        assert layout.row_tokens(row["pictures"], 4, T) == rows * (T // layout.tokens)
-    assert [Layout().batch(pictures, 4, 2) for pictures in (1, 4, 5, 8)] == [(1, 2), (1, 2), (2, 2), (2, 2)]
-    assert Layout(weights=4).batch(3, 4, 2) == (3, 2) and Layout(rows=2).batch(3, 4, 2) == (3, 1)
+        placement = Placement(Layout(*row["layout"]), 4)
+        rows, tokens = row["evaluated"]
+        assert rows == prod(placement.rows(row["pictures"], 2)), row
+        assert rows * tokens == placement.row_tokens(row["pictures"], 2, T), row
+    assert [Placement(world=4).sizes(pictures) for pictures in (1, 4, 5, 8)] == [{1}, {1}, {1, 2}, {2}]
+    assert Placement(Layout(weights=4), 4).rows(3, 2) == (3, 2) and Placement(Layout(rows=2), 4).rows(3, 2) == (3, 1)
 
 
 def test_collectives_and_bytes(results):
     """A layer costs what accel/parallel/exchanges.py says; the output is gathered once."""
     for row in (row for row in of_kind(results, "plain") if row["guided"]):
         layout = Layout(*row["layout"])
-        s, share = layout.tokens, prod(layout.batch(row["pictures"], 4, 2))
+        s, share = layout.tokens, prod(Placement(layout, 4).rows(row["pictures"], 2))
         t = T // s
         collectives, received = traffic(layout.exchange, share, t, s, D, 4) if s > 1 else (0, 0)
         kv = 2 * share * (T - t) * D * 4

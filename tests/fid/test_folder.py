@@ -19,7 +19,7 @@ def test_batches_cover_every_picture_once(wanted, n, world, independent):
     made = sorted(number for rank in ranks for batch in rank.left(set()) for number in rank.pictures(batch))
     assert made == list(range(ranks[0].total))
     assert ranks[0].total == (wanted if independent else -(-wanted // (n * world)) * n * world)
-    assert chosen.largest_batch == max(len(rank.pictures(batch)) for rank in ranks for batch in rank.left(set()))
+    assert chosen.batch_sizes == {len(rank.pictures(batch)) for rank in ranks for batch in rank.left(set())}
     done = {0, 2}
     assert {batch for rank in ranks for batch in rank.left(done)} == set(range(ranks[0].count)) - done
 

@@ -90,7 +90,7 @@ def test_what_is_measured_is_what_sample_makes(guidance):
     options = GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=8, **guidance).resolve()
     options = options.complete(checkpoint_of(options, torch.device("cpu")))
     bench, plan, start = calibrate.Bench(options, torch.device("cpu"), 2), [(1, 1), (3, 2), (4, 1)], 0
-    how = dict(labels=bench.labels(2), seed=calibrate.FIRST_SEED, at_once=2)
+    how = dict(labels=bench.labels(2), seed=calibrate.FIRST_SEED)
     run = calibrate.record(bench, 2)
     assert torch.equal(run["states"][-1][0], bench.reference.latents(**how))
     stride, state = bench.strides(run["labels"], plan), run["states"][0]

@@ -14,7 +14,7 @@ from accel.kernels import ancestral_update, linear, split_linear
 from accel.network import Network
 from accel.options import FidOptions, GridOptions
 from accel.parallel.layouts import Layout
-from accel.parallel.rows import share
+from accel.parallel.placement import Placement
 from accel.sampling.ancestral import Ancestral
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ FID, UNGUIDED_FID = (
 # Options, (latents, batch rows of each) that the engine loads for, pictures of a batch, which of them are this rank's.
 CASES = {
     "a grid": (GRID, (3, 2), 3, slice(None)),
-    "a rank of four": (EIGHT, Layout().batch(8, 4, 2), 8, share(8, 4, 1)),
+    "a rank of four": (EIGHT, (2, 2), 8, Placement(world=4, rank=1).pictures(8)),
     "an FID batch": (FID, (3, 2), 3, slice(None)),
     "an FID batch without guidance": (UNGUIDED_FID, (3, 1), 3, slice(None)),
 }
@@ -93,7 +93,7 @@ def noted_run(launched, network, options, pictures, rows):
     """What two steps launch."""
     launched.clear()
     z, labels = torch.randn(pictures, 4, 8, 8), torch.arange(pictures)
-    sample(network, Ancestral(create_diffusion("4")), z, labels, scale_of(options), rows=rows, moves=[(1, 1)] * 2)
+    sample(network, Ancestral(create_diffusion("2")), z, labels, scale_of(options), rows=rows)
     return set(launched)
 
 
@@ -108,7 +108,7 @@ def test_what_is_warmed_up_is_what_runs(case, tier, launched):
     run = noted_run(launched, network, options, pictures, rows)
     assert run == warmed_up
     launched.clear()
-    assert not loading.overflows(network, door.batch_of(options, batch), CPU, (500,))
+    assert not loading.overflows(network, loading.Batch([batch], 3, 8, 8), CPU, (500,))
     assert launched == {note for note in run if note[0] != "update"}
 
 
@@ -133,6 +133,6 @@ class OneOfTwo(Network):
 
 def test_a_row_of_a_divided_picture(launched):
     options = GridOptions(**COMMON, labels=(3,), parallel="rows=2").resolve()
-    network = load("fp16", options, Layout(rows=2).batch(1, 2, 2))
+    network = load("fp16", options, Placement(Layout(rows=2), 2).rows(1, 2))
     warmed_up = set(launched)
     assert noted_run(launched, OneOfTwo(network), options, 1, slice(None)) == warmed_up
