@@ -365,14 +365,14 @@ def place(opened: Opened, run: Run, groups: "Groups", layout: Layout | None) -> 
     return run._replace(network=network), placement
 
 
-def decoders_of(opened: Opened, rank: int) -> tuple[LazyDecoder | None, LazyDecoder | None]:
+def decoders_of(opened: Opened, rank: int) -> tuple[Decoder | None, Decoder | None]:
     """(decoder of this rank's own pictures, decoder of all pictures on rank 0); one of them or, for latents, none."""
     if opened.options.decode == "each":
         return decoder_of(opened), None
     return None, decoder_of(opened) if rank == 0 else None
 
 
-def decode_part(decoder: LazyDecoder, latents: Tensor, side: int, watch: Stopwatch) -> Tensor:
+def decode_part(decoder: Decoder, latents: Tensor, side: int, watch: Stopwatch) -> Tensor:
     """Pixels (n', 3, side, side) of a rank's own pictures, which may be none."""
     return decode(decoder, latents, watch) if len(latents) else latents.new_zeros(0, 3, side, side)
 
