@@ -43,9 +43,9 @@ QUIET = dict(queue=False, show_progress="hidden", api_visibility="private")
 QUEUED = dict(concurrency_id="one", concurrency_limit=1, show_progress="minimal", api_visibility="private")
 CSS = """
 .pixels img {image-rendering: pixelated}
-.pixels .image-frame, .pixels .image-frame img {width: 100% !important; max-height: 75vh}
+.pixels .image-frame, .pixels .image-frame img {width: 100%; max-height: 75vh; object-fit: contain !important}
 .status {min-height: 3em}
-.bar {height: 8px; border-radius: 4px; margin: 6px 0}
+.bar {height: 8px; border-radius: 4px; margin: 4px 0 10px !important}
 .bar {background: linear-gradient(to right, var(--primary-500) var(--share), var(--border-color-primary) 0)}
 .error {color: var(--error-text-color)}
 """

@@ -77,7 +77,7 @@ class Visitor(Browser):
     def seen(self, selector):
         return f"[...document.querySelectorAll('{selector}')].filter(e => e.offsetParent)"
 
-    def until(self, found, seconds=60):
+    def until(self, found, seconds=120):
         """What found() returns, once it is something."""
         deadline = time.monotonic() + seconds
         while not (value := found()):
@@ -151,7 +151,8 @@ def test_a_picture_is_that_of_the_command_to_the_bit(visitor, run, tmp_path):
     saved = visitor.until(lambda: list(tmp_path.glob("saved/*.png")))
     assert [path.read_bytes() for path in saved] == [made]
     assert len(pictures - {None, visitor.picture()}) >= 2  # estimates on the way
-    assert visitor.ask(f"{visitor.seen('.pixels img')}[0].offsetWidth") > 600
+    look = "(e => [e.offsetWidth > 600, getComputedStyle(e).objectFit, getComputedStyle(e).imageRendering])"
+    assert visitor.ask(f"{look}({visitor.seen('.pixels img')}[0])") == [True, "contain", "pixelated"]
 
 
 @in_browser
