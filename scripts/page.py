@@ -20,6 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
+FOLDER = tempfile.TemporaryDirectory(prefix="dit-page-")  # matplotlib and gradio make folders while they are imported
+os.environ |= dict(GRADIO_TEMP_DIR=f"{FOLDER.name}/served", MPLCONFIGDIR=FOLDER.name, TMPDIR=FOLDER.name)
+tempfile.tempdir = FOLDER.name
+
 import torch
 
 import evaluate
@@ -187,10 +191,8 @@ def main() -> None:
     hub = Path(torch.hub.get_dir(), "checkpoints", Path(evaluate.VGG16_URL).name)
     parser.add_argument("--vgg-weights", type=Path, default=hub, help="VGG16, for LPIPS; default: torch's hub cache")
     args = parser.parse_args()
-    with user_errors(parser), tempfile.TemporaryDirectory(prefix="dit-page-") as folder:
+    with user_errors(parser), FOLDER as folder:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the folder would stay
-        os.environ |= dict(GRADIO_TEMP_DIR=f"{folder}/served", MPLCONFIGDIR=folder, TMPDIR=folder)
-        tempfile.tempdir = folder
         given = {name: value for name, value in vars(args).items() if getattr(GridOptions, name, value) != value}
         desk, studio = Desk(), Studio(given, Path(folder), args.vgg_weights)
         if gr is None:
