@@ -1,9 +1,10 @@
-# make sample: eight pictures of the demo model on whatever device there is. make test: the tests. Both build .venv first.
+# make sample: eight pictures of the demo model on whatever device there is. make page: the page for the browser. make test:
+# the tests. Each builds .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: sample test clean
+.PHONY: sample test page clean
 unexport PYTHONDONTWRITEBYTECODE # pip compiles nothing below: Python keeps what it has compiled of what is imported
 
 sample: $(VENV)/ready
@@ -15,8 +16,11 @@ sample: $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder tests
 
+page: $(VENV)/ready
+	$(BIN)/python -m scripts.page
+
 # Debian and Ubuntu keep the part of python that makes a venv in a package of its own; root installs it, others are told.
-$(VENV)/ready: requirements.txt requirements-test.txt
+$(VENV)/ready: requirements.txt requirements-page.txt requirements-test.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "python 3.10 or later is needed: make PYTHON=python3.12")'
 	@$(PYTHON) -m ensurepip --version >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy --no-install-recommends python3-venv; } || { \

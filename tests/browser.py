@@ -13,7 +13,7 @@ def find():
 
 
 class Browser:
-    """One page. `problems` collects errors of the console, of scripts and of loading."""
+    """One page. `problems` collects errors of the console, of scripts and of loading; `requested` the addresses."""
 
     def __init__(self):
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -37,6 +37,7 @@ class Browser:
         os.close(theirs_in), os.close(theirs_out)
         self.reader, self.writer = os.fdopen(ours_in, "rb"), os.fdopen(ours_out, "wb")
         self.count, self.session, self.problems, self.events, self.rest = 0, None, [], [], b""
+        self.requested = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -67,6 +68,8 @@ class Browser:
             or (method == "Runtime.consoleAPICalled" and details["type"] in ("error", "assert"))
         ):
             self.problems.append(details)
+        if method == "Network.requestWillBeSent":
+            self.requested.append(details["request"]["url"])
         if method:
             self.events.append(method)
         return message
@@ -89,7 +92,7 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         self.events.clear()
-        self.call("Page.navigate", url=f"file://{path}")
+        self.call("Page.navigate", url=path if str(path).startswith("http") else f"file://{path}")
         while "Page.loadEventFired" not in self.events:
             self._message()
 

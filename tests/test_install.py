@@ -13,6 +13,7 @@ from conftest import ROOT, tracked
 import accel
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+INSTALLED = "requirements.txt", "requirements-page.txt"  # the second by the extra `page`
 OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
 
 needs_setuptools = pytest.mark.skipif(
@@ -122,8 +123,8 @@ def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(check
     def same(requirement):  # torch-fidelity <0.5,>=0.4 is torch-fidelity>=0.4,<0.5
         return tuple(sorted(re.findall(r"[\w.-]+|[<>=]=?[\w.]+", requirement)))
 
-    required = {same(line) for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)}
-    pinned = re.findall(r"^[\w-]+[<>=].*$", (ROOT / "requirements.txt").read_text(), re.M)
+    required = {same(line) for line in re.findall(r"^Requires-Dist: ([^;\n]*)", metadata, re.M)}
+    pinned = re.findall(r"^[\w-]+[<>=].*$", "".join((ROOT / name).read_text() for name in INSTALLED), re.M)
     assert required == {same(line) for line in pinned} and len(pinned) > 10
     assert f"\nVersion: {accel.__version__}\n" in metadata
 
@@ -141,7 +142,7 @@ def test_what_make_installs_is_there_for_the_oldest_and_the_newest_python(python
     """A package that drops a Python leaves `make` without it. torch's wheels are looked up, not fetched."""
     if subprocess.run([*PIP, "index", "versions", "pytest"], capture_output=True).returncode:
         pytest.skip("no package registry in reach; the workflow's matrix installs on both")
-    lines = [line for name in ("", "-test") for line in (ROOT / f"requirements{name}.txt").read_text().splitlines()]
+    lines = [line for name in (*INSTALLED, "requirements-test.txt") for line in (ROOT / name).read_text().splitlines()]
     wanted = [line for line in lines if re.match("[A-Za-z]", line)]
     pinned = [line for line in wanted if re.match("torch(vision)?==", line)]
     there = ["--python-version", python, "--only-binary=:all:"]

@@ -1,0 +1,125 @@
+"""The sampling behind scripts/page.py: fields of the page → pictures, how far they are, and how they differ."""
+
+import io
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import fields
+from itertools import accumulate
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from PIL import Image
+
+import evaluate
+from accel import door, loading
+from accel.diffusion import create_diffusion
+from accel.flags import flag_names
+from accel.options import FLOWS, SAMPLERS, GridOptions
+from accel.precision import TIERS, alone, apply_precision, supports
+from accel.progress import Stopwatch
+from accel.run import Run
+from accel.vae import to_grid
+
+DEMOS = "DiT-Demo/2", "Large-DiT-Demo/2", "SiT-Demo/2"
+PREVIEWS = 6  # estimates on the way, each of one more network evaluation
+PLAN = "ddpm by its plan"
+
+Say = Callable[..., None]  # (text, share done, picture or None)
+
+
+class Studio:
+    """The models of a page. The network that was used last stays in memory.
+
+    given: fields of GridOptions, from flags; folder: for pictures; vgg: VGG16's weights; without them LPIPS is left
+    out.
+    """
+
+    def __init__(self, given: dict, folder: Path, vgg: Path):
+        names = [given.get("model")] if {"model", "ckpt"} & given.keys() else DEMOS
+        self.given, self.folder, self.vgg, self.loaded = given, folder, vgg, {}
+        self.device = loading.choose_device(given.get("device"))
+        every = [GridOptions(**given | dict(model=name)).resolve() for name in names]
+        self.opened = [door.open_weights(options, self.device) for options in every]
+
+    def choices(self, opened: door.Opened) -> tuple[list[str], list[str]]:
+        """The samplers that the model's family has, its default first, and the tiers of this device."""
+        options = opened.options
+        plan = [PLAN] if not options.flow and door.plan_path(options, opened.weights).exists() else []
+        samplers = [name for name in SAMPLERS if name not in FLOWS]
+        return [*FLOWS] if options.flow else [samplers[0], *plan, *samplers[1:]], [
+            tier for tier in TIERS if supports(tier, self.device)
+        ]
+
+    def command(self, settings: dict) -> str:
+        """The command that makes the picture of `settings`, fields of GridOptions."""
+        words, settings = ["python", "sample.py"], self.given | settings
+        for item in fields(GridOptions):
+            value = settings.get(item.name, item.default)
+            if value != item.default:
+                words += [flag_names(item)[0], *map(str, value if isinstance(value, tuple) else (value,))]
+        return shlex.join(word for word in words if word != "True")
+
+    @alone()
+    def sample(self, options: GridOptions, name: str, say: Say, previews: int = 0) -> tuple[str, float]:
+        """Write the picture of resolved options → its file, and the seconds of sampling. say is called on the way,
+        after each step too, and may raise."""
+        say(f"Loading {options.model} in {options.precision} …", 0)
+        if (key := (options.model, options.precision)) not in self.loaded:
+            self.loaded.clear()
+            loading.free_memory(self.device)
+            self.loaded[key] = door.ready(options)
+        (opened, run, decoder), watch = self.loaded[key], Stopwatch(self.device)
+        run = run._replace(process=door.process_of(options, opened.weights), guidance=door.guidance_of(options))
+        apply_precision(run.tier, run.device)
+        door.warm_up(options, run, watch)
+        total, start = run.process.steps, time.perf_counter()
+        due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
+
+        def on_step(index, x):
+            if x.is_cuda and index % 4 == 3:  # the host runs ahead: neither the bar nor a stop should be late
+                torch.cuda.synchronize(x.device)
+            done, picture = index + 1, None
+            if due and due[-1] <= done < total:
+                due.pop()
+                picture = Image.fromarray(to_grid(decoder.decode(estimate(options, run, done, x))).numpy())
+            left = (time.perf_counter() - start) * (total - done) / done
+            say(f"Step {done} of {total} · {left:.0f} s left", done / total, picture)
+
+        with watch.phase("sample"):
+            latents = door.latents(options, run, on_step=on_step)
+        options.output = str(self.folder / name)
+        door.save(options, latents, watch, decoder)
+        return options.output, watch.seconds["sample"]
+
+    def compare(self, both: list[GridOptions], say: Say) -> tuple[tuple[str, str], Image.Image, str]:
+        """The files of two pictures, a map of their difference, and evaluate.py's report in Markdown."""
+        files, seconds = zip(*[self.sample(options, f"{number}.png", say) for number, options in enumerate(both)])
+        a, b = (np.asarray(evaluate.read_picture(path)) for path in files)
+        difference = np.abs(a.astype(np.int16) - b).max(2)  # (H, W) in levels
+        heat = matplotlib.colormaps["inferno"](difference / max(1, difference.max()), bytes=True)
+        metrics = ["--vgg-weights", self.vgg] if self.vgg.exists() else ["--metrics", "mae", "psnr", "ssim"]
+        with redirect_stdout(io.StringIO()) as printed:
+            evaluate.main([str(word) for word in (*files, *metrics)])
+        report, _, verdict = printed.getvalue().strip().replace(files[1], "second").rpartition("\n")
+        words = "Sampling took {:.2f} s and {:.2f} s. The brightest colour of the map is {} of 255 levels."
+        words = words.format(*seconds, difference.max())
+        return files, Image.fromarray(heat).convert("RGB"), f"### {verdict}\n{words}\n```\n{report}\n```"
+
+
+@torch.inference_mode()
+def estimate(options: GridOptions, run: Run, done: int, x: torch.Tensor) -> torch.Tensor:
+    """The network's estimate x* of the finished latents, from latents x (n, C, L, L) after `done` steps, by one more
+    evaluation: x* = (x − √(1 − ᾱ)·ε)/√ᾱ from its noise ε, x + (1 − t)·v from its velocity v."""
+    ends = accumulate(steps for steps, _ in run.process.moves)
+    made = sum(count for (_, count), end in zip(run.process.moves, ends) if end <= done)
+    t, guidance = run.process.times()[made], run.guidance.at(run.process.levels()[made])
+    y = guidance.labels(torch.tensor(options.labels, device=x.device))
+    out = guidance.combine(run.network.forward(x, torch.full(y.shape, t, device=x.device), y))[:, : x.shape[1]]
+    if options.flow:
+        return x + (1 - t) * out
+    kept = create_diffusion("").alphas_cumprod[round(t)]
+    return ((x - (1 - kept) ** 0.5 * out) / kept**0.5).clamp(-4, 4)  # the first overshoot; a half decoder overflows

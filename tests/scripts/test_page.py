@@ -1,0 +1,236 @@
+"""The page: real Chromium on a CPU with the demo models. What is offered, and the estimate on the way, without it."""
+
+import os
+import re
+import shlex
+import signal
+import time
+import urllib.request
+from dataclasses import replace
+from importlib.util import find_spec
+
+import forks
+import pytest
+import torch
+from browser import Browser, find
+from conftest import ROOT
+
+from accel import door
+from accel.precision import alone
+from scripts.page_studio import PLAN, Studio, estimate
+
+in_browser = pytest.mark.skipif(
+    not (find() and find_spec("gradio")), reason="needs Chromium (Debian: apt-get install chromium) and gradio"
+)
+
+
+# ---- without a browser ----
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory):
+    return Studio({"device": "cpu"}, tmp_path_factory.mktemp("studio"), tmp_path_factory.mktemp("vgg") / "none")
+
+
+def test_a_family_offers_what_it_has_and_no_more(studio):
+    offered = {opened.options.model: studio.choices(opened) for opened in studio.opened}
+    assert offered["DiT-Demo/2"] == (["ddpm", PLAN, "ddim", "dpm++", "unipc"], ["fp32"])
+    assert offered["Large-DiT-Demo/2"] == offered["DiT-Demo/2"]
+    assert offered["SiT-Demo/2"] == (["sde", "euler", "heun"], ["fp32"])
+
+
+@pytest.mark.parametrize(
+    "number, sampler, steps", [(0, "ddpm", 9), (0, "ddim", 9), (1, "ddpm", 5), (2, "euler", 7), (2, "heun", 5)]
+)
+def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler, steps):
+    """The last step of these samplers goes to x* itself."""
+    how = dict(sampler=sampler, num_sampling_steps=steps, labels=(1, 5), precision="fp32", guidance_interval=(0.05, 1))
+    options, seen = replace(studio.opened[number].options, **how).resolve(), {}
+    with alone():
+        _, run, _ = door.ready(options)
+        latents = door.latents(options, run, on_step=lambda index, x: seen.update({index + 1: x.clone()}))
+    torch.testing.assert_close(estimate(options, run, steps - 1, seen[steps - 1]), latents, atol=1e-4, rtol=1e-3)
+    half = steps // 2
+    nearer = estimate(options, run, half, seen[half]) - latents
+    assert nearer.square().mean() < (seen[half] - latents).square().mean()
+
+
+def test_missing_gradio_is_a_line(tmp_path):
+    (tmp_path / "gradio.py").write_text("raise ImportError")
+    done = forks.run(["-m", "scripts.page", "--device", "cpu"], PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and done.stderr.strip().endswith("install it with pip install -e .[page]"), done.stderr
+    done = forks.run(["-m", "scripts.page", "--sampler", "euler"])
+    assert done.returncode == 2 and done.stderr.startswith("page.py: --sampler euler: is not for a DiT"), done.stderr
+
+
+# ---- in the browser ----
+
+
+class Visitor(Browser):
+    """A browser at the page. Fields and buttons are those that can be seen."""
+
+    def __init__(self, address):
+        super().__init__()
+        self.open(address, 1300)
+        self.until(lambda: self.ask("!!document.querySelector('button.primary')"))
+
+    def seen(self, selector):
+        return f"[...document.querySelectorAll('{selector}')].filter(e => e.offsetParent)"
+
+    def until(self, found, seconds=120):
+        """What found() returns, once it is something."""
+        deadline = time.monotonic() + seconds
+        while not (value := found()):
+            assert time.monotonic() < deadline, self.status()
+            self.ask("new Promise(done => setTimeout(done, 50, true))")
+        return value
+
+    def press(self, text, kind="button.lg"):
+        self.ask(f"{self.seen(kind)}.find(e => e.innerText.trim() === '{text}').click()")
+
+    def fill(self, label, value):
+        """Type into a field."""
+        inputs = f"{self.seen('label')}.find(e => e.innerText.startsWith('{label}')).querySelector('input')"
+        self.ask(f"{inputs}.focus(), {inputs}.select(), true")
+        self.call("Input.insertText", text=str(value))
+        self.ask("document.activeElement.blur()")
+
+    def status(self):
+        return self.ask(f"({self.seen('.status')}[0] || {{}}).innerText") or ""
+
+    def wait_for(self, words):
+        """What the status says of `words`, a regular expression."""
+        return self.until(lambda: re.search(words, self.status()))[0]
+
+    def picture(self):
+        return self.ask(f"({self.seen('.pixels img')}[0] || {{}}).src")
+
+
+def served(home, *flags):
+    """The page, on two threads of nobody else, with an empty home and folder for temporary files."""
+    for name in ("home", "tmp"):
+        (home / name).mkdir()
+    environment = dict(HOME=str(home / "home"), TMPDIR=str(home / "tmp"), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    process = forks.Fork(["-m", "scripts.page", "--port", forks.free_port(), *flags], **environment)
+    process.wait_for("Ctrl-C")
+    return process, re.search(r"http://127.0.0.1:\d+/", process.text()[0])[0]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    process, address = served(tmp_path_factory.mktemp("page"), "--num-sampling-steps", "12", "--labels", "sea", "ball")
+    yield address
+    process.kill()
+
+
+@pytest.fixture
+def visitor(address):
+    with Visitor(address) as visitor:
+        yield visitor
+        assert all(url.startswith((address, "data:", "blob:", "about:")) for url in visitor.requested)
+        errors = [one for one in visitor.problems if one.get("errorText") != "net::ERR_ABORTED"]  # a stream that ended
+        assert errors == []
+
+
+@in_browser
+def test_a_picture_is_that_of_the_command_to_the_bit(visitor, run, tmp_path):
+    pictures = set()
+    visitor.press("Sample")
+    while visitor.status() != "Done.":
+        pictures.add(visitor.picture())
+    line = visitor.ask(f"{visitor.seen('textarea')}[0].value")
+    assert line == (
+        "python sample.py --model DiT-Demo/2 --num-sampling-steps 12 --sampler ddpm --precision fp32 --labels 5 3"
+    )
+    words = shlex.split(line)
+    assert run(ROOT / words[1], *words[2:], cwd=tmp_path, OMP_NUM_THREADS="1").returncode == 0
+    made = (tmp_path / "sample.png").read_bytes()
+    assert urllib.request.urlopen(visitor.picture()).read() == made
+    visitor.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path / "saved"))
+    visitor.press("Save PNG")
+    saved = visitor.until(lambda: list(tmp_path.glob("saved/*.png")))
+    assert [path.read_bytes() for path in saved] == [made]
+    assert len(pictures - {None, visitor.picture()}) >= 2  # estimates on the way
+    look = "(e => [e.offsetWidth > 600, getComputedStyle(e).objectFit, getComputedStyle(e).imageRendering])"
+    assert visitor.ask(f"{look}({visitor.seen('.pixels img')}[0])") == [True, "contain", "pixelated"]
+
+
+@in_browser
+def test_two_settings_are_compared(visitor):
+    visitor.press("SiT-Demo/2", "button[role=tab]")
+    visitor.press("Compare", "button[role=tab]")
+    visitor.press("Compare")
+    assert visitor.wait_for("Done|Error") == "Done"
+    text = visitor.ask("document.body.innerText")
+    assert re.search(r"VERDICT: FAIL \(gate contest; judged by MAE, PSNR, SSIM\)", text)  # other samplers
+    assert re.search(r"Sampling took [\d.]+ s and [\d.]+ s\.", text) and "/tmp" not in text
+    assert len(set(visitor.ask(f"{visitor.seen('.pixels img')}.map(e => e.src)"))) == 3
+
+
+@in_browser
+def test_stop_stops_between_steps_and_the_next_run_is_whole(visitor):
+    visitor.fill("Steps", 1000)
+    visitor.press("Sample")
+    visitor.wait_for(r"Step \d+ of 1000")
+    visitor.press("Stop")
+    visitor.wait_for("Stopped")
+    begun = time.monotonic()
+    visitor.fill("Steps", 3)
+    visitor.press("Sample")
+    assert visitor.wait_for("Done|must") == "Done"
+    assert time.monotonic() - begun < 15
+
+
+@in_browser
+@pytest.mark.parametrize(
+    "label, value, said",
+    [
+        ("Seed", 1e25, "Seed 1.*must fit in 64 bits"),
+        ("Steps", 5000, "Steps 5000: must be from 1 to 1000"),
+        ("Classes", "dragon", "Classes dragon: no class has that name"),
+    ],
+)
+def test_a_mistake_is_a_line_in_the_page(visitor, label, value, said):
+    if label == "Classes":
+        inputs = (
+            f"{visitor.seen('input')}.find(e => e.role === 'listbox' || e.getAttribute('aria-label') === 'Classes')"
+        )
+        visitor.ask(f"{inputs}.focus()")
+        visitor.call("Input.insertText", text="dragon")
+        visitor.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13)
+    else:
+        visitor.fill(label, value)
+    visitor.press("Sample")
+    visitor.wait_for(said)
+    assert visitor.ask(f"{visitor.seen('.error')}.length") == 1
+
+
+@in_browser
+def test_the_second_visitor_waits_and_is_served_when_the_first_leaves(address, visitor):
+    with Visitor(address) as first:
+        first.fill("Steps", 1000)
+        first.press("Sample")
+        first.wait_for(r"Step \d+ of 1000")
+        visitor.press("Sample")
+        visitor.wait_for("queue: 1/1")
+        assert first.wait_for(r"Step \d+ of 1000")
+    assert visitor.wait_for("Done") == "Done"
+
+
+@in_browser
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left(tmp_path, number):
+    """Ended in the middle of a run, by Ctrl-C or as Slurm does."""
+    process, address = served(tmp_path, "--model", "DiT-Demo/2", "--num-sampling-steps", "40", "--labels", "sea")
+    try:
+        with Visitor(address) as visitor:
+            visitor.press("Sample")
+            visitor.wait_for("Done")
+            assert list((tmp_path / "tmp").iterdir())
+            visitor.press("Sample")
+            visitor.wait_for("Step")
+            os.kill(process.pid, number)
+            process.wait(20)
+    finally:
+        process.kill()
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "home", tmp_path / "tmp"]
