@@ -17,14 +17,14 @@ from PIL import Image
 import evaluate
 from accel import door, loading
 from accel.diffusion import create_diffusion
+from accel.families import families
 from accel.flags import flag_names
-from accel.options import FLOWS, SAMPLERS, GridOptions
+from accel.latents.pixels import to_grid
+from accel.options import GridOptions
 from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.run import Run
-from accel.vae import to_grid
 
-DEMOS = "DiT-Demo/2", "Large-DiT-Demo/2", "SiT-Demo/2"
 PREVIEWS = 6  # estimates on the way, each of one more network evaluation
 PLAN = "ddpm by its plan"
 
@@ -39,7 +39,8 @@ class Studio:
     """
 
     def __init__(self, given: dict, folder: Path, vgg: Path):
-        names = [given.get("model")] if {"model", "ckpt"} & given.keys() else DEMOS
+        shipped = [name for family in families() for name, implied in family.models.items() if implied.ckpt]
+        names = [given.get("model")] if {"model", "ckpt"} & given.keys() else shipped
         self.given, self.folder, self.vgg, self.loaded = given, folder, vgg, {}
         self.device = loading.choose_device(given.get("device"))
         every = [GridOptions(**given | dict(model=name)).resolve() for name in names]
@@ -48,11 +49,10 @@ class Studio:
     def choices(self, opened: door.Opened) -> tuple[list[str], list[str]]:
         """The samplers that the model's family has, its default first, and the tiers of this device."""
         options = opened.options
-        plan = [PLAN] if not options.flow and door.plan_path(options, opened.weights).exists() else []
-        samplers = [name for name in SAMPLERS if name not in FLOWS]
-        return [*FLOWS] if options.flow else [samplers[0], *plan, *samplers[1:]], [
-            tier for tier in TIERS if supports(tier, self.device)
-        ]
+        first, *others = options.family.samplers
+        planned = first == "ddpm" and door.plan_path(options, opened.weights).exists()
+        tiers = [tier for tier in TIERS if supports(tier, self.device)]
+        return [first, *([PLAN] if planned else []), *others], tiers
 
     def command(self, settings: dict) -> str:
         """The command that makes the picture of `settings`, fields of GridOptions."""
@@ -119,7 +119,7 @@ def estimate(options: GridOptions, run: Run, done: int, x: torch.Tensor) -> torc
     t, guidance = run.process.times()[made], run.guidance.at(run.process.levels()[made])
     y = guidance.labels(torch.tensor(options.labels, device=x.device))
     out = guidance.combine(run.network.forward(x, torch.full(y.shape, t, device=x.device), y))[:, : x.shape[1]]
-    if options.flow:
+    if options.family.prediction == "velocity":
         return x + (1 - t) * out
     kept = create_diffusion("").alphas_cumprod[round(t)]
     return ((x - (1 - kept) ** 0.5 * out) / kept**0.5).clamp(-4, 4)  # the first overshoot; a half decoder overflows
