@@ -12,7 +12,7 @@ from accel.errors import INTERRUPTED, USAGE, UsageError, out_of_memory, shown
 from accel.flags import flag_names
 from accel.options import GridOptions, Options
 
-OF_FLAGS = "names", "ranks", "ranks_only", "group", "bounds"  # of a field, and none of argparse's
+OF_FLAGS = "names", "ranks", "ranks_only", "group", "bounds", "convert"  # of a field, and none of argparse's
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from accel.errors import UsageError, shown
 from accel.flags import checked, flag
-from accel.labels import class_names, find_label
+from accel.labels import class_names, find_label, read_class_names
 from accel.output import is_folder, of_seed
 from accel.parallel import layouts
 
@@ -250,9 +250,11 @@ def _find_labels(options):
         return
     if options.labels is None:
         options.labels = LABELS if classes == IMAGENET["num_classes"] else tuple(range(min(classes, 8)))
+    if options.class_names is not None and (given := len(options.class_names)) != classes:
+        raise UsageError(f"`class_names`: are {given} names for {classes} classes; give one for each")
     if not options.labels:
         raise UsageError("`labels`: give at least one")
-    options.labels = tuple(find_label(label, options.class_names, classes) for label in options.labels)
+    options.labels = tuple(find_label(label, options.names, classes) for label in options.labels)
 
 
 def _check_seeds(options):
@@ -294,6 +296,14 @@ class GridOptions(Options):
         "eight of a model with other classes",
         nargs="+",
         metavar="LABEL",
+    )
+    class_names: tuple = files(
+        None,
+        "names of the classes, for --labels and file names: a file with one name a line in their order, or JSON; "
+        "default: those that --ckpt brings, or ImageNet's",
+        metavar="FILE",
+        action="store",
+        convert=read_class_names,
     )
     seed_list: tuple = what(
         None,
@@ -374,8 +384,10 @@ class GridOptions(Options):
         return f"`labels`: {n} pictures at a time do not fit in free GPU memory; use `batch_size={n // 2}`"
 
     @property
-    def class_names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The name of every class; () where they are unknown."""
+        if self.class_names is not None:
+            return self.class_names
         own = self.weights.class_names if self.weights is not None else ()
         return own if len(own) == self.num_classes else class_names(self.model, self.num_classes)
 
