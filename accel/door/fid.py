@@ -79,7 +79,7 @@ def maker_of(options: FidOptions, run: Run, decoder: LazyDecoder, watch: Stopwat
         with enough_memory(options):
             return run.denoise(*what)
 
-    return Maker(denoise, decoder.decode, run.device, watch)
+    return Maker(denoise, decoder.decode, run.device, watch, run.process.draws)
 
 
 def settings_of(opened: Opened, run: Run, decoder: LazyDecoder, world: int) -> dict:

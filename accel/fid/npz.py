@@ -1,39 +1,37 @@
 """The .npz of an FID job: arr_0 (N, H, W, 3) uint8, uncompressed, as the FID evaluators read it.
 
-.job/npz.json says what its bytes are: a digest of the pixels, taken while they were written, and of what stands before
-and after them. A later start reads the archive at the speed of the disk and holds it against that.
+.job/npz.json records its bytes: a digest of the pixels, taken while they were written, and of the bytes before and
+after them. A later start reads the archive at the speed of the disk and compares.
 """
 
 import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from accel.errors import Stopped
-from accel.fid.folder import picture_name, read_picture
+from accel.fid.folder import npz_of, picture_name, read_picture
 from accel.files import atomic_write, open_regular, read_json, sync_folder
 
 READERS = 4  # threads that decode PNGs, or read and hash pixels
 MEMBER = "arr_0.npy"
 RUN = 8  # pictures that are hashed at a time; the record relies on it
 
-Digests = dict[int, Collection[str]]  # of each picture's file, those that it may have
-
 
 class Archive:
     """The archive of pictures 0 … count - 1 of `folder`, each (size, size, 3)."""
 
-    def __init__(self, path: Path, folder: Path, digests: Digests, count: int, size: int):
-        self.path, self.folder, self.digests, self.count, self.size = path, folder, digests, count, size
+    def __init__(self, folder: Path, count: int, size: int):
+        self.path, self.folder, self.count, self.size = npz_of(folder), folder, count, size
         self.record = folder / ".job" / "npz.json"
 
     def problem(self) -> str | None:
-        """Why the file is not the whole archive of these very pictures, or None. Reads all of it."""
+        """Why the file is not the archive as it was written, or None. Reads all of it."""
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:
@@ -43,12 +41,17 @@ class Archive:
             return "has no record of its contents" if error.filename == str(self.record) else "is missing"
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return f"or its record is damaged ({error})"
-        return None if whole else "is not as it was written, or of other pictures"
+        return None if whole else "is not as it was written"
+
+    def forget(self) -> None:
+        """Remove the record: the archive will be written again."""
+        self.record.unlink(missing_ok=True)
+        sync_folder(self.record.parent)
 
     def write(self, stopping: Callable[[], bool]) -> None:
-        """Write it, few pictures in memory at a time.
+        """Write the archive, few pictures in memory at a time.
 
-        Raises UsageError for a picture that was changed, Stopped when `stopping()` says so.
+        Raises UsageError for a file that is not a whole picture, Stopped when `stopping()` says so.
         """
         hashes = []
         with atomic_write(self.path, mode="w+b", durable=True) as file:
@@ -72,18 +75,13 @@ class Archive:
         sync_folder(self.path.parent)
 
     def _read(self, number):
-        return read_picture(self.folder / picture_name(number), self.digests[number]).tobytes()
+        return read_picture(self.folder / picture_name(number), self.size).tobytes()
 
     def _recorded(self, file, start, hashes):
-        """What .job/npz.json says of an open archive whose pixels begin at `start` and have these hashes."""
+        """The record of an open archive whose pixels begin at `start` and have these hashes."""
         end = start + self.count * self.size**2 * 3
         ends = os.pread(file.fileno(), min(start, 2**16), 0), os.pread(file.fileno(), 2**16, end)
-        pictures = json.dumps([sorted(self.digests[number]) for number in range(self.count)]).encode()
-        return {
-            "start": start,
-            "sha256": hashlib.sha256(b"".join([*hashes, *ends])).hexdigest(),
-            "pictures": hashlib.sha256(pictures).hexdigest(),
-        }
+        return {"start": start, "sha256": hashlib.sha256(b"".join([*hashes, *ends])).hexdigest()}
 
     def _hash_runs(self, file, start):
         """SHA-256 of the pixels of every RUN pictures, read by several threads."""
