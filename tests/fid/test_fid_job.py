@@ -1,6 +1,7 @@
 """Whole FID jobs in real processes: equal to upstream's, killed, stopped, starved of disk, misled, started twice."""
 
 import argparse
+import json
 import os
 import random
 import re
@@ -30,6 +31,7 @@ from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT, SiT_models
 from accel.graphs import Replayed
 from accel.vae.half import HalfDecoder
+from accel.weights.diffusers_layout import config_of, to_diffusers
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
 FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 10]
@@ -385,6 +387,24 @@ def test_a_recorded_setting_is_what_it_came_to(demo, copy, one):
     assert "--ckpt (contents)" in text and "begun with" in text and text.count("sample_ddp.py: ") == 1
     shutil.rmtree(ckpt.parent)
     assert files(samples) == before
+
+
+@pytest.mark.xfail(strict=True, reason="digest() of weights does not cover their config.json yet")
+def test_another_config_beside_the_same_weights_is_another_setting(tiny_vae, one, tmp_path):
+    """No tensor holds the number of heads."""
+    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=8)).state_dict()
+    weights = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
+    ckpt, config = tmp_path / "ckpt", config_of(state)
+    ckpt.mkdir()
+    save_file(weights, ckpt / "diffusion_pytorch_model.safetensors")
+    how = ["--ckpt", ckpt, "--vae", tiny_vae, "--device", "cpu", "--num-fid-samples", 16]
+    command = [*how, "--per-proc-batch-size", 2, "--num-sampling-steps", 4, "--sample-dir", tmp_path / "samples"]
+    (ckpt / "config.json").write_text(json.dumps({**config, "num_attention_heads": 3, "attention_head_dim": 128}))
+    job = start(1, *command)
+    assert wait_for_pictures(tmp_path / "samples", 6, job)
+    kill(job)
+    (ckpt / "config.json").write_text(json.dumps({**config, "num_attention_heads": 12, "attention_head_dim": 32}))
+    assert "--ckpt (contents)" in one(*command, status=USAGE)
 
 
 def test_an_npz_that_is_not_whole_is_written_again(demo, copy, one):
