@@ -44,10 +44,12 @@ def test_batches_cover_every_picture_once(wanted, n, world, independent):
 @pytest.mark.parametrize("independent", [False, True])
 def test_a_batch_is_finished_when_all_its_pictures_have_their_names(folder, independent):
     ranks = [Batches(order(folder=folder, count=8, independent=independent), rank, 2) for rank in range(2)]
-    for batch in (0, 1, 3):
+    for batch in range(4):
         write_pictures(folder, ranks[0].pictures(batch), PIXELS)
-    (folder / picture_name(ranks[0].pictures(1)[1])).unlink()
-    (folder / picture_name(ranks[0].pictures(2)[0])).mkdir()
+    missing, replaced = (folder / picture_name(ranks[0].pictures(batch)[1]) for batch in (1, 2))
+    missing.unlink()
+    replaced.unlink()
+    replaced.mkdir()
     assert [rank.finished() for rank in ranks] == [{0, 3}, {0, 3}]
 
 

@@ -122,8 +122,8 @@ def test_the_pages_own_recipe_makes_a_reference(tree, tmp_path, monkeypatch):
     Image.fromarray(draw(1, side=50)[0][:, :40]).save(tree / "cat" / "wide.jpg")
     shutil.rmtree(tree / ".thumbnails")
     monkeypatch.chdir(tmp_path)
-    assert "imagenet/train" in recipe
-    exec(recipe.replace("imagenet/train", str(tree)), {})
+    assert "imagenet/val" in recipe
+    exec(recipe.replace("imagenet/val", str(tree)), {})
     made = fid.Pictures(tmp_path / "reference.npz")
     assert made.shape == (25, 256, 256, 3) and not made.statistics
 
