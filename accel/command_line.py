@@ -13,7 +13,7 @@ from accel.errors import INTERRUPTED, USAGE, UsageError, full_disk, out_of_memor
 from accel.flags import flag_names
 from accel.options import GridOptions, Options
 
-OF_FLAGS = "names", "ranks", "ranks_only", "group", "bounds"  # of a field, and none of argparse's
+OF_FLAGS = "names", "ranks", "ranks_only", "group", "bounds", "convert"  # of a field, and none of argparse's
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
 
 

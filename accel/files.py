@@ -1,6 +1,7 @@
 """Files that are whole or absent, small files that are read safely, and the folder of the user's caches."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -94,6 +95,14 @@ def read_json(path: str | Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
     return content
+
+
+def sha256_of(file: IO[bytes]) -> str:
+    """The SHA-256 of the rest of an open file, in hexadecimal."""
+    digest = hashlib.sha256()
+    while block := file.read(2**22):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def sync_folder(folder: str | Path) -> None:

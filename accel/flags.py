@@ -16,7 +16,8 @@ from accel.files import require_writable
 
 def flag(default: Any, help: str, **argument) -> Any:
     """A field with its flag: `argument` as argparse takes it, with the `group` of --help. names: other names than the
-    field's; ranks: those in commands of many ranks; ranks_only: whether others lack it; bounds: the least and most."""
+    field's; ranks: those in commands of many ranks; ranks_only: whether others lack it; bounds: the least and most;
+    convert: the function that checks and converts the value."""
     return field(default=default, metadata=dict(help=help, **argument))
 
 
@@ -40,6 +41,8 @@ def checked(options: object, item: Field) -> Any:
     """The value of a field as its flag's type, choices and bounds have it, whoever gave it. Raises UsageError."""
     value, name = getattr(options, item.name), item.name
     kind = item.metadata.get("type") or (str if item.type is tuple else item.type)
+    if convert := item.metadata.get("convert"):
+        return convert(value)
     if item.metadata.get("nargs"):
         if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
             raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")

@@ -2,32 +2,54 @@
 
 import difflib
 import importlib.util
+import json
 import operator
 import re
 import runpy
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from accel.errors import UsageError, shown
+from accel.errors import UsageError, path_errors, shown
+from accel.files import read_small
 
-DEMO = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")
 NEAREST = 5  # names that an error suggests
 
 
-def class_names(model: str, num_classes: int) -> tuple[str, ...]:
-    """The name of every class of a model; () where they are unknown."""
-    if model.endswith("-Demo/2") and num_classes == len(DEMO):
-        return DEMO
-    return _imagenet() if num_classes == 1000 else ()
-
-
 @lru_cache(maxsize=1)
-def _imagenet():
-    """torchvision's list, read from its file: importing the package would bring torch. () without torchvision."""
+def imagenet() -> tuple[str, ...]:
+    """Return torchvision's list of ImageNet's classes, read from its file: importing the package would bring torch.
+    Return () without torchvision."""
     package = importlib.util.find_spec("torchvision")
     file = package and Path(package.origin).parent / "models" / "_meta.py"
     return tuple(runpy.run_path(str(file))["_IMAGENET_CATEGORIES"]) if file and file.exists() else ()
+
+
+def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, ...]:
+    """Class names in the classes' order: from a file, one name a line or JSON, or the names themselves.
+
+    JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}. Raises UsageError.
+    """
+    source = ""
+    if isinstance(given, (str, Path)):
+        source = f"={shown(str(given))}"
+        with path_errors("class_names", shown(str(given)), "give a text file with one name a line"):
+            content = read_small(given)
+        try:
+            text = content.decode("utf-8-sig")
+            given = json.loads(text) if text.lstrip()[:1] in ("[", "{") else text.rstrip().splitlines()
+        except (ValueError, RecursionError):
+            raise UsageError(f"`class_names{source}`: is neither UTF-8 text with one name a line nor JSON") from None
+    if isinstance(given, Mapping):
+        try:
+            given = [{str(key): name for key, name in given.items()}[str(number)] for number in range(len(given))]
+        except KeyError as number:
+            raise UsageError(f"`class_names{source}`: has no name for class {number}; number them from 0") from None
+    names = list(given) if isinstance(given, Iterable) else [given]
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
+            raise UsageError(f"`class_names{source}`: name {number} is {shown(name)}; give printable text for each")
+    return tuple(name.strip() for name in names)
 
 
 def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
@@ -45,11 +67,11 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
         raise UsageError(
             f"`labels={shown(label)}`: no class names are known here; give a number from 0 to {num_classes - 1}"
         )
-    if label in names:
+    if list(names).count(label) == 1:
         return list(names).index(label)
     words = file_name(label)
     plain = [file_name(name) for name in names]
-    found = [i for i, name in enumerate(names) if words in map(file_name, name.split(","))]
+    found = [i for i, name in enumerate(names) if words and words in map(file_name, name.split(","))]
     found = found or [i for i, name in enumerate(plain) if words and f"-{words}-" in f"-{name}-"]
     if len(found) == 1:
         return found[0]
@@ -61,5 +83,5 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
 
 
 def file_name(name: str) -> str:
-    """A class's name as part of a file's name: golden retriever → golden-retriever."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """A class's name as part of a file's name: golden retriever → golden-retriever. Keeps letters of any alphabet."""
+    return re.sub(r"[\W_]+", "-", name.lower()).strip("-")

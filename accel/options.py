@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 from accel.errors import UsageError, shown
 from accel.families import Defaults, Family, family_of, model_names, sampler_names
 from accel.flags import checked, flag
-from accel.labels import class_names, find_label
+from accel.labels import find_label, imagenet, read_class_names
 from accel.latents import LatentSpace
 from accel.output import is_folder, of_seed
 from accel.parallel import layouts
 
 LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
+# Fields that a model implies where they are open.
+IMPLIED = {"model", "sampler", "image_size", "num_classes", "vae", "ckpt"}
+IMPLIED |= {"cfg_scale", "guidance_channels", "guidance_interval"}
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
 what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
@@ -224,7 +227,7 @@ class Options:
             implied = found.models.get(model) or next(iter(found.models.values()))._replace(ckpt=None)
         sampler = found.samplers[0] if found else None
         for name, value in {"model": model, "sampler": sampler, **implied._asdict()}.items():
-            if getattr(self, name, 0) is None:
+            if name in IMPLIED and getattr(self, name) is None:
                 setattr(self, name, value)
 
     def _check(self):
@@ -254,9 +257,11 @@ def _find_labels(options):
         return
     if options.labels is None:
         options.labels = LABELS if classes == 1000 else tuple(range(min(classes, 8)))
+    if options.class_names is not None and (given := len(options.class_names)) != classes:
+        raise UsageError(f"`class_names`: are {given} names for {classes} classes; give one for each")
     if not options.labels:
         raise UsageError("`labels`: give at least one")
-    options.labels = tuple(find_label(label, options.class_names, classes) for label in options.labels)
+    options.labels = tuple(find_label(label, options.names, classes) for label in options.labels)
 
 
 def _check_seeds(options):
@@ -298,6 +303,14 @@ class GridOptions(Options):
         "eight of a model with other classes",
         nargs="+",
         metavar="LABEL",
+    )
+    class_names: tuple = files(
+        None,
+        "names of the classes, for --labels and file names: a file with one name a line in their order, or JSON; "
+        "default: those that --ckpt brings, or ImageNet's",
+        metavar="FILE",
+        action="store",
+        convert=read_class_names,
     )
     seed_list: tuple = what(
         None,
@@ -378,10 +391,15 @@ class GridOptions(Options):
         return f"`labels`: {n} pictures at a time do not fit in free GPU memory; use `batch_size={n // 2}`"
 
     @property
-    def class_names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The name of every class; () where they are unknown."""
-        own = self.fit.class_names if self.fit is not None else ()
-        return own if len(own) == self.num_classes else class_names(self.model, self.num_classes)
+        if self.class_names is not None:
+            return self.class_names
+        family = family_of(self.model)
+        implied = family.models[self.model].class_names if family else ()
+        usual = imagenet() if self.num_classes == 1000 else ()
+        known = (self.fit.class_names if self.fit else (), implied, usual)
+        return next((names for names in known if len(names) == self.num_classes), ())
 
     def for_each_seed(self) -> "list[GridOptions]":
         """These options, or for each of `seed_list` a copy with an output of its own."""

@@ -12,6 +12,8 @@ from accel.labels import file_name
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
+MOST_OF_NAME = 48  # characters of a class's name in a file's: four bytes each, and a file's name has up to 255
+
 
 def is_folder(output: str, kind: str) -> bool:
     """Whether every picture becomes a file of its own in the folder `output`; kind: image or latent."""
@@ -20,8 +22,8 @@ def is_folder(output: str, kind: str) -> bool:
 
 def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list[str]:
     """The file names of pictures in a folder; class_names: of all classes, or () where they are unknown."""
-    words = [f"-{file_name(class_names[label].split(',')[0])}" if class_names else "" for label in labels]
-    return [f"{index:03d}-{label}{word}.png" for index, (label, word) in enumerate(zip(labels, words))]
+    words = [file_name(class_names[label].split(",")[0])[:MOST_OF_NAME] if class_names else "" for label in labels]
+    return [f"{index:03d}-{label}{word and '-'}{word}.png" for index, (label, word) in enumerate(zip(labels, words))]
 
 
 def of_seed(output: str, kind: str, seed: int) -> str:

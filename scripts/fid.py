@@ -2,118 +2,171 @@
 
     python -m scripts.fid samples.npz VIRTUAL_imagenet256_labeled.npz     # against ADM's reference statistics
     python -m scripts.fid fp16.npz fp32.npz                               # two jobs: does the fast tier change FID?
-    python -m scripts.fid pictures/ reference/                            # folders of pictures
+    python -m scripts.fid pictures/ classes/                              # folders of pictures, one a class or flat
+    python -m scripts.fid fp16.npz fp32.npz --features dinov2             # DINOv2's Fréchet distance, too
 
 Network and metrics are torch-fidelity's: Inception as ported from the TensorFlow graph that ADM's evaluator runs, FID
 (Heusel et al. 2017, arXiv:1706.08500), Inception Score (Salimans et al. 2016, arXiv:1606.03498), precision and recall
-(Kynkäänniemi et al. 2019, arXiv:1904.06991). Added here: sFID (Nash et al. 2021, arXiv:2103.03841), the FID of
-features that keep their place in the picture, archives of pictures (arr_0, uint8, N×H×W×3) and of statistics (mu,
-sigma, mu_s, sigma_s; they go first), float32 without TF32, weights of a known hash, and what makes a figure
-incomparable.
+(Kynkäänniemi et al. 2019, arXiv:1904.06991), DINOv2 ViT-L/14 (Oquab et al. 2023, arXiv:2304.07193), whose Fréchet
+distance follows human judgement more closely (Stein et al. 2023, arXiv:2306.04675). Added here: sFID (Nash et al. 2021,
+arXiv:2103.03841), the FID of features that keep their place in the picture, archives of pictures (arr_0, uint8,
+N×H×W×3) and of statistics (mu, sigma, mu_s, sigma_s; they go first), float32 without TF32, weights of a known hash, and
+the reasons why a figure may not be compared.
 """
 
 if not __package__:
     __import__("_as_module")
 
-import hashlib
-import json
-import pickle
+import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from accel.command_line import OneLineParser, user_errors
-from accel.errors import UsageError, path_errors
+from accel.errors import UsageError, path_errors, shown
+from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
+from accel.options import MOST_PIXELS
 from accel.precision import convolutions
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights: what torch's hub checks, the first digits
 PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}  # DiT-XL/2's FID, Table 2 of the paper
 FULL, LEAST = 50_000, 10  # pictures: of a published figure; one for each part of the Inception Score
+LARGEST = 2**29  # bytes of Inception's weights, which are 95 MB
 POOL, LOGITS = "2048", "logits_unbiased"  # torch-fidelity's names of Inception's outputs
 SPATIAL, CHANNELS = "spatial", 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
 STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}  # names in an archive
-FID, SFID = "frechet_inception_distance", "spatial_frechet_inception_distance"  # the first is torch-fidelity's
-METRICS = {POOL: FID, SPATIAL: SFID}
-SUFFIXES = (".png", ".jpg", ".jpeg")
+DINOV2, DINOV2_SIDE = "dinov2", 224  # torch-fidelity's name of its output; pixels
+DINOV2_CODE = "https://github.com/facebookresearch/dinov2"
+DINOV2_URL = "https://dl.fbaipublicfiles.com/dinov2/dinov2_vitl14/dinov2_vitl14_pretrain.pth"
+FID, SFID, FD_DINOV2 = "frechet_inception_distance", "spatial_frechet_inception_distance", "frechet_dinov2_distance"
+METRICS = {POOL: FID, SPATIAL: SFID, DINOV2: FD_DINOV2}  # FID's name is torch-fidelity's
+SUFFIXES = ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"  # as torchvision's ImageFolder
+
+Features = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # pictures (n, 3, H, W) uint8 → features (n, D) by name
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Pictures (3, H, W) uint8 of an .npz or a folder, and the statistics of an .npz that has them.
+    """Pictures (3, H, W) uint8 of an .npz or a folder, flat or with a folder a class, and the statistics of an .npz
+    that has them.
 
-    Pictures are read one after the other, and none is kept.
+    Pictures are read one after the other, and none is kept. Raises UsageError for anything else.
     """
 
     def __init__(self, path: Path):
         self.path, self.files, self.statistics, self.shape = path, [], {}, (0,)
         with self.errors():
             if path.is_dir():
-                self.files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
+                self.files = _pictures_below(path)
                 if self.files:
                     self.shape = (len(self.files), *_pixels(self.files[0]).shape)
             else:
-                self._open(zipfile.ZipFile(path))
+                self._open(zipfile.ZipFile(open_regular(path)))
 
     def _open(self, archive):
         for layer, (mu, sigma, size) in STATISTICS.items():
             if f"{mu}.npy" not in archive.namelist():
                 break
-            with np.load(self.path) as arrays:
-                found = {"mu": arrays[mu].astype(np.float64), "sigma": arrays[sigma].astype(np.float64)}
-            if found["mu"].shape != (size,) or found["sigma"].shape != (size, size):
-                raise ValueError(f"{mu} and {sigma} are not of Inception's {size} features")
-            self.statistics[layer] = found
+            self.statistics[layer] = {"mu": _array(archive, mu, size), "sigma": _array(archive, sigma, size, size)}
         if "arr_0.npy" in archive.namelist():
-            self.member = archive.open("arr_0.npy")
-            np.lib.format.read_magic(self.member)
-            self.shape, fortran, dtype = np.lib.format.read_array_header_1_0(self.member)
+            self.member, self.shape, _, dtype = _open_array(archive, "arr_0")
             self.start = self.member.tell()
-            if fortran or dtype != np.uint8 or len(self.shape) != 4 or self.shape[-1] != 3:
+            _, *sides = self.shape if len(self.shape) == 4 else (0, 0)
+            if dtype != np.uint8 or sides[2:] != [3] or not 0 < min(sides) <= max(sides) <= MOST_PIXELS:
                 raise ValueError(f"arr_0 is {dtype} {self.shape}, not uint8 (N, H, W, 3)")
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Whatever damaged bytes raise, as one line."""
+        """Turn all that damaged bytes raise into one line."""
         try:
             yield
-        except (OSError, zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
-            raise UsageError(f"{self.path}: cannot be read ({error}); give an .npz or a folder of pictures") from None
+        except (UsageError, MemoryError):
+            raise
+        except Exception as error:
+            reason = shown(str(error), 200)
+            raise UsageError(f"{self.path}: cannot be read ({reason}); give an .npz or a folder of pictures") from None
 
     def __len__(self):
         return self.shape[0]
 
     def __getitem__(self, index):
-        if self.files:
-            pixels = _pixels(self.files[index])
-            if pixels.shape != self.shape[1:]:
-                raise ValueError(f"{self.files[index].name} is of another size than {self.files[0].name}")
-        else:
-            size = int(np.prod(self.shape[1:]))
-            self.member.seek(self.start + index * size)
-            pixels = np.frombuffer(self.member.read(size), np.uint8).reshape(self.shape[1:])
-        return torch.tensor(pixels).permute(2, 0, 1)
+        with self.errors():
+            if self.files:
+                pixels = _pixels(self.files[index])
+                if pixels.shape != self.shape[1:]:
+                    raise ValueError(f"{self.files[index].name} is of another size than {self.files[0].name}")
+            else:
+                size = prod(self.shape[1:])
+                self.member.seek(self.start + index * size)
+                pixels = np.frombuffer(self.member.read(size), np.uint8).reshape(self.shape[1:])
+            return torch.tensor(pixels).permute(2, 0, 1)
 
     def settings(self) -> dict:
-        """What sample_ddp.py recorded of the job that made them; {} for others."""
+        """The settings that sample_ddp.py recorded of the job that made the pictures; {} for others."""
         folder = self.path if self.path.is_dir() else self.path.with_name(self.path.name.removesuffix(".npz"))
         try:
-            settings = json.loads((folder / ".job" / "settings.json").read_text())
+            settings = read_json(folder / ".job" / "settings.json")
         except (OSError, ValueError):
             return {}
         vae = re.search(r"-vae-(.+)-cfg-", folder.name)
         return {**settings, **({"--vae": vae[1]} if vae else {})}
 
 
+def _pictures_below(folder):
+    """The pictures below a folder at any depth, sorted. Hidden folders are left out, and links that lead back."""
+
+    def fail(error):
+        raise error
+
+    found, seen = [], set()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [name for name in folders if not name.startswith(".") and real not in seen]
+        if real not in seen:
+            found += [Path(place, name) for name in names if Path(name).suffix.lower() in SUFFIXES]
+        seen.add(real)
+    return sorted(found)
+
+
 def _pixels(file):
-    with Image.open(file) as image:
+    with open_regular(file) as opened, Image.open(opened) as image:
+        if max(image.size) > MOST_PIXELS:
+            raise ValueError(f"{file.name} has a side of over {MOST_PIXELS} pixels")
         return np.asarray(image.convert("RGB"))
+
+
+def _open_array(archive, name):
+    """(open member at its values, shape, whether in Fortran's order, dtype). Nothing is inflated before the size that
+    the archive names is that of the shape."""
+    info = archive.getinfo(f"{name}.npy")
+    member = archive.open(info)
+    version = np.lib.format.read_magic(member)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+    shape, fortran, dtype = read(member)
+    if info.file_size != member.tell() + prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} holds {info.file_size:,} bytes, not those of {dtype} {shape}")
+    return member, shape, fortran, dtype
+
+
+def _array(archive, name, *shape):
+    """Statistics of an archive in float64."""
+    member, found, fortran, dtype = _open_array(archive, name)
+    if found != shape or dtype.kind != "f":
+        raise ValueError(f"{name} is {dtype} {found}, not of Inception's {shape[0]} features")
+    array = np.frombuffer(member.read(), dtype).reshape(shape, order="F" if fortran else "C").astype(np.float64)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} holds values that are not finite")
+    return array
 
 
 def find_weights(given: Path | None) -> tuple[Path, bool]:
@@ -129,74 +182,136 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
             raise UsageError(
                 f"--inception-weights: download failed ({error}); fetch {URL} by other means and name the file"
             ) from None
-    with path_errors("inception_weights", path):
-        return path, hashlib.sha256(path.read_bytes()).hexdigest().startswith(SHA256)
+    with path_errors("inception_weights", path), open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise UsageError(f"--inception-weights {path}: are not Inception's, which have 95 MB; take {URL}")
+        return path, sha256_of(file).startswith(SHA256)
 
 
-def load_inception(path: Path, cuda: bool) -> torch.nn.Module:
-    """torch-fidelity's Inception: pictures (n, 3, H, W) uint8 → (features (n, 2048), logits without bias (n, 1008))."""
+def load_inception(path: Path, cuda: bool) -> Features:
+    """torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008), and sFID's features (n, 2023)."""
+    create_feature_extractor = _torch_fidelity()
+    how = dict(cuda=cuda, feature_extractor_weights_path=str(path), verbose=False)
+    try:
+        _require_weights(path)
+        network = create_feature_extractor("inception-v3-compat", [POOL, LOGITS], **how)
+    except Exception as error:  # whatever other files raise
+        reason = shown(str(error).split("\n")[0], 200)
+        raise UsageError(f"--inception-weights {path}: are not Inception's ({reason}); take {URL}") from None
+
+    def features(pictures):
+        found = []
+        # torch-fidelity converts the weights of TensorFlow's mixed_6/conv to Mixed_6d.branch1x1.
+        with network.Mixed_6d.branch1x1.register_forward_hook(lambda module, given, out: found.append(out)):
+            pool, logits = network(pictures)
+        # (n, 192, 17, 17) → row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
+        return {POOL: pool, LOGITS: logits, SPATIAL: found[0][:, :CHANNELS].permute(0, 2, 3, 1).flatten(1)}
+
+    return features
+
+
+def _torch_fidelity():
     try:
         from torch_fidelity.utils import create_feature_extractor
     except ImportError:
         raise UsageError("torch-fidelity is not installed: pip install torch-fidelity") from None
-    how = dict(cuda=cuda, feature_extractor_weights_path=str(path), verbose=False)
+    return create_feature_extractor
+
+
+def _require_weights(path):
+    """ValueError unless a file holds finite tensors of a sensible size. torch-fidelity's own loading executes code."""
+    if zipfile.is_zipfile(path) and sum(info.file_size for info in zipfile.ZipFile(path).infolist()) > LARGEST:
+        raise ValueError("too large")
+    state = torch.load(path, weights_only=True, map_location="cpu")
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError("not tensors by name")
+    if sum(value.numel() for value in state.values()) > LARGEST:  # expanded ones are small in the file
+        raise ValueError("too large")
+    if not all(value.isfinite().all() for value in state.values()):
+        raise ValueError("values that are not finite")
+
+
+def load_dinov2(cuda: bool) -> Features:
+    """torch-fidelity's DINOv2 ViT-L/14: features (n, 1024). torch's hub fetches its code and weights. UsageError if it
+    cannot."""
+    create_feature_extractor, hub = _torch_fidelity(), Path(torch.hub.get_dir())
+    code, weights = hub / "facebookresearch_dinov2_main", hub / "checkpoints" / DINOV2_URL.rpartition("/")[2]
+    if not (code.exists() and weights.exists()):
+        print(f"fetching {DINOV2_CODE} to {code} and {DINOV2_URL} to {weights} (1.2 GB, once)")
     try:
-        torch.load(path, weights_only=True, map_location="cpu")  # torch-fidelity's own loading would execute code
-        return create_feature_extractor("inception-v3-compat", [POOL, LOGITS], **how)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--inception-weights {path}: are not Inception's ({reason}); take {URL}") from None
+        network = create_feature_extractor("dinov2-vit-l-14", [DINOV2], cuda=cuda, verbose=False)
+    except Exception as error:  # the fetched code's own, too
+        reason = shown(str(error).split("\n")[0], 200)
+        raise UsageError(
+            f"--features dinov2: cannot be loaded ({reason}); fetch {DINOV2_CODE} to {code} and {DINOV2_URL} to "
+            f"{weights} by other means, or drop it"
+        ) from None
+
+    def features(pictures):
+        # Antialiased, as the papers that report this distance do; torch-fidelity's own resize has nothing left to do.
+        side = DINOV2_SIDE, DINOV2_SIDE
+        resized = torch.nn.functional.interpolate(pictures.float(), side, mode="bicubic", antialias=True)
+        return {DINOV2: network(resized.round().clamp(0, 255).to(torch.uint8))[0]}
+
+    return features
 
 
-@contextmanager
-def spatial_features(network: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """A list that fills with sFID's features (n, 2023) of each batch that the network evaluates inside.
+def features_of(pictures: Pictures, extractors: list[Features], cuda: bool, batch_size: int) -> dict[str, torch.Tensor]:
+    """Features (N, D) of all pictures, by name, in one pass."""
+    found = defaultdict(list)
+    loader = torch.utils.data.DataLoader(pictures, batch_size=batch_size, pin_memory=cuda)
+    with (
+        torch.no_grad(),
+        convolutions("fp32"),
+        tqdm(total=len(pictures), unit="picture", desc=pictures.path.name, leave=False) as bar,
+    ):
+        for batch in loader:
+            batch = batch.cuda(non_blocking=True) if cuda else batch
+            for extractor in extractors:
+                for name, values in extractor(batch).items():
+                    found[name].append(values.cpu())
+            bar.update(len(batch))
+    return {name: torch.cat(values) for name, values in found.items()}
 
-    torch-fidelity converts the weights of TensorFlow's mixed_6/conv to Mixed_6d.branch1x1.
-    """
-    found = []
 
-    def keep(module, given, out):
-        # (n, 192, 17, 17) → row, column, channel: TensorFlow's order, and so that of ADM's mu_s and sigma_s.
-        found.append(out[:, :CHANNELS].permute(0, 2, 3, 1).flatten(1).cpu())
-
-    with network.Mixed_6d.branch1x1.register_forward_hook(keep):
-        yield found
-
-
-def compare(samples: Pictures, reference: Pictures, network, cuda: bool, batch_size: int, neighbours: bool) -> dict:
+def compare(
+    samples: Pictures,
+    reference: Pictures,
+    inception: Features,
+    cuda: bool,
+    batch_size: int,
+    neighbours: bool,
+    dinov2: Features | None = None,
+) -> dict:
     """The metrics of `samples` by torch-fidelity's names. neighbours: precision and recall, too, of the same
-    features. No sFID where the reference's statistics lack its own."""
+    features. No sFID where the reference's statistics lack its own, no distance by `dinov2` without its pictures."""
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_isc import isc_features_to_metric
     from torch_fidelity.metric_prc import prc_features_to_metric
-    from torch_fidelity.utils import get_featuresdict_from_dataset
 
-    def features(pictures):
-        how = dict(batch_size=batch_size, cuda=cuda, save_cpu_ram=True, verbose=True)
-        with pictures.errors(), convolutions("fp32"), spatial_features(network) as spatial:
-            return get_featuresdict_from_dataset(pictures, network, **how) | {SPATIAL: torch.cat(spatial)}
-
-    found, of_reference = features(samples), reference.statistics
-    if neighbours or not of_reference:
-        others = features(reference)
-    of_reference = of_reference or {layer: fid_features_to_statistics(others[layer]) for layer in STATISTICS}
+    found = features_of(samples, [inception, *[dinov2] * bool(dinov2)], cuda, batch_size)
+    needed = [inception] * (neighbours or not reference.statistics) + [dinov2] * bool(dinov2 and len(reference))
+    others = features_of(reference, needed, cuda, batch_size) if needed else {}
+    layers = [DINOV2] if reference.statistics else METRICS
+    theirs = {layer: fid_features_to_statistics(others[layer]) for layer in layers if layer in others}
     metrics = isc_features_to_metric(found[LOGITS])
-    for layer, theirs in of_reference.items():
+    for layer, statistics in {**reference.statistics, **theirs}.items():
         ours = fid_features_to_statistics(found[layer])
-        ours = {name: value.astype(theirs[name].dtype) for name, value in ours.items()}
-        metrics[METRICS[layer]] = fid_statistics_to_metric(ours, theirs, verbose=False)[FID]
+        ours = {name: value.astype(statistics[name].dtype) for name, value in ours.items()}
+        metrics[METRICS[layer]] = fid_statistics_to_metric(ours, statistics, verbose=False)[FID]
     if neighbours:
         metrics |= prc_features_to_metric(found[POOL], others[POOL], save_cpu_ram=True, verbose=False)
     return metrics
 
 
-def caveats(samples: Pictures, reference: Pictures, published: bool) -> Iterator[str]:
+def caveats(samples: Pictures, reference: Pictures, published: bool, dinov2: bool = False) -> Iterator[str]:
     """Why a figure may not be compared with others, one line each."""
     ours, theirs = samples.settings(), reference.settings()
     fewest = len(samples) if reference.statistics else min(len(samples), len(reference))
     if fewest < FULL:
         yield f"FID of {fewest} pictures is larger than of {FULL}: compare it with that of as many only"
+    if dinov2 and reference.statistics and len(reference):
+        yield f"FD-DINOv2 is against the {len(reference)} pictures of the reference, FID against its statistics"
     if not published:
         yield "these are not the published Inception weights: the figures compare with each other only"
     if len(reference) and samples.shape[1:] != reference.shape[1:]:
@@ -204,12 +319,12 @@ def caveats(samples: Pictures, reference: Pictures, published: bool) -> Iterator
         yield f"pictures of {of} pixels: FID compares one size"
     if ours and theirs:
         names = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
-        of = ", ".join(f"{name} ({ours.get(name)}, {theirs.get(name)})" for name in names)
+        of = ", ".join(f"{shown(name)} ({shown(ours.get(name))}, {shown(theirs.get(name))})" for name in names)
         yield f"two jobs that differ in {of}" if names else "two jobs of the same settings"
         return
     for name, value in PUBLISHED.items():
         if ours.get(name, value) != value:
-            yield f"{name} {ours[name]}: DiT's published FID is with {value}"
+            yield f"{name} {shown(ours[name])}: DiT's published FID is with {value}"
 
 
 def main() -> None:
@@ -228,31 +343,46 @@ def main() -> None:
     parser.add_argument(
         "--precision-recall", action="store_true", help="precision and recall, too: minutes for 50,000 pictures"
     )
+    parser.add_argument(
+        "--features",
+        choices=("inception", "dinov2"),
+        default="inception",
+        help="dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in the same pass",
+    )
     parser.add_argument("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     args = parser.parse_args()
     with user_errors(parser):
-        samples, reference = Pictures(args.samples), Pictures(args.reference)
-        for one in [samples] + [reference] * (args.precision_recall or not reference.statistics):
-            if len(one) < LEAST:
-                raise UsageError(f"{one.path}: holds {len(one)} pictures (arr_0, or PNGs); at least {LEAST} needed")
-        cuda = (args.device or "cuda") == "cuda" and torch.cuda.is_available()
-        if args.device == "cuda" and not cuda:
-            raise UsageError("--device cuda: torch finds no GPU; use --device cpu")
-        weights, published = find_weights(args.inception_weights)
-        network = load_inception(weights, cuda)
-        found = compare(samples, reference, network, cuda, args.batch_size, args.precision_recall)
-        print(f"{samples.path}: {len(samples)} pictures")
-        print(f"{reference.path}: {'statistics' if reference.statistics else f'{len(reference)} pictures'}")
-        print(f"FID              {found[FID]:.6g}")
-        sfid = f"{found[SFID]:.6g}" if SFID in found else "none: the reference has statistics, but not mu_s, sigma_s"
-        print(f"sFID             {sfid}")
-        print(f"Inception Score  {found['inception_score_mean']:.6g} ± {found['inception_score_std']:.2g}")
-        if args.precision_recall:
-            print(f"Precision        {found['precision']:.4f}")
-            print(f"Recall           {found['recall']:.4f}")
-        for line in caveats(samples, reference, published):
-            print(f"note: {line}")
+        report(args)
+
+
+def report(args) -> None:
+    """Print the figures that the command line asks for, and the reasons why they may not be compared."""
+    samples, reference, dinov2 = Pictures(args.samples), Pictures(args.reference), args.features == "dinov2"
+    used = args.precision_recall or not reference.statistics or dinov2 and len(reference)
+    for one in [samples] + [reference] * bool(used):
+        if len(one) < LEAST:
+            raise UsageError(f"{one.path}: holds {len(one)} pictures (arr_0, or PNGs); at least {LEAST} needed")
+    cuda = (args.device or "cuda") == "cuda" and torch.cuda.is_available()
+    if args.device == "cuda" and not cuda:
+        raise UsageError("--device cuda: torch finds no GPU; use --device cpu")
+    weights, published = find_weights(args.inception_weights)
+    networks = load_inception(weights, cuda), load_dinov2(cuda) if dinov2 else None
+    found = compare(samples, reference, networks[0], cuda, args.batch_size, args.precision_recall, networks[1])
+    print(f"{samples.path}: {len(samples)} pictures")
+    print(f"{reference.path}: {'statistics' if reference.statistics else f'{len(reference)} pictures'}")
+    print(f"FID              {found[FID]:.6g}")
+    sfid = f"{found[SFID]:.6g}" if SFID in found else "none: the reference has statistics, but not mu_s, sigma_s"
+    print(f"sFID             {sfid}")
+    print(f"Inception Score  {found['inception_score_mean']:.6g} ± {found['inception_score_std']:.2g}")
+    if dinov2:
+        distance = f"{found[FD_DINOV2]:.6g}" if FD_DINOV2 in found else "none: the reference has no pictures"
+        print(f"FD-DINOv2        {distance}")
+    if args.precision_recall:
+        print(f"Precision        {found['precision']:.4f}")
+        print(f"Recall           {found['recall']:.4f}")
+    for line in caveats(samples, reference, published, dinov2):
+        print(f"note: {line}")
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def model_tab(desk: Desk, studio: Studio, opened: Opened) -> None:
 
 def subject(options: GridOptions) -> list:
     """What is chosen for both, Sample and Compare."""
-    names = options.class_names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
+    names = options.names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
     choices = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
     info = f"A picture each, up to {MOST}. Type to search, by name or number."
     many = dict(multiselect=True, max_choices=MOST, allow_custom_value=True, label="Classes", info=info)

@@ -62,7 +62,7 @@ def test_a_folder_gets_one_png_a_picture(script, here, tmp_path):
 )
 def test_names_of_pictures(model, classes, labels, names):
     options = GridOptions(model, labels=labels, num_classes=classes, output="folder/").resolve()
-    assert picture_names(options.labels, options.class_names) == names
+    assert picture_names(options.labels, options.names) == names
 
 
 @BOTH

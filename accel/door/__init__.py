@@ -309,7 +309,7 @@ def save(options: GridOptions, content: Tensor, watch: Stopwatch, decoder: Decod
             return output.save_latents(options.output, content)
     files = [(options.output, content)]
     if output.is_folder(options.output, options.output_type):
-        names = output.picture_names(options.labels, options.class_names)
+        names = output.picture_names(options.labels, options.names)
         files = zip((Path(options.output, name) for name in names), content.split(1), strict=True)
     for path, part in files:
         pixels = decode(decoder, part, watch) if decoder else part

@@ -80,7 +80,7 @@ def maker_of(options: FidOptions, run: Run, decoder: Decoder, watch: Stopwatch) 
         with enough_memory(options):
             return run.denoise(z, labels, draw)
 
-    return Maker(denoise, decoder.decode, run.device, watch)
+    return Maker(denoise, decoder.decode, run.device, watch, run.process.draws)
 
 
 def settings_of(opened: Opened, run: Run, decoder: Decoder, world: int) -> dict:

@@ -1,12 +1,11 @@
 """A folder of many pictures for FID: made by many ranks, killed at any moment, continued with the same command.
 
-    <folder>/000000.png …           the pictures
-    <folder>/.job/settings.json     what decides their bits; a start with other settings is refused
-    <folder>/.job/rank-0000.jsonl   the finished batches of a rank
-    <folder>/.job/lock              the job that is at work
-    <folder>/.job/npz.json          what the archive's bytes are
-    <folder>/.job/…                 the GEMM algorithms that the autotuner chose, on a GPU
-    <folder>.npz                    arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
+    <folder>/000000.png …        the pictures; a file under such a name is finished
+    <folder>/.job/settings.json  what decides their bits; a start with other settings is refused
+    <folder>/.job/lock           the job that is at work
+    <folder>/.job/npz.json       a record of the archive's bytes
+    <folder>/.job/…              the GEMM algorithms that the autotuner chose, on a GPU
+    <folder>.npz                 arr_0 (N, H, W, 3) uint8, as the FID evaluators read it
 
 A command makes an `Order`. Inside `locked` it loads its network and decoder, and calls `run`.
 """
@@ -23,12 +22,11 @@ import torch
 from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
-from accel.fid.folder import Batches, Order, npz_of
-from accel.fid.journal import Journal
+from accel.fid.folder import Batches, Order, begin, write_pictures
 from accel.fid.lock import sole_job
 from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
-from accel.files import cache_folder, open_regular, require_writable
+from accel.files import cache_folder, require_writable
 from accel.latents.pixels import to_uint8
 from accel.parallel.processes import Job
 from accel.progress import Stopwatch
@@ -41,6 +39,7 @@ class Maker(NamedTuple):
     decode: Callable[[torch.Tensor], torch.Tensor]  # latents → pixels (n, 3, H, W), about (-1, 1)
     device: torch.device
     watch: Stopwatch
+    draws: int  # steps of a batch that draw noise
 
 
 @contextmanager
@@ -63,9 +62,6 @@ def _require_access(folder):
     for place in (folder, folder / ".job"):
         with path_errors("sample_dir", place, "give yourself the right to list it, or use another"):
             os.listdir(place)
-    for record in (folder / ".job").glob("rank-*.jsonl"):
-        with path_errors("sample_dir", record, "give yourself the right to write it, or use another"):
-            open_regular(record, os.O_RDWR | os.O_NOFOLLOW).close()
 
 
 def tuner_folders(folder: Path) -> list[Path]:
@@ -78,26 +74,30 @@ def tuner_folders(folder: Path) -> list[Path]:
 
 
 def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
-    """Make the pictures of `order` and their .npz, or what is missing of them.
+    """Make the pictures of `order` and their .npz, or those that are missing.
 
-    settings: all that decides the pictures' bits, plain JSON by the names that a user knows; rank 0's count. Raises
-    Stopped when asked to stop, UsageError where the folder holds something else or the disk is full.
+    settings: as `begin` has them; rank 0's count. Raises Stopped when asked to stop, UsageError where the folder holds
+    something else or the disk is full.
     """
     folder, batches = order.folder, Batches(order, job.rank, job.world)
-    journal = Journal(folder, batches)
-    try:
-        job.run_collectively(lambda: journal.begin(settings), only=0)
-        journal.resume(job.from_rank_0(journal.read))
-        todo = batches.left(journal.record.finished)
-        left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
-        if left:
-            todo = _make_pictures(maker, order, job, journal, todo, batches.total - left)
-        unfinished, digests = zip(*job.all_gather_object((len(todo), journal.digests)))
-        if any(unfinished):
-            raise Stopped(f"stopped; {folder} is recorded up to here; start again with the same command to resume")
+    archive = Archive(folder, order.count, order.image_size)
+    # Rank 0's view for all: each node has its own, older view of a network file system, and ranks that disagree on what
+    # is left would leave batches to each other.
+    finished = job.from_rank_0(lambda: _begin(batches, archive, settings))
+    with disk_errors(folder):
+        if len(finished) < batches.count:
+            _make_pictures(maker, order, job, batches, finished)
         if job.rank == 0:
             with maker.watch.phase("npz"):
-                _write_npz(order, digests, lambda: job.stopping)
+                _write_npz(archive, lambda: job.stopping)
+    print(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {maker.watch}")
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a UsageError that says how to resume."""
+    try:
+        yield
     except OSError as error:
         if error.errno is None:
             raise
@@ -106,41 +106,53 @@ def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
             f"`sample_dir`: {error.strerror} at {error.filename or folder}; {remedy} and start again with the same "
             "command to resume"
         ) from None
-    print(f"{folder}: {batches.total} pictures, {npz_of(folder)}: {order.count} · {maker.watch}")
 
 
-def _make_pictures(maker, order, job, journal, todo, already):
-    """Make and record the batches `todo` until done or asked to stop; returns those that are left."""
-    batches = journal.batches
-    noise = (PictureNoise if order.independent else UpstreamNoise)(order, batches, maker.device)
+def _begin(batches, archive, settings):
+    """Open the folder on rank 0 → the finished batches."""
+    with disk_errors(archive.folder):
+        begin(archive.folder, settings)
+        finished = batches.finished()
+        if len(finished) < batches.count:
+            archive.forget()  # it may be of other pictures: other kernels round otherwise
+        return finished
+
+
+def _make_pictures(maker, order, job, batches, finished):
+    """Make this rank's share of the batches that are not finished. Raises Stopped if any rank was asked to stop."""
+    todo = batches.left(finished)
+    left = sum(job.all_gather_object(sum(len(batches.pictures(batch)) for batch in todo)))
+    already = batches.total - left
+    noise = (PictureNoise if order.independent else UpstreamNoise)(order, batches, maker.device, maker.draws)
     with (
         tqdm(total=batches.total, initial=already, unit="picture", smoothing=0.1, disable=job.rank > 0) as bar,
-        ThreadPoolExecutor(1) as background,  # compresses and records a batch while the next is sampled
+        ThreadPoolExecutor(1) as background,  # compresses and writes a batch while the next is sampled
     ):
         written = background.submit(lambda: None)
         while todo and not job.stopping:
+            if finished:
+                with maker.watch.phase("noise"):
+                    skipped = noise.skip(todo[0])
+                if skipped:
+                    continue
             batch, *todo = todo
-            z, labels, draw = noise.batch(batch, journal.states.get(batch - batches.world))
+            z, labels, draw = noise.batch(batch)
             with maker.watch.phase("sample"):
                 latents = maker.denoise(z, labels, draw)
             with maker.watch.phase("decode"):
                 pixels = to_uint8(maker.decode(latents)).numpy()
             written.result()  # at most one batch waits in memory
-            written = background.submit(journal.write, batch, pixels, noise.state())
+            written = background.submit(write_pictures, order.folder, batches.pictures(batch), pixels)
             bar.update(already + job.counter("pictures", len(pixels)) - bar.n)
         written.result()
         job.barrier()
         bar.update(already + job.counter("pictures") - bar.n)
-    return todo
+    if any(job.all_gather_object(len(todo))):
+        raise Stopped(f"stopped; start again with the same command to resume {order.folder}")
 
 
-def _write_npz(order, found, stopping):
-    """Write the archive, unless it is there whole; found: the digests of pictures that each rank read or made."""
-    digests = {}
-    for of_a_rank in found:
-        for number, some in of_a_rank.items():
-            digests.setdefault(number, set()).update(some)
-    archive = Archive(npz_of(order.folder), order.folder, digests, order.count, order.image_size)
+def _write_npz(archive, stopping):
+    """Write the archive, unless it is there as it was written."""
     if archive.path.exists():
         problem = archive.problem()
         if problem is None:

@@ -23,29 +23,29 @@ def sole_job(folder: Path) -> Iterator[None]:
     path = folder / ".job" / "lock"
     with path_errors("sample_dir", folder):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with path_errors("sample_dir", path, "remove it, or use another"):
+    with path_errors("sample_dir", path, "remove it or free some space, or use another"):
         file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # never through a link
     with file:
-        with path_errors("sample_dir", folder):
-            _lock(folder, file)
-            file.truncate(0)
+        handle = file.fileno()  # unbuffered: closing writes nothing, which a full disk would refuse once more
+        with path_errors("sample_dir", folder, "free some space or mend that, or use another"):
+            _lock(folder, handle)
+            os.ftruncate(handle, 0)
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}".encode())
-            file.flush()
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
         try:
             yield
         finally:
-            file.truncate(0)
+            os.ftruncate(handle, 0)
 
 
-def _lock(folder, file):
+def _lock(folder, handle):
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                holder = shown(file.read().decode(errors="replace"), 200)
+                holder = shown(os.pread(handle, 1000, 0).decode(errors="replace"), 200)
                 raise UsageError(
                     f"`sample_dir`: {folder} is in use by another job ({holder}); wait for it, or use another"
                 ) from None

@@ -1,5 +1,6 @@
 """Classes by name: --labels takes them in every command."""
 
+import json
 import subprocess
 import sys
 
@@ -7,13 +8,14 @@ import pytest
 from conftest import ROOT
 from torchvision.models._meta import _IMAGENET_CATEGORIES
 
+from accel import Sampler
 from accel.errors import UsageError
-from accel.labels import class_names, file_name, find_label
+from accel.labels import file_name, find_label, imagenet, read_class_names
 from accel.output import picture_names
 
 
 def test_every_imagenet_name_is_its_number():
-    assert class_names("DiT-XL/2", 1000) == tuple(_IMAGENET_CATEGORIES)
+    assert imagenet() == tuple(_IMAGENET_CATEGORIES)
     for number, name in enumerate(_IMAGENET_CATEGORIES):
         assert find_label(name, _IMAGENET_CATEGORIES, 1000) == number
         assert file_name(name) and file_name(name).isascii()
@@ -64,11 +66,85 @@ def test_a_file_has_the_first_of_a_classs_names():
     assert picture_names((5,), ()) == ["000-5.png"]
 
 
+#################################################################################
+#                             Names of the user's own                           #
+#################################################################################
+
+DEMO = "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2
+NAMES = "rose", "tulip", "日本の桜", "sun flower", "daisy", "iris", "7", "lily, lilium"
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """A file with a name a line, as an editor on Windows leaves it."""
+    path = tmp_path / "names.txt"
+    path.write_text("\ufeff" + "\r\n".join(NAMES) + "\r\n\r\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
+def test_own_names_are_labels_and_names_of_files(script, listed, here, tmp_path):
+    labels = "--labels", "sun flower", "日本の桜", "7", "lilium"
+    done = here(script, *DEMO, "--class-names", listed, *labels, "--output", f"{tmp_path}/made/")
+    assert done.returncode == 0, done.stderr
+    names = ["000-3-sun-flower.png", "001-2-日本の桜.png", "002-7-lily.png", "003-7-lily.png"]
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == names
+    done = here(script, *DEMO, "--labels", 3, 2, 7, 7, "--output", f"{tmp_path}/numbers/")
+    for name, number in zip(names, (3, 2, 7, 7)):
+        [same] = (tmp_path / "numbers").glob(f"{name[:3]}-{number}-*.png")
+        assert same.read_bytes() == (tmp_path / "made" / name).read_bytes()
+
+
+def test_own_names_in_python(listed):
+    for given in (NAMES, listed, {number: name for number, name in enumerate(NAMES)}):
+        with Sampler("DiT-Demo/2", device="cpu", num_sampling_steps=1, class_names=given) as sampler:
+            assert sampler.latents("tulip").equal(sampler.latents(1))
+            with pytest.raises(UsageError, match="labels=planet: no class has that name"):
+                sampler.latents("planet")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [json.dumps(NAMES), json.dumps(dict(enumerate(NAMES))), json.dumps({"7": "b", "1": "a"} | dict(enumerate(NAMES)))],
+)
+def test_own_names_in_json(content, tmp_path):
+    (tmp_path / "names.json").write_text(content)
+    assert read_class_names(tmp_path / "names.json") == NAMES
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("\n".join(NAMES[:7]), "are 7 names for 8 classes"),
+        ("", "are 0 names for 8 classes"),
+        ("a\nb\n\nd", "name 2 is ''"),
+        ("a\n\x1b[31mred", "name 1 is '\\x1b[31mred'"),
+        ('["a", 3]', "name 1 is 3"),
+        ('{"1": "a", "2": "b"}', "has no name for class '0'"),
+        ("[" * 10**6, "is neither UTF-8 text"),
+        (b"\xff\xfe\x00", "is neither UTF-8 text"),
+        (None, "No such file"),
+    ],
+)
+def test_wrong_names_are_one_line_before_anything_is_loaded(content, words, tmp_path, here):
+    path = tmp_path / "names"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    done = here("sample.py", *DEMO, "--class-names", path, "--output", tmp_path / "x.png")
+    assert done.returncode == 2 and words in done.stderr and "--class-names" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == "" and not (tmp_path / "x.png").exists()
+
+
+def test_a_name_that_two_classes_have_is_refused():
+    with pytest.raises(UsageError, match=r"2 classes have that name; give one of cat \(0\), cat \(2\)"):
+        find_label("cat", ("cat", "dog", "cat"), 3)
+
+
 def test_names_need_neither_torch_nor_torchvision():
     """Without torchvision numbers still work, and a name is refused in one line."""
     code = (
-        "import sys\nfrom accel.labels import class_names, find_label\n"
-        "print(find_label('golden retriever', class_names('DiT-XL/2', 1000), 1000))\n"
+        "import sys\nfrom accel.labels import imagenet, find_label\n"
+        "print(find_label('golden retriever', imagenet(), 1000))\n"
         "assert not {'torch', 'numpy', 'torchvision'} & sys.modules.keys()"
     )
     command = [sys.executable, "-c", code]

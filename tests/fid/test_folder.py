@@ -1,4 +1,8 @@
-"""Pictures and batches of an FID job."""
+"""Pictures, batches and settings of an FID job's folder."""
+
+import json
+import os
+import re
 
 import numpy as np
 import pytest
@@ -6,7 +10,20 @@ from orders import order
 
 from accel import fid
 from accel.errors import UsageError
-from accel.fid.folder import Batches, picture_name, read_picture, write_picture
+from accel.fid.folder import CODE, Batches, begin, npz_of, picture_name, write_pictures
+
+PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a job as its lock leaves it."""
+    (tmp_path / "samples" / "pictures" / ".job").mkdir(parents=True)
+    return tmp_path / "samples" / "pictures"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -24,22 +41,112 @@ def test_batches_cover_every_picture_once(wanted, n, world, independent):
     assert {batch for rank in ranks for batch in rank.left(done)} == set(range(ranks[0].count)) - done
 
 
-def test_a_picture_is_read_as_it_was_written_or_not_at_all(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    paths = [tmp_path / picture_name(number) for number in (0, 1)]
-    own, other = (write_picture(path, pixels // (number + 1)) for number, path in enumerate(paths))
-    assert own != other and np.array_equal(read_picture(paths[0], {own}), pixels)
-    assert np.array_equal(read_picture(paths[0], {other, own}), pixels)
-    whole = paths[0].read_bytes()
-    for content in (paths[1].read_bytes(), whole[:-20], b"", whole + b"\0"):
-        paths[0].write_bytes(content)
-        with pytest.raises(UsageError, match="000000.png: is unreadable or was changed; delete it and start again"):
-            read_picture(paths[0], {own})
-    paths[0].unlink()
-    with pytest.raises(UsageError, match="000000.png: is unreadable or was changed"):
-        read_picture(paths[0], {own})
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_batch_is_finished_when_all_its_pictures_have_their_names(folder, independent):
+    ranks = [Batches(order(folder=folder, count=8, independent=independent), rank, 2) for rank in range(2)]
+    for batch in range(4):
+        write_pictures(folder, ranks[0].pictures(batch), PIXELS)
+    missing, replaced = (folder / picture_name(ranks[0].pictures(batch)[1]) for batch in (1, 2))
+    missing.unlink()
+    replaced.unlink()
+    replaced.mkdir()
+    assert [rank.finished() for rank in ranks] == [{0, 3}, {0, 3}]
 
 
 def test_the_autotuner_goes_by_the_jobs_own_choices_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert fid.tuner_folders(tmp_path / "job") == [tmp_path / "job" / ".job", tmp_path / "dit"]
+
+
+def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatch):
+    """In the order of a power cut: settings and the folders' names; then a batch's pictures, then their folder."""
+    order, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (order.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    begin(folder, {"--seed": 1})
+    assert order[1:] == [str(folder / ".job"), str(folder), str(folder.parent)]
+    order.clear()
+    write_pictures(folder, range(2), PIXELS)
+    assert sorted(re.sub(r"\.\w{16}\.part$", "", path) for path in order[:2]) == [
+        str(folder / f".{number:06d}.png") for number in (0, 1)
+    ]
+    assert order[2:] == [str(folder)]
+
+
+def test_another_start_needs_the_same_settings(folder, capsys):
+    begin(folder, {"--seed": 1, CODE: "a"})
+    begin(folder, {"--seed": 2, CODE: "a"})  # nothing was made before: it may still change
+    write_pictures(folder, range(2), PIXELS)
+    begin(folder, {"--seed": 2, CODE: "a"})
+    assert capsys.readouterr().out == ""
+    begin(folder, {"--seed": 2, CODE: "b"})
+    assert "may differ" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--seed 3: .* begun with 2; use that, or another sample_dir"):
+        begin(folder, {"--seed": 3, CODE: "b"})
+    with pytest.raises(UsageError, match="--forecast plan of 4: .* begun with off;"):
+        begin(folder, {"--seed": 2, CODE: "b", "--forecast": "plan of 4"})
+    begin(folder, {"--seed": 2, CODE: "a"})
+
+
+def test_a_folder_of_version_3_is_one_line_that_says_which_version_resumes_it(folder):
+    for made in (False, True):
+        if made:
+            write_pictures(folder, range(2), PIXELS)
+        (folder / ".job" / "rank-0001.jsonl").touch()
+        with pytest.raises(UsageError, match="pictures was begun by version 3; resume it with 3.0.0, or use another"):
+            begin(folder, {"--seed": 1})
+
+
+def test_settings_are_not_written_through_a_link(folder):
+    """A precious file that somebody linked into .job stays, and so do other jobs' partial files beside the folder."""
+    precious, archive, settings = folder.parent / "precious", npz_of(folder), folder / ".job" / "settings.json"
+    precious.write_bytes(b"precious\n")
+    other = archive.with_name(".other.npz.0123456789abcdef.part")
+    other.write_bytes(b"at work")
+    settings.symlink_to(precious)
+    begin(folder, {"--seed": 1})
+    assert json.loads(settings.read_text()) == {"--seed": 1} and not settings.is_symlink()
+    assert precious.read_bytes() == b"precious\n" and other.read_bytes() == b"at work"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", None])
+def test_damaged_settings_are_one_line_to_the_user(folder, content):
+    """Where pictures were made by them; else they do not matter."""
+    settings = folder / ".job" / "settings.json"
+    for made in (False, True):
+        begin(folder, {"--seed": made})
+        if made:
+            write_pictures(folder, range(2), PIXELS)
+        settings.unlink() if content is None else settings.write_bytes(content)
+    before = names(folder)
+    with pytest.raises(UsageError, match="without a record of how they were made .*settings.json is missing") as caught:
+        begin(folder, {"--seed": True})
+    assert "\n" not in str(caught.value) and names(folder) == before
+
+
+def test_nothing_of_the_users_is_deleted(folder):
+    """Pictures of another origin end a first start; those that come later stay. Partial files of this job's form go."""
+    own, npz = folder / "2024-holiday.png", npz_of(folder)
+    own.write_bytes(b"mine")
+    with pytest.raises(UsageError, match="holds pictures"):
+        begin(folder, {"--seed": 1})
+    own.unlink()
+    npz.write_bytes(b"another's")
+    with pytest.raises(UsageError, match="or its .npz is there"):
+        begin(folder, {"--seed": 1})
+    npz.unlink()
+    begin(folder, {"--seed": 1})
+    kept = [folder / name for name in (own.name, "000001.png", "7.png", ".holiday.png.7.part")]
+    kept.append(npz.with_name(".x.npz.1.part"))
+    for path in kept:
+        path.write_bytes(b"mine")
+    for path in (folder / ".000001.png.0123456789abcdef.part", npz.with_name(f".{npz.name}.0123456789abcdef.part")):
+        path.write_bytes(b"half")
+    before = {path: path.read_bytes() for path in kept}
+    begin(folder, {"--seed": 1})
+    assert {path: path.read_bytes() for path in kept} == before
+    assert names(folder) == sorted([".job", *(path.name for path in kept if path.parent == folder)])
+    assert names(folder.parent) == [".x.npz.1.part", folder.name]
+    with pytest.raises(UsageError, match="--seed 2: .* begun with 1"):
+        begin(folder, {"--seed": 2})

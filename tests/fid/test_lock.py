@@ -121,6 +121,6 @@ def test_a_lock_is_never_taken_through_a_link(folder, tmp_path):
     for put in (lambda: place.symlink_to(precious), lambda: os.mkfifo(place), place.mkdir):
         put()
         start = time.monotonic()
-        assert f"sample_dir={place}: {NO_FILE}; remove it" in refusal(folder)
+        assert f"sample_dir={place}: {NO_FILE}; remove it or free some space" in refusal(folder)
         assert time.monotonic() - start < 1 and precious.read_bytes() == b"precious"
         place.rmdir() if place.is_dir() else place.unlink()

@@ -4,15 +4,26 @@ import pytest
 import torch
 from orders import order
 
+from accel.diffusion import create_diffusion
+from accel.families.dit.network import DiT_models
+from accel.families.sit.network import SiT_models
 from accel.fid.folder import Batches
 from accel.fid.noise import PictureNoise, UpstreamNoise
+from accel.network import Plain
+from accel.sampling import denoise
+from accel.sampling.ancestral import Ancestral, Ddim
+from accel.sampling.flow import FLOWS
+from accel.sampling.guidance import Guidance
+from accel.sampling.solvers import Solver, make_scheduler
+from accel.sampling.strides import Strides
 
 CPU = torch.device("cpu")
+DRAWS = 3
 
 
 def noise_of(kind, rank=0, world=1, **more):
     chosen = order(independent=kind is PictureNoise, **more)
-    return kind(chosen, Batches(chosen, rank, world), CPU)
+    return kind(chosen, Batches(chosen, rank, world), CPU, DRAWS)
 
 
 def of_pictures(kind, world, **more):
@@ -21,7 +32,7 @@ def of_pictures(kind, world, **more):
     for rank in range(world):
         noise = noise_of(kind, rank, world, **more)
         for batch in noise.batches.left(set()):
-            z, labels, draw = noise.batch(batch, None)
+            z, labels, draw = noise.batch(batch)
             if kind is PictureNoise:
                 torch.randn(7)  # whatever else is drawn
             drawn = z, draw(), draw()
@@ -34,24 +45,54 @@ def of_pictures(kind, world, **more):
 def test_upstreams_stream(copies):
     """Seed once a rank; then z, labels and the steps' noise, batch after batch: of 2n rows with guidance."""
     noise = noise_of(UpstreamNoise, rank=1, world=2, copies=copies)
-    drawn = [(z, labels, draw()) for z, labels, draw in (noise.batch(batch, None) for batch in (1, 3, 5))]
+    drawn = [(z, labels, draw()) for z, labels, draw in (noise.batch(batch) for batch in (1, 3, 5))]
     torch.manual_seed(3 * 2 + 1)
     for z, labels, step in drawn:
         assert torch.equal(z, torch.randn(2, 4, 16, 16)) and torch.equal(labels, torch.randint(0, 8, (2,)))
         assert torch.equal(step, torch.randn(2 * copies, 4, 16, 16)[:2])
 
 
-def test_upstreams_stream_resumes_from_a_recorded_state():
-    noise, states, drawn = noise_of(UpstreamNoise, world=2), {}, {}
-    for batch in (0, 2, 4):
-        z, labels, draw = noise.batch(batch, states.get(batch - 2))
-        drawn[batch] = z, labels, draw()
-        states[batch] = noise.state()
-    again = noise_of(UpstreamNoise, world=2)
-    torch.manual_seed(99)
-    for batch in (4, 2):  # in any order
-        z, labels, draw = again.batch(batch, states[batch - 2])
-        assert all(torch.equal(*pair) for pair in zip((z, labels, draw()), drawn[batch], strict=True))
+@pytest.mark.parametrize("copies", [1, 2])
+def test_upstreams_stream_is_drawn_again(copies):
+    """A resumed job skips finished batches wherever they are, and has the noise of an undisturbed one."""
+    noise, drawn = noise_of(UpstreamNoise, world=2, copies=copies), {}
+    for batch in (0, 2, 4, 6):
+        z, labels, draw = noise.batch(batch)
+        drawn[batch] = z, labels, *(draw() for _ in range(DRAWS))
+    for missing in ([0, 6], [2, 4], [6]):
+        torch.manual_seed(99)
+        again = noise_of(UpstreamNoise, world=2, copies=copies)
+        for batch in missing:
+            while again.skip(batch):
+                pass
+            z, labels, draw = again.batch(batch)
+            found = z, labels, *(draw() for _ in range(DRAWS))
+            assert all(torch.equal(*pair) for pair in zip(found, drawn[batch], strict=True))
+
+
+DIFFUSION = create_diffusion("6")
+PROCESSES = [
+    Ancestral(DIFFUSION),
+    Ddim(DIFFUSION, 0.0),
+    Solver(make_scheduler("dpm++"), 6),
+    Strides(DIFFUSION, [(1, 1), (2, 1), (3, 2)]),
+    *(flow(6) for flow in FLOWS.values()),
+]
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda process: type(process).__name__)
+def test_a_process_draws_as_often_as_it_says(process):
+    """A resumed job draws so often for every batch that it skips."""
+    model = SiT_models["SiT-Demo/2"] if type(process) in FLOWS.values() else DiT_models["DiT-Demo/2"]
+    drawn = []
+
+    def draw():
+        drawn.append(1)
+        return torch.zeros(2, 4, 16, 16)
+
+    x, labels = torch.randn(2, 4, 16, 16), torch.tensor([1, 2])
+    denoise(Plain(model().eval()), process, Guidance(2.0, 8), x, labels, draw)
+    assert len(drawn) == process.draws
 
 
 @pytest.mark.parametrize("seed", [0, 3, -5, 2**63])
@@ -68,7 +109,7 @@ def test_a_pictures_noise_is_its_own(seed):
 def test_a_pictures_seed_is_the_documented_one():
     """docs/fid.md: whoever knows the rule makes picture 5 of seed 3 by itself, label first."""
     noise = noise_of(PictureNoise)
-    z, labels, draw = noise.batch(2, None)  # pictures 4 and 5
+    z, labels, draw = noise.batch(2)  # pictures 4 and 5
     generator = torch.Generator().manual_seed((3 * 11400714819323198485 + 5) % 2**63)
     assert labels[1] == torch.randint(0, 8, (), generator=generator)
     assert torch.equal(z[1], torch.randn(4, 16, 16, generator=generator))
@@ -86,21 +127,14 @@ def test_balanced_labels_are_as_many_of_each_class_from_the_same_noise(kind, wor
 
 @pytest.mark.gpu
 def test_noise_of_steps_from_the_cpu():
-    """SiT's stream: z and labels of the GPU's generator, steps of the CPU's; a record of both resumes it."""
+    """SiT's stream: z and labels of the GPU's generator, steps of the CPU's; both are drawn again."""
     chosen, device = order(noise_from_cpu=True), torch.device("cuda")
-
-    def begun():
-        return UpstreamNoise(chosen, Batches(chosen, 0, 1), device)
-
-    noise, drawn, states = begun(), [], [None]
-    for batch in range(3):
-        z, labels, draw = noise.batch(batch, None)
-        drawn.append([z, labels, draw(), draw()])
-        states.append(noise.state())
     torch.manual_seed(3)
-    for z, labels, *steps in drawn:
-        assert torch.equal(z, torch.randn(2, 4, 16, 16, device=device))
-        assert torch.equal(labels, torch.randint(0, 8, (2,), device=device))
-        assert all(torch.equal(step.cpu(), torch.randn(4, 4, 16, 16)[:2]) for step in steps)
-    z, labels, draw = begun().batch(2, states[2])
-    assert all(torch.equal(a, b) for a, b in zip([z, labels, draw(), draw()], drawn[2], strict=True))
+    for _ in range(3):
+        expected = [torch.randn(2, 4, 16, 16, device=device), torch.randint(0, 8, (2,), device=device)]
+        expected += [torch.randn(4, 4, 16, 16)[:2].to(device) for _ in range(DRAWS)]
+    noise = UpstreamNoise(chosen, Batches(chosen, 0, 1), device, DRAWS)
+    while noise.skip(2):
+        pass
+    z, labels, draw = noise.batch(2)
+    assert all(torch.equal(*pair) for pair in zip([z, labels, *(draw() for _ in range(DRAWS))], expected, strict=True))

@@ -6,14 +6,20 @@ The published Inception weights are not needed: random ones have the same shapes
 import hashlib
 import io
 import math
+import os
+import re
+import shutil
+import time
 import tracemalloc
 import zipfile
 from pathlib import Path
+from urllib.error import URLError
 
 import forks
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 from torch_fidelity import calculate_metrics
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -90,24 +96,60 @@ def images(path):
     return torch.stack(list(torch.utils.data.DataLoader(fid.Pictures(path), batch_size=None)))
 
 
-def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, inception, theirs, here, monkeypatch):
-    """What makes a figure incomparable is said below it."""
+@pytest.fixture
+def tree(tmp_path):
+    """The reference's pictures as torchvision's ImageFolder has them: a folder a class, deeper below, JPEG's suffix."""
+    pictures = draw(24, seed=1)
+    places = [(tmp_path / "tree" / ("cat", "dog", "dog/puppy")[index // 8]) for index in range(24)]
+    for index, (place, picture) in enumerate(zip(places, pictures)):
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(place / f"{index:02d}.PNG")
+    (tmp_path / "tree" / "dog" / "notes.txt").touch()
+    (tmp_path / "tree" / "dog" / "again").symlink_to("..")  # leads back
+    hidden = write_folder(tmp_path / "tree" / ".thumbnails", pictures[:2, ::2, ::2])
+    assert hidden.is_dir()
+    return tmp_path / "tree"
+
+
+def test_a_tree_with_a_folder_a_class_is_its_pictures(tree):
+    assert np.array_equal(images(tree).permute(0, 2, 3, 1), draw(24, seed=1))
+
+
+def test_the_pages_own_recipe_makes_a_reference(tree, tmp_path, monkeypatch):
+    """docs/fid.md: pictures of any size, cropped and resized, in an archive."""
+    page = (ROOT / "docs" / "fid.md").read_text()
+    [recipe] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "reference.npz" in block]
+    Image.fromarray(draw(1, side=50)[0][:, :40]).save(tree / "cat" / "wide.jpg")
+    shutil.rmtree(tree / ".thumbnails")
+    monkeypatch.chdir(tmp_path)
+    assert "imagenet/val" in recipe
+    exec(recipe.replace("imagenet/val", str(tree)), {})
+    made = fid.Pictures(tmp_path / "reference.npz")
+    assert made.shape == (25, 256, 256, 3) and not made.statistics
+
+
+def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, tree, dinov2, inception, theirs, here, monkeypatch):
+    """The reasons why a figure may not be compared stand below it. DINOv2's distance stands beside them, from the same
+    pass."""
     figures, compare = [], fid.compare
     monkeypatch.setattr(fid, "compare", lambda *how: figures.append(compare(*how)) or figures[0])
-    how = "--inception-weights", inception, "--device", "cpu", "--precision-recall"
-    done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)
-    assert done.returncode == 0, done.stderr
-    sfid = figures[0].pop(fid.SFID)
+    how = "--inception-weights", inception, "--device", "cpu", "--precision-recall", "--features", "dinov2"
+    done = here("scripts/fid.py", data / "samples.npz", tree, *how)
+    assert done.returncode == 0 and "fetching" not in done.stdout, done.stderr
+    sfid, dino = figures[0].pop(fid.SFID), figures[0].pop(fid.FD_DINOV2)
     assert figures == [theirs] and theirs["frechet_inception_distance"] > 0.01 and theirs["inception_score_mean"] > 1
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[0] in "FPRs")
     assert math.isclose(float(lines["FID"]), theirs["frechet_inception_distance"], rel_tol=1e-3)
     assert math.isclose(float(lines["sFID"]), sfid, rel_tol=1e-5)
     assert float(lines["Precision"]) == round(theirs["precision"], 4)
     assert float(lines["Recall"]) == round(theirs["recall"], 4)
-    assert "samples.npz: 20 pictures\n" in done.stdout and "reference: 24 pictures\n" in done.stdout
+    assert math.isclose(float(lines["FD-DINOv2"]), dino, rel_tol=1e-5)
+    expected = exact_distance(*(by_dinov2(draw(count, seed=seed)) for count, seed in ((20, 0), (24, 1))))
+    assert math.isclose(dino, expected, rel_tol=1e-3) and expected > 0.01
+    assert "samples.npz: 20 pictures\n" in done.stdout and "tree: 24 pictures\n" in done.stdout
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
     assert "note: these are not the published Inception weights" in done.stdout
-    assert "20/20" in done.stderr and "24/24" in done.stderr  # torch-fidelity's bars
+    assert done.stderr.count("20/20") == done.stderr.count("24/24") == 1
     for program in (["scripts/fid.py"], ["-m", "scripts.fid"]):
         assert "VIRTUAL_imagenet256_labeled.npz" in forks.run([*program, "--help"]).stdout
 
@@ -127,9 +169,9 @@ def test_archives_are_streamed(tmp_path):
     tracemalloc.stop()
 
 
-def features(network, pictures):
+def features(weights, pictures):
     """FID's features, and sFID's as ADM's evaluator flattens them: TensorFlow has the channels last. Float64."""
-    of_block = []
+    network, of_block = FeatureExtractorInceptionV3("x", ["2048", "logits_unbiased"], str(weights)), []
     hook = network.Mixed_6d.register_forward_hook(lambda module, given, out: of_block.append(out))
     with torch.inference_mode():
         pool, _ = network(torch.from_numpy(pictures).permute(0, 3, 1, 2))
@@ -151,7 +193,7 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
     samples, reference = fid.Pictures(data / "samples.npz"), fid.Pictures(tmp_path / "adm.npz")
     network = fid.load_inception(inception, cuda=False)
     mine = fid.compare(samples, reference, network, False, 7, False)
-    for name, found, (mu, sigma) in zip((fid.FID, fid.SFID), features(network, draw(20)), of_reference, strict=True):
+    for name, found, (mu, sigma) in zip((fid.FID, fid.SFID), features(inception, draw(20)), of_reference, strict=True):
         # S = XᵀX for X's 20 centred rows, so S·T has the nonzero eigenvalues of the 20×20 matrix X·T·Xᵀ.
         x = (found - found.mean(0)) / 19**0.5
         cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
@@ -159,10 +201,10 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
         assert math.isclose(mine[name], direct, rel_tol=1e-5), name
 
 
-def test_sfid_of_pictures_is_that_of_their_statistics(data, inception, tmp_path, here):
+def test_sfid_of_pictures_is_that_of_their_statistics(data, inception, dinov2, tmp_path, here):
     """And an archive without those of sFID gives none."""
     network = fid.load_inception(inception, cuda=False)
-    pool, spatial = features(network, draw(24, seed=1))
+    pool, spatial = features(inception, draw(24, seed=1))
     known = dict(mu=pool.mean(0), sigma=np.cov(pool, rowvar=False))
     np.savez(tmp_path / "fid.npz", **known)
     np.savez(tmp_path / "both.npz", **known, mu_s=spatial.mean(0), sigma_s=np.cov(spatial, rowvar=False))
@@ -170,7 +212,8 @@ def test_sfid_of_pictures_is_that_of_their_statistics(data, inception, tmp_path,
     pictures, both = (fid.compare(samples, fid.Pictures(one), network, False, 8, False) for one in references)
     assert math.isclose(pictures[fid.SFID], both[fid.SFID], rel_tol=1e-4) and pictures[fid.SFID] > 0.01
     how = "--inception-weights", inception, "--device", "cpu"
-    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", *how)
+    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", *how, "--features", "dinov2")
+    assert "\nFD-DINOv2        none: the reference has no pictures" in done.stdout
     assert done.returncode == 0 and "\nsFID             none: the reference has statistics, but not mu_s" in done.stdout
     assert math.isclose(float(done.stdout.split("\nFID")[1].split()[0]), pictures[fid.FID], rel_tol=1e-4)
 
@@ -188,6 +231,13 @@ def jobs(tmp_path_factory):
 
 def notes(samples, reference, published=True):
     return list(fid.caveats(fid.Pictures(samples), fid.Pictures(reference), published))
+
+
+def test_settings_that_are_a_pipe_are_none(tmp_path):
+    (tmp_path / "made" / ".job").mkdir(parents=True)
+    os.mkfifo(tmp_path / "made" / ".job" / "settings.json")
+    np.savez(tmp_path / "made.npz", draw(10))
+    assert fid.Pictures(tmp_path / "made.npz").settings() == {}
 
 
 def test_two_jobs_are_compared_by_what_they_record(jobs):
@@ -229,29 +279,59 @@ def cut(content):
     return result.getvalue()
 
 
+def changed(content, *changes):
+    """An archive whose first member's headers are changed. changes: (offset in the local one, value, bytes)."""
+    content = bytearray(content)
+    for signature, further in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
+        start = content.index(signature) + further
+        for offset, value, length in changes:
+            content[start + offset : start + offset + length] = value.to_bytes(length, "little")
+    return bytes(content)
+
+
+ENCRYPTED, UNKNOWN_COMPRESSION, INFLATES_TO_3_GB = (6, 1, 2), (8, 99, 2), (22, 3 * 2**30, 4)
+SMALL = np.zeros((12, 8, 8, 3), np.uint8)
+MU, SIGMA = np.zeros(2048), np.eye(2048)
+
+
 @pytest.mark.parametrize(
     "content, words",
     [
         (None, "No such file"),
+        ("fifo", "a pipe"),
+        ("/dev/zero", "a device"),
         (b"PK\x03\x04 nonsense", "cannot be read"),
-        (archive(arr_0=np.zeros((12, 8, 8, 3), np.float32)), "arr_0 is float32"),
-        (archive(arr_0=np.zeros((12, 8, 8), np.uint8)), "not uint8 (N, H, W, 3)"),
+        (archive(arr_0=SMALL.astype(np.float32)), "arr_0 is float32"),
+        (archive(arr_0=SMALL[..., 0]), "not uint8 (N, H, W, 3)"),
+        (archive(arr_0=np.zeros((20, 0, 0, 3), np.uint8)), "not uint8 (N, H, W, 3)"),
+        (archive(arr_0=np.zeros((2, 9000, 1, 3), np.uint8)), "not uint8 (N, H, W, 3)"),
         (archive(other=np.zeros(3)), "holds 0 pictures"),
-        (archive(arr_0=np.zeros((3, 8, 8, 3), np.uint8)), "holds 3 pictures (arr_0, or PNGs); at least 10 needed"),
-        (archive(mu=np.zeros(2048), sigma=np.eye(2048)), "holds 0 pictures"),
+        (archive(arr_0=SMALL[:3]), "holds 3 pictures (arr_0, or PNGs); at least 10 needed"),
+        (archive(mu=MU, sigma=SIGMA), "holds 0 pictures"),
         (archive(mu=np.zeros(64), sigma=np.eye(64)), "not of Inception's 2048 features"),
-        (archive(mu=np.zeros(2048), sigma=np.eye(2048), mu_s=np.zeros(7), sigma_s=np.eye(7)), "Inception's 2023"),
-        (cut(archive(arr_0=np.zeros((12, 8, 8, 3), np.uint8))), "cannot be read"),
+        (archive(mu=MU, sigma=SIGMA, mu_s=np.zeros(7), sigma_s=np.eye(7)), "Inception's 2023"),
+        (archive(mu=MU * np.nan, sigma=SIGMA), "not finite"),
+        (archive(mu=MU.astype(object), sigma=SIGMA), "cannot be read"),
+        (archive(mu=MU), "sigma"),
+        (cut(archive(arr_0=SMALL)), "arr_0 holds"),
+        (changed(archive(arr_0=SMALL), ENCRYPTED), "encrypted"),
+        (changed(archive(arr_0=SMALL), UNKNOWN_COMPRESSION), "compression"),
+        (changed(archive(mu=MU, sigma=SIGMA), INFLATES_TO_3_GB), "mu holds 3,221,225,472 bytes"),
+        (changed(archive(arr_0=SMALL), INFLATES_TO_3_GB), "arr_0 holds 3,221,225,472 bytes"),
     ],
 )
-def test_bad_samples_are_one_line(content, words, data, inception, tmp_path, here):
-    if content is not None:
-        (tmp_path / "x.npz").write_bytes(content)
-    how = "--inception-weights", inception, "--device", "cpu"
-    done = here("scripts/fid.py", tmp_path / "x.npz", data / "reference.npz", *how)
+def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_path, here):
+    path = tmp_path / "x.npz"
+    if content == "fifo":
+        os.mkfifo(path)
+    elif isinstance(content, str):
+        path = Path(content)
+    elif content is not None:
+        path.write_bytes(content)
+    how, start = ("--inception-weights", inception, "--device", "cpu"), time.monotonic()
+    done = here("scripts/fid.py", path, data / "reference.npz", *how)
     assert done.returncode == 2 and words in done.stderr, done.stderr
-    line = done.stderr.strip().splitlines()[-1].rpartition("\r")[2]
-    assert str(tmp_path / "x.npz") in line and "Traceback" not in done.stderr
+    assert str(path) in done.stderr and done.stderr.count("\n") == 1 and time.monotonic() - start < 2
 
 
 def test_precision_needs_pictures(data, tmp_path, here):
@@ -266,9 +346,12 @@ def test_bad_folders_are_one_line(tmp_path):
     pictures = fid.Pictures(folder)
     with pytest.raises(UsageError, match="000001.png is of another size than 000000.png"), pictures.errors():
         list(pictures)
-    (folder / "000000.png").write_bytes(b"nothing")
-    with pytest.raises(UsageError, match="cannot identify image"):
-        fid.Pictures(folder)
+    whole = (folder / "000000.png").read_bytes()
+    for content, words in ((b"nothing", "cannot identify image"), (whole[:100], "truncated"), (None, "a pipe")):
+        (folder / "000000.png").unlink()
+        (folder / "000000.png").write_bytes(content) if content else os.mkfifo(folder / "000000.png")
+        with pytest.raises(UsageError, match=words):
+            fid.Pictures(folder)
 
 
 #################################################################################
@@ -312,12 +395,115 @@ def test_other_weights_are_one_line_and_code_is_not_run(tmp_path):
         def __reduce__(self):
             return Path.touch, (tmp_path / "touched",)
 
-    for content in ({"x": torch.ones(2)}, Evil()):
+    expanded = {"x": torch.ones(1).expand(10**6, 10**6)}
+    for content in ({"x": torch.ones(2)}, Evil(), [torch.ones(2)], {"x": torch.tensor(torch.nan)}, {"x": 3}, expanded):
         torch.save(content, tmp_path / "w.pth")
         with pytest.raises(UsageError, match="--inception-weights .*: are not Inception's") as error:
             fid.load_inception(tmp_path / "w.pth", cuda=False)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "touched").exists()
+    (tmp_path / "w.pth").write_bytes(changed(archive(x=np.ones(2)), INFLATES_TO_3_GB))
+    with pytest.raises(UsageError, match="are not Inception's .too large"):
+        fid.load_inception(tmp_path / "w.pth", cuda=False)
+    os.mkfifo(tmp_path / "pipe")
+    os.truncate(tmp_path / "w.pth", 2**40)
+    for path, words in ((tmp_path / "pipe", "a pipe"), (Path("/dev/zero"), "a device"), (tmp_path / "w.pth", "95 MB")):
+        with pytest.raises(UsageError, match=words):
+            fid.find_weights(path)
+
+
+#################################################################################
+#                          DINOv2, and the distance itself                      #
+#################################################################################
+
+DINO = """
+import torch
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3 * 16, 1024)
+        torch.nn.init.normal_(self.linear.weight, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, x):
+        return self.linear(torch.nn.functional.adaptive_avg_pool2d(x, 4).flatten(1))
+
+def dinov2_vitl14():
+    return Network()
+"""
+
+
+@pytest.fixture
+def dinov2(tmp_path, monkeypatch):
+    """A hub's folder as torch.hub leaves it, with a small network in DINOv2's place."""
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setattr(torch.hub, "urlopen", offline)
+    code = tmp_path / "hub" / "facebookresearch_dinov2_main"
+    code.mkdir(parents=True)
+    (code / "hubconf.py").write_text(DINO)
+    (tmp_path / "hub" / "checkpoints").mkdir()
+    (tmp_path / "hub" / "checkpoints" / fid.DINOV2_URL.rpartition("/")[2]).touch()
+    return code
+
+
+def offline(*_, **__):
+    raise URLError("no network here")
+
+
+def by_dinov2(pictures):
+    """Features of the network in DINOv2's place, by Pillow's resize as dgm-eval has it."""
+    scope = {}
+    exec(DINO, scope)
+    mean, std = (torch.tensor(values)[:, None, None] for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    resized = [np.asarray(Image.fromarray(one).resize((224, 224), Image.Resampling.BICUBIC)) for one in pictures]
+    x = torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2) / 255
+    with torch.no_grad():
+        return scope["dinov2_vitl14"]()((x - mean) / std).double().numpy()
+
+
+def test_dinov2s_distance_needs_the_references_pictures(tmp_path):
+    for pictures, words in (({"arr_0": draw(24)}, ["FD-DINOv2 is against the 24 pictures of the reference"]), ({}, [])):
+        np.savez(tmp_path / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048), **pictures)
+        np.savez(tmp_path / "samples.npz", arr_0=draw(10))
+        found = fid.caveats(*(fid.Pictures(tmp_path / name) for name in ("samples.npz", "adm.npz")), True, True)
+        assert [line.split(",")[0] for line in found if "DINO" in line] == words
+
+
+@pytest.mark.parametrize("lacking", ["code", "weights"])
+def test_dinov2_that_is_not_here_is_named(lacking, data, inception, dinov2, here, tmp_path):
+    if lacking == "code":
+        shutil.rmtree(dinov2)
+    else:
+        fetch = f"torch.hub.load_state_dict_from_url({fid.DINOV2_URL!r})"
+        (dinov2 / "hubconf.py").write_text(f"import torch\ndef dinov2_vitl14():\n    return {fetch}\n")
+        next((tmp_path / "hub" / "checkpoints").iterdir()).unlink()
+    how = "--inception-weights", inception, "--device", "cpu", "--features", "dinov2"
+    done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("fid.py: ")]
+    assert done.returncode == 2 and "--features dinov2: cannot be loaded" in line and "Traceback" not in done.stderr
+    assert fid.DINOV2_URL in line and fid.DINOV2_CODE in line and "fetching" in done.stdout
+
+
+def exact_distance(ours, theirs):
+    """The Fréchet distance of two sets of features by the singular values of one small matrix: for X and Y of centred
+    rows, the trace of (XᵀX·YᵀY)^½ is the sum of the singular values of X·Yᵀ."""
+    x, y = ((one - one.mean(0)) / (len(one) - 1) ** 0.5 for one in (ours, theirs))
+    difference = ours.mean(0) - theirs.mean(0)
+    return difference @ difference + (x**2).sum() + (y**2).sum() - 2 * np.linalg.svd(x @ y.T, compute_uv=False).sum()
+
+
+@pytest.mark.parametrize("ours, theirs", [(20, 24), (300, 2500)])
+def test_the_distance_of_covariances_of_low_rank(ours, theirs):
+    """2048 features of fewer pictures: a matrix square root by Schur's method may give NaN here. torch-fidelity takes
+    none, but the eigenvalues of the product."""
+    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+
+    random = np.random.default_rng(0)
+    scale = random.exponential(size=2048).astype(np.float32)
+    sets = [(scale * random.normal(size=(n, 2048)) + i).astype(np.float32) for i, n in enumerate((ours, theirs))]
+    statistics = [fid_features_to_statistics(torch.from_numpy(features)) for features in sets]
+    found = fid_statistics_to_metric(*statistics, verbose=False)[fid.FID]
+    assert math.isclose(found, exact_distance(*(one.astype(np.float64) for one in sets)), rel_tol=1e-4)
 
 
 def test_without_torch_fidelity(tmp_path):
