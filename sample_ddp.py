@@ -20,7 +20,7 @@ from accel.options import FidOptions, GridOptions, Options
 from accel.output import require_writable
 
 if TYPE_CHECKING:  # torch is slow to import
-    from accel.door import Opened
+    from accel.door.opening import Opened
     from accel.parallel.processes import Job
     from accel.progress import Stopwatch
 
@@ -156,15 +156,16 @@ def sample_for_fid(options: FidOptions, job: "Job") -> None:
 
 def open_weights(options: Options, job: "Job") -> tuple["Opened", "Stopwatch"]:
     """The weights on every rank. What any rank lacks is named before anything is sampled."""
-    from accel import door, loading
+    from accel import loading
+    from accel.door import opening
     from accel.progress import Stopwatch
 
     device = job.run_collectively(lambda: loading.choose_device(options.device))
     watch = Stopwatch(device)
     with watch.phase("load"):
-        weights = job.run_collectively(lambda: door.checkpoint_of(options, device))
+        weights = job.run_collectively(lambda: opening.checkpoint_of(options, device))
         # One download where the file system is shared, one a node where it is not.
-        return job.run_in_turns(lambda: door.open_weights(options, device, weights)), watch
+        return job.run_in_turns(lambda: opening.open_weights(options, device, weights)), watch
 
 
 if __name__ == "__main__":

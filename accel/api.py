@@ -13,6 +13,7 @@ from PIL import Image
 
 from accel import door
 from accel.compare import OTHER, own_guidance, require_same
+from accel.door import opening
 from accel.errors import UsageError
 from accel.families import model_names
 from accel.families.loaded_module import LoadedModule
@@ -181,7 +182,7 @@ class Sampler:
 
 def _exchange(run, held, options):
     """Give the run's network the weights of a module, or none of them: UsageError for others that do not fit."""
-    model, batch = door.empty_model(options), door.batch_of(options, run.process, run.guidance)
+    model, batch = opening.empty_model(options), door.batch_of(options, run.process, run.guidance)
     require_fit(held.name, reference_state(held, held.fit), model)
     new = load_network(held, held.fit, model, run.tier, run.device, batch)
     run.network.exchange(new)

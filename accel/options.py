@@ -6,89 +6,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accel.errors import UsageError, shown
+from accel import checks
+from accel.errors import UsageError
 from accel.families import Defaults, Family, family_of, model_names, sampler_names
 from accel.flags import checked, flag
-from accel.labels import find_label, imagenet, read_class_names
+from accel.labels import imagenet, read_class_names
 from accel.latents import LatentSpace
-from accel.output import is_folder, of_seed
+from accel.output import of_seed
 from accel.parallel import layouts
 
-LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
 # Fields that a model implies where they are open.
 IMPLIED = {"model", "sampler", "image_size", "num_classes", "vae", "ckpt"}
 IMPLIED |= {"cfg_scale", "guidance_channels", "guidance_interval"}
-MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
 what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
-
-
-def _check_sizes(options):
-    if options.fit is None and options.model is not None and family_of(options.model) is None:
-        raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(model_names())}")
-    size, unit = options.image_size, options.space.factor * options.patch_size
-    if size is not None and size > MOST_PIXELS:
-        raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
-    if size is not None and size % unit:
-        raise UsageError(
-            f"`image_size={size}`: must be a multiple of {unit} (VAE factor {options.space.factor}, "
-            f"patch {options.patch_size})"
-        )
-    _require_seed(options.seed)
-    if options.precision == "exact" and (options.model or "").startswith("Large-DiT"):
-        raise UsageError("`precision=exact`: is for DiT only; use `precision=fp32`, or fp16")
-
-
-def _require_seed(seed):
-    if not -(2**63) <= seed < 2**64:
-        raise UsageError(f"`seed={shown(str(seed))}`: must fit in 64 bits")
-
-
-def _check_guidance(options):
-    """Check what is known: with a checkpoint the rest follows from its weights."""
-    fit, scale, interval = options.fit, options.cfg_scale, options.guidance_interval
-    if scale is not None and not 1 <= scale <= 10**6:
-        raise UsageError(f"`cfg_scale={scale:g}`: must be from 1, no guidance, to 1,000,000")
-    if interval is not None and not (len(interval) == 2 and 0 <= interval[0] < interval[1] <= 1):
-        given = " ".join(f"{one:g}" for one in interval)
-        raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
-    if fit is None:
-        return
-    if not fit.null_class and scale != 1:
-        raise UsageError(
-            f"`cfg_scale={scale:g}`: guidance needs a null class, and these weights were trained without "
-            f"(label table of {options.num_classes} rows); use `cfg_scale=1`"
-        )
-    if options.guidance_channels > fit.in_channels:
-        raise UsageError(f"`guidance_channels={options.guidance_channels}`: these latents have {fit.in_channels}")
-
-
-def _check_process(options):
-    _check_guidance(options)
-    if not 0 <= options.eta <= 1 or options.eta and options.sampler != "ddim":
-        raise UsageError(f"`eta={options.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
-    _check_sampler(options)
-    if options.sampler not in (None, "ddpm") and options.forecast == "plan":
-        raise UsageError(f"`forecast=plan`: plans are made for `sampler=ddpm`, not for {options.sampler}; drop it")
-    if options.fit is not None and not options.fit.learn_sigma and options.forecast == "plan":
-        raise UsageError("`forecast=plan`: needs weights with learned sigma, which these have not; drop it")
-    if options.forecast_plan is not None and options.forecast != "plan":
-        raise UsageError(f"`forecast_plan={options.forecast_plan}`: is for `forecast=plan`; add that or drop this")
-
-
-def _check_sampler(options):
-    sampler, family = options.sampler, options.family
-    if sampler is None or family is None:
-        return
-    if sampler not in family.samplers:
-        raise UsageError(
-            f"`sampler={sampler}`: is not for a {family.name}, which {options.model} is; use "
-            f"{', '.join(family.samplers)}"
-        )
-    # Of 1000 steps diffusers rounds two to one time, which divides by zero.
-    least, most = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}.get(sampler, (1, 1000))
-    if not least <= (steps := options.num_sampling_steps) <= most:
-        raise UsageError(f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`")
 
 
 def _decoder(name):
@@ -111,7 +42,7 @@ class Options:
         None,
         "side of a picture in pixels, a multiple of 16: what the weights were trained for, other sizes look worse; "
         "default: that of --ckpt, else 512",
-        bounds=(1, MOST_PIXELS),
+        bounds=(1, checks.MOST_PIXELS),
     )
     cfg_scale: float = what(
         None,
@@ -189,7 +120,7 @@ class Options:
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
     space: LatentSpace = field(default=LatentSpace(), repr=False)  # no flag: what the decoder says, see `door.fetch`
     fit: Any = field(default=None, repr=False)  # no flag: what the weights are, see `complete`
-    CHECKS: ClassVar = (_check_sizes, _check_process)
+    CHECKS: ClassVar = (checks.sizes, checks.process)
 
     def resolve(self) -> "Options":
         """Check types and choices, fill in what the model implies, and check all that can be checked without torch.
@@ -220,7 +151,6 @@ class Options:
         return options
 
     def _fill(self, model):
-        """Give what is open the value that `model` implies."""
         found = family_of(model) or (self.fit.family if self.fit else None)
         implied = Defaults()
         if found:  # sizes without a name have the recipe of the family's first model
@@ -231,7 +161,6 @@ class Options:
                 setattr(self, name, value)
 
     def _check(self):
-        """Refuse what the values that are known so far forbid."""
         for check in self.CHECKS:
             check(self)
 
@@ -249,48 +178,6 @@ class Options:
     def patch_size(self) -> int:
         """Side of a token in the latent, by the weights or by the model's name."""
         return self.fit.patch_size if self.fit is not None else int((self.model or "/2").rpartition("/")[2])
-
-
-def _find_labels(options):
-    classes = options.num_classes
-    if classes is None or options.model is None:
-        return
-    if options.labels is None:
-        options.labels = LABELS if classes == 1000 else tuple(range(min(classes, 8)))
-    if options.class_names is not None and (given := len(options.class_names)) != classes:
-        raise UsageError(f"`class_names`: are {given} names for {classes} classes; give one for each")
-    if not options.labels:
-        raise UsageError("`labels`: give at least one")
-    options.labels = tuple(find_label(label, options.names, classes) for label in options.labels)
-
-
-def _check_seeds(options):
-    seeds = options.seed_list or ()
-    if seeds and options.seed != 0:
-        raise UsageError(f"`seed_list`: conflicts with `seed={options.seed}`; give one")
-    if len(set(seeds)) < len(seeds):
-        raise UsageError("`seed_list`: names a seed twice, and each has a file of its own; name it once")
-    for seed in seeds:
-        _require_seed(seed)
-
-
-def _check_output(options):
-    suffix = ".npy" if options.output_type == "latent" else ".png"
-    options.output = options.output or f"sample{suffix}"
-    if Path(options.output).suffix.lower() != suffix and not is_folder(options.output, options.output_type):
-        folder = ", or name a folder (FOLDER/)" if options.output_type == "image" else ""
-        raise UsageError(
-            f"`output={shown(options.output)}`: must end in {suffix} for `output_type={options.output_type}`{folder}"
-        )
-
-
-def _check_layout(options):
-    if (layout := options.layout) is None:
-        return
-    known = options.image_size is not None and (options.fit is not None or options.model is not None)
-    layouts.check(layout, options.precision, (options.latent_size // options.patch_size) ** 2 if known else None)
-    if not options.guided:
-        raise UsageError(f"`parallel={options.parallel}`: shares evaluations with guidance only; use off")
 
 
 @dataclass
@@ -350,7 +237,7 @@ class GridOptions(Options):
         choices=("image", "latent"),
     )
 
-    CHECKS: ClassVar = (*Options.CHECKS, _find_labels, _check_seeds, _check_output, _check_layout)
+    CHECKS: ClassVar = (*Options.CHECKS, checks.labels, checks.seeds, checks.output, checks.layout)
 
     @property
     def guided(self) -> bool:

@@ -19,8 +19,9 @@ import torch
 from tqdm import tqdm
 
 import accel
-from accel import door, gpu, loading, precision
+from accel import gpu, loading, precision
 from accel.diffusion import create_diffusion
+from accel.door import opening
 from accel.errors import UsageError
 from accel.families import ROOT, Defaults, constructor_of, model_names
 from accel.families import family_of as family_of_name
@@ -104,8 +105,8 @@ def prepare(args: Namespace) -> torch.device:
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
     implied = options_of(args)
     if args.ckpt:
-        implied = implied.complete(door.checkpoint_of(implied, device))
-    door.empty_model(implied)
+        implied = implied.complete(opening.checkpoint_of(implied, device))
+    opening.empty_model(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
     if args.output:
         check_writable(args.output)
@@ -123,7 +124,7 @@ def options_of(args: Namespace) -> GridOptions:
 def check_sizes(model: str | None, sizes: list[int]) -> None:
     """Raises UsageError for a side in pixels that a model does not take."""
     for size in sizes:
-        door.empty_model(GridOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
+        opening.empty_model(GridOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
@@ -279,10 +280,10 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
         size, norms = args.image_size // 8, dict(qk_norm=True) if args.model.startswith("Large") else {}
         return random_network(args.model, device, input_size=size, num_classes=args.num_classes, **norms)
     options = options_of(args)
-    weights = door.checkpoint_of(options, device)
+    weights = opening.checkpoint_of(options, device)
     options = options.complete(weights)
     batch = loading.Batch([(1, 1)], 0, options.latent_size, options.num_classes)
-    return loading.load_network(weights, door.empty_model(options), "fp32", device, batch).model
+    return loading.load_network(weights, opening.empty_model(options), "fp32", device, batch).model
 
 
 def random_decoder(device: torch.device) -> KLDecoder:

@@ -34,6 +34,7 @@ from tqdm import tqdm
 import evaluate
 from accel import door, loading, precision
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.door import opening
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.flags import check_writable, positive
@@ -62,12 +63,12 @@ class Bench:
 
     def __init__(self, options: GridOptions, device: torch.device, batch: int):
         self.options, self.batch, self.device = options, batch, device
-        self.opened = door.open_weights(options, device)
+        self.opened = opening.open_weights(options, device)
         self.fast = self.reference = door.load(self.opened, sizes={batch})
         self.tier, self.diffusion = self.fast.tier, self.fast.process.diffusion
         reference = self.opened
         if self.tier != "fp32":  # loaded last: its tier's switches, with which strides are measured, stay set
-            reference = door.open_weights(replace(options, precision="fp32"), device)
+            reference = opening.open_weights(replace(options, precision="fp32"), device)
             self.reference = door.load(reference, sizes={batch})
         self.decoder = door.decoder_of(reference)
 
@@ -297,7 +298,7 @@ def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
     if options.num_sampling_steps <= PROBE[0]:
         steps = f"--num-sampling-steps {options.num_sampling_steps}"
         raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
-    door.empty_model(options)
+    opening.empty_model(options)
     path = Path(args.plan) if args.plan else door.plan_path(options, weights)
     if args.plan is None and path.parent == DEMO:  # which ships with its own
         path = Path("output") / path.name
@@ -315,8 +316,8 @@ def main() -> None:
     _, sampling = own.parse_known_args(sys.argv[1:])
     with user_errors(parser):
         options, device = options_from(args), loading.choose_device(args.device)
-        weights = door.checkpoint_of(options, device)
-        options = door.fetch(options, weights)
+        weights = opening.checkpoint_of(options, device)
+        options = opening.fetch(options, weights)
         path = check(args, options, weights)
         calibrate(args, options, device, path)
         beside = path == door.plan_path(options, weights)  # where it is looked for anyway

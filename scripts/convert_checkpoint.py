@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from accel.command_line import OneLineParser, user_errors
-from accel.door import shipped_as
+from accel.door.opening import shipped_as
 from accel.errors import UsageError, shown
 from accel.families import family_of, model_names
 from accel.families.recognise import Fit, recognise, reference_state

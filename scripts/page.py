@@ -28,7 +28,7 @@ import torch
 
 import evaluate
 from accel.command_line import OneLineParser, add_arguments, user_errors
-from accel.door import Opened
+from accel.door.opening import Opened
 from accel.errors import UsageError, out_of_memory
 from accel.options import GridOptions
 from scripts.page_studio import PLAN, PREVIEWS, Studio

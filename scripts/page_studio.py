@@ -17,6 +17,7 @@ from PIL import Image
 import evaluate
 from accel import door, loading
 from accel.diffusion import create_diffusion
+from accel.door import opening
 from accel.families import families
 from accel.flags import flag_names
 from accel.latents.pixels import to_grid
@@ -44,9 +45,9 @@ class Studio:
         self.given, self.folder, self.vgg, self.loaded = given, folder, vgg, {}
         self.device = loading.choose_device(given.get("device"))
         every = [GridOptions(**given | dict(model=name)).resolve() for name in names]
-        self.opened = [door.open_weights(options, self.device) for options in every]
+        self.opened = [opening.open_weights(options, self.device) for options in every]
 
-    def choices(self, opened: door.Opened) -> tuple[list[str], list[str]]:
+    def choices(self, opened: opening.Opened) -> tuple[list[str], list[str]]:
         """The samplers that the model's family has, its default first, and the tiers of this device."""
         options = opened.options
         first, *others = options.family.samplers

@@ -34,6 +34,7 @@ from tqdm import tqdm
 import evaluate
 from accel import door, loading, precision
 from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.door import opening
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
@@ -266,8 +267,8 @@ def main() -> None:
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
-        weights = door.checkpoint_of(options, device)
-        options = door.fetch(options, weights)
+        weights = opening.checkpoint_of(options, device)
+        options = opening.fetch(options, weights)
         door.process_of(options, weights)  # refuses a plan for another run
         sys.exit(conclude(verify(args, options, tiers, device, out)))
 

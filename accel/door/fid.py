@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from accel import kernels
-from accel.door import Opened, digest_of, enough_memory, guidance_of
+from accel.door import enough_memory, guidance_of
+from accel.door.opening import Opened, digest_of
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.fid import Maker

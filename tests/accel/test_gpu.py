@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel import door, gpu, loading, precision
+from accel import gpu, loading, precision
+from accel.door import opening
 from accel.errors import UsageError
 from accel.kernels import adaln, attention, cuda, split_attention, split_linear
 from accel.kernels.adaln import hopper as adaln_hopper
@@ -82,12 +83,12 @@ def test_tiers(seen):
         options = GridOptions(precision=tier)
         if tier in lacking:
             with pytest.raises(UsageError, match=f"^precision={tier}: .* choose fp32$") as refusal:
-                door.choose_precision(options, GPU)
+                opening.choose_precision(options, GPU)
             assert "\n" not in str(refusal.value)
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
-            assert door.choose_precision(options, GPU) == (tier, "fp16" if half else float32)
+            assert opening.choose_precision(options, GPU) == (tier, "fp16" if half else float32)
     precision.apply_precision("fp32", GPU)
 
 

@@ -9,6 +9,7 @@ from conftest import fill
 from safetensors.torch import save_file
 
 from accel import door
+from accel.door import opening
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
@@ -24,7 +25,7 @@ def options(ckpt, **more):
 
 
 def load(ckpt, **more):
-    opened = door.open_weights(options(ckpt, output_type="latent", **more), CPU)
+    opened = opening.open_weights(options(ckpt, output_type="latent", **more), CPU)
     return door.load(opened).network
 
 
@@ -129,4 +130,4 @@ def test_published_weights_are_not_fetched_by_name():
     resolved = GridOptions(model="Large-DiT-3B/2").resolve()
     assert (resolved.image_size, resolved.num_classes, resolved.vae) == (256, 1000, "ema")
     with pytest.raises(UsageError, match="ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
-        door.checkpoint_of(resolved, CPU)
+        opening.checkpoint_of(resolved, CPU)

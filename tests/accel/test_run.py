@@ -11,6 +11,7 @@ from networks import build, large_inside, small
 
 from accel import door, loading
 from accel.diffusion import create_diffusion
+from accel.door import opening
 from accel.errors import UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.fast.dit import FastDiT
@@ -182,7 +183,7 @@ TOO_LARGE = {
 @pytest.mark.parametrize("kind", TOO_LARGE)
 def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monkeypatch):
     cls, more, message = TOO_LARGE[kind]
-    opened = door.open_weights(options_of(weights, cls, **more), CPU)
+    opened = opening.open_weights(options_of(weights, cls, **more), CPU)
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")

@@ -29,6 +29,8 @@ def options(**more):
                 "seed": 3,
                 "model": "DiT-B/4",
                 "sampler": "ddpm",
+                "guidance_interval": (0, 1),
+                "guidance_channels": 3,
             },
             "DiT-B-4-b-size-256-vae-d-cfg-1.5-seed-3",
         ),
@@ -93,6 +95,7 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
         chosen = options(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
         for name, value in changes.items():
             setattr(chosen, name, value)
+        chosen.fit = SimpleNamespace(usual=True)
         opened = SimpleNamespace(options=chosen, weights=SimpleNamespace(digest=lambda: digest))
         run = SimpleNamespace(device=torch.device("cpu"), tier=precision, process=SimpleNamespace(setting="plan of 3"))
         decoder = SimpleNamespace(load=lambda: SimpleNamespace(precision=vae_precision))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accel import door, precision
+from accel.door import opening
 from accel.families import DEMO
 from accel.graphs import Replayed
 from accel.latents import LatentSpace
@@ -114,7 +115,7 @@ def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, c
     options = GridOptions(
         model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
     ).resolve()
-    decoder = door.decoder_of(door.open_weights(options, CPU)._replace(vae_precision="fp16"))  # as on a GPU
+    decoder = door.decoder_of(opening.open_weights(options, CPU)._replace(vae_precision="fp16"))  # as on a GPU
     latents = noise(3, 4)
     capsys.readouterr()
     got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import ROOT, fill
 
-from accel.door import checkpoint_of, plan_settings
+from accel.door import plan_settings
+from accel.door.opening import checkpoint_of
 from accel.families.sit.network import SiT_models
 from accel.options import GridOptions
 from accel.sampling.strides import Strides
