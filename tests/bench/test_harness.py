@@ -139,7 +139,7 @@ def test_a_process_sees_another_gpu_to_its_end(monkeypatch):
 
 
 NAMES = [
-    "adaln",
+    "attention",
     "_adaln",
     "_attention",
     "_split_linear",
@@ -154,10 +154,10 @@ NAMES = [
 @pytest.mark.parametrize(
     "capability, newer",
     [
-        ((7, 0), {"adaln", "_attention", "_split_linear", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
-        ((8, 6), {"adaln", "cudnn"}),
+        ((7, 0), {"attention", "_attention", "_split_linear", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
+        ((8, 6), {"attention", "cudnn"}),
         ((9, 0), set()),
-        ((12, 0), {"adaln"}),
+        ((12, 0), {"attention"}),
     ],
 )
 def test_what_a_gpu_must_not_launch(capability, newer):

@@ -70,7 +70,7 @@ def test_a_judge_sees_a_worse_tier():
 @pytest.mark.gpu
 @pytest.mark.parametrize("model, rivals", [("DiT-Demo/2", "compile,diffusers"), ("Large-DiT-Demo/2", "eager,compile")])
 def test_rivals_on_a_gpu(model, rivals, tmp_path, monkeypatch):
-    backends = ["exact:gemm=triton,attention=cublas", "fp16:gemm=cublaslt,attention=flash,adaln=triton"]
+    backends = ["exact:gemm=triton,attention=cublas", "fp16:gemm=tuned,attention=flash,adaln=triton"]
     flags = ["--model", model, "--only", "CUDA graph", "--vs", rivals, "--output", tmp_path / "log.json"]
     here(monkeypatch, *flags, *(["--backends", *backends] if model == "DiT-Demo/2" else []))
     rungs = {rung["rung"]: rung for rung in json.loads((tmp_path / "log.json").read_text())["rungs"]}
