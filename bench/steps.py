@@ -3,7 +3,7 @@
     python bench/steps.py --gate 3 --output output/ladder.json
     python bench/steps.py --only "CUDA graph" --vs compile,max-autotune,diffusers --output output/versus.json
     python bench/steps.py --model Large-DiT-3B/2 --pictures 1 --only "CUDA graph" --vs eager,compile
-    python bench/steps.py --only exact --backends exact:gemm=triton,attention=cublas --output output/backends.json
+    python bench/steps.py --only exact --backends exact:gemm=cublas,attention=cublas --output output/backends.json
     python bench/steps.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output output/sweep.json
     python bench/steps.py --decoder --output output/decoder.json
 

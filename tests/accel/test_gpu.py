@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import door, gpu, loading, precision
 from accel.errors import UsageError
-from accel.kernels import adaln, attention, cuda, split_attention, split_linear
+from accel.kernels import adaln, attention, split_attention, split_linear
 from accel.kernels.linear import Linear, tuner
 from accel.options import GridOptions
 
@@ -32,10 +32,10 @@ def test_seen_as_ends():
     assert gpu._seen_as is None
 
 
-def test_backends(seen, monkeypatch):
-    """Hopper's kernels on Hopper alone, Triton's with tensor cores from Ampere on, before that cuBLAS."""
+def test_backends(seen):
+    """Hopper's kernels on Hopper alone; in half precision Triton's on Ampere and Ada; exact by cuBLAS elsewhere."""
     half = {OLD: "efficient", AMPERE: "triton", HOPPER: "hopper", BLACKWELL: "flash"}
-    split = {OLD: "cublas", AMPERE: "triton", HOPPER: "hopper", BLACKWELL: "triton"}
+    split = "hopper" if seen == (9, 0) else "cublas"
     [generation] = (group for group in half if seen in group)
     for dtype in (torch.float16, torch.bfloat16):
         assert attention.choose(GPU, dtype, 72) == half[generation]
@@ -44,13 +44,10 @@ def test_backends(seen, monkeypatch):
     assert attention.choose(GPU, torch.float16, 136) == ("efficient" if seen in OLD else "flash")
     assert attention.choose(GPU, torch.float32, 72) == "efficient"
     assert attention.choose(GPU, torch.float64, 72) == "torch"
-    assert split_attention.choose(GPU, 72) == split[generation]
-    assert split_linear.choose(GPU) == ("cublas" if seen == (10, 0) else split[generation])
-    assert split_attention.choose(GPU, 64) == ("triton" if seen == (9, 0) else split[generation])
-    cpu, linear = torch.device("cpu"), split_linear.choose(GPU)
+    assert split_attention.choose(GPU, 72) == split_linear.choose(GPU) == split
+    assert split_attention.choose(GPU, 64) == "cublas"
+    cpu = torch.device("cpu")
     assert split_linear.choose(cpu) == split_attention.choose(cpu, 72) == "torch"
-    monkeypatch.setattr(cuda, "HAS_TRITON", False)
-    assert split_linear.choose(GPU) == linear.replace("triton", "cublas")
 
 
 def test_backends_of_tensors(seen):

@@ -32,7 +32,7 @@ REFUSED = [
     ("steps", ["--vs", "diffusers,tensorrt"], "--vs: diffusers,tensorrt: choose from eager, compile"),
     ("steps", ["--backends", "exact:gemm=cublas", *NO_GPU], "--backends exact: cpu cannot run that tier"),
     ("steps", ["--backends", "fp32:gemm=torch"], "fp32:gemm=torch: begin with one of fp16, bf16, exact"),
-    ("steps", ["--backends", "exact:gemm=cublaslt"], "exact:gemm=cublaslt: exact takes gemm=auto|hopper|triton|cublas"),
+    ("steps", ["--backends", "exact:gemm=cublaslt"], "exact:gemm=cublaslt: exact takes gemm=auto|hopper|cublas|torch"),
     ("steps", ["--backends", "fp16:graph=torch"], "fp16:graph=torch: fp16 takes adaln=…, embed_update=…, gemm=…"),
     ("steps", ["--seen-as", "8"], "--seen-as: 8: must be a compute capability, as 8.0"),
     ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
@@ -142,7 +142,6 @@ NAMES = [
     "attention",
     "_adaln",
     "_attention",
-    "_split_linear",
     "pytorch_flash::flash_fwd_kernel",
     "fmha_cutlassF_f16_aligned_64x128_rf_sm80",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop",
@@ -154,7 +153,7 @@ NAMES = [
 @pytest.mark.parametrize(
     "capability, newer",
     [
-        ((7, 0), {"attention", "_attention", "_split_linear", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
+        ((7, 0), {"attention", "_attention", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
         ((8, 6), {"attention", "cudnn"}),
         ((9, 0), set()),
         ((12, 0), {"attention"}),

@@ -14,8 +14,6 @@ from accel.kernels.adaln import triton as adaln
 from accel.kernels.attention import triton as attention
 from accel.kernels.group_norm import triton as group_norm
 from accel.kernels.split_attention import between
-from accel.kernels.split_attention import triton as split_attention
-from accel.kernels.split_linear import finish
 from accel.kernels.split_linear import triton as split_linear
 
 LATENT = dict(CHANNELS=4, HEIGHT=64, WIDTH=64, PATCH=2)
@@ -78,15 +76,10 @@ VARIANTS = {
         ["*fp16", "*fp16", "*fp16", "i32*16", "i32*16", "i32*16", "i32*16", "fp32"],
         dict(TOKENS=1024, **attention.TILE),
     ),
-    "split_linear": lambda _: (
-        split_linear._split_linear,
-        ["*fp16"] * 3 + ["*fp32"] * 4 + ["*i32"] + ["i32"] * 4,
-        dict(depth=1152, SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
-    ),
     "split_finish": lambda _: (
-        finish._finish,
+        split_linear._finish,
         ["*fp32", "*fp16"] + ["*fp32"] * 4 + ["*i32", "i32", "i32*16", "i32*16", "i32*16"],
-        dict(SCALED=True, RESULT=2, WATCHED=True, **finish.TILE),
+        dict(SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
     ),
     "split_centre": lambda _: (
         between._attention_centre,
@@ -107,11 +100,6 @@ VARIANTS = {
         between._attention_merge,
         ["*fp32", "*fp32", "*fp16", "i32*16", "i32*16", "i32"],
         dict(SCALE=2.0**-14, **between.tile(72)),
-    ),
-    "split_attention": lambda _: (
-        split_attention._split_attention,
-        ["*fp16", "*fp16", "i32", "i32", "i32", "fp32"],
-        dict(TOKENS=1024, DIM=72, MAIN=64, REST=16, **split_attention.TILE),
     ),
 }
 

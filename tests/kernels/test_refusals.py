@@ -41,7 +41,7 @@ REFUSED = {
     "qk_norm_rotary: strided": (lambda: qk_norm_rotary(QKV.transpose(0, 1), ROTATION, backend="triton"), "contiguous"),
     "split_attention: other heads": (
         lambda: split_attention(split(QKV[..., :192], per_row=False), 1, "hopper"),
-        "backend 'hopper' takes head dim 72; take 'triton'",
+        "backend 'hopper' takes head dim 72; take 'cublas'",
     ),
     "split_linear: infinite": (
         lambda: SplitLinear(X[0] / 0, X[0, :, 0], name="fc1"),

@@ -8,8 +8,7 @@ truncates when it adds to its accumulator, so sums over a long inner dimension d
 first in each part.
 
     hopper      our kernel: capability 9.0, N and K in eights
-    triton      from sm_80 on, but not 10.x, for which Triton 3.6 does not compile it
-    cublas      any GPU with float16 tensor cores: one GEMM over all three parts, then a Triton kernel
+    cublas      any other GPU with float16 tensor cores: one GEMM over all three parts, then a Triton kernel
     torch       the reference, in float64, any device
     auto        the first of these that runs on the device
 """
@@ -25,17 +24,14 @@ from accel.kernels.split_linear.high_low import HighLow, balance, split
 
 __all__ = ["HighLow", "SplitLinear", "balance", "choose", "split"]
 
-BACKENDS = ("auto", "hopper", "triton", "cublas", "torch")
+BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose(device: torch.device) -> str:
     """The backend that "auto" takes."""
     if device.type != "cuda":
         return "torch"
-    capability = cuda.capability(device)
-    if capability == (9, 0):
-        return "hopper"
-    return "triton" if cuda.HAS_TRITON and capability >= (8, 0) and capability[0] != 10 else "cublas"
+    return "hopper" if cuda.capability(device) == (9, 0) else "cublas"
 
 
 class SplitLinear:
@@ -96,14 +92,9 @@ class SplitLinear:
             return reference.linear(self, x)
         if self.backend == "cublas":
             return cublas.linear(self, x)
-        # The kernels finish their results themselves. Only a `new_stack` is copied, which another backend has made.
+        # The kernel finishes its results itself. Only a `new_stack` is copied, which cuBLAS's attention has made.
         x = HighLow(x.pair.contiguous(), x.scale)
         planes, dtype = ((2,), torch.float16) if self.high_low else ((), torch.float32)
         out = torch.empty(*planes, *x.pair.shape[1:-1], self.columns, dtype=dtype, device=x.pair.device)
-        if self.backend == "hopper":
-            hopper.linear(self, x, out)
-        else:
-            from accel.kernels.split_linear import triton
-
-            triton.linear(self, x, out)
+        hopper.linear(self, x, out)
         return HighLow(out, None) if self.high_low else out
