@@ -110,15 +110,13 @@ def sample_grid(options: GridOptions, job: "Job") -> None:
     evaluation, groups, layout = job.run_collectively(lambda: door.layout_of(opened, job))
     job.open_collectives(options.device)
     with watch.phase("load"):
-        batch = door.share_of(options, job.world, layout)
-        run = job.run_collectively(lambda: door.load(opened, batch, (None, job.from_rank_0)))
+        batch, part = door.share_of(options, job.world, layout), groups.part(layout)
+        run = job.run_collectively(lambda: door.load(opened, batch, (None, job.from_rank_0), part))
     print(door.describe(options, run, job.world))
     with watch.phase("plan"):
         network, layout = share_evaluations(run.network, evaluation, groups, layout)
         run = run._replace(network=network)
         del network
-    if options.divided:  # each rank has read its part
-        opened.weights.close()
 
     busy, shared = layout.busy(job.world), layout.ranks > 1
     mine = share(n, busy, job.rank)  # the pictures of this rank

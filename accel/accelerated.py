@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.errors import UsageError
-from accel.fast import family_of
+from accel.fast import build
 from accel.graphs import Replayed
 from accel.network import BlockNetwork, unpatchify
 from accel.precision import TIERS, alone, apply_precision, default_tier, require, supports
@@ -75,7 +75,7 @@ class Accelerated:
 
     def __init__(self, held: Held, tier: str, device: torch.device, check: bool):
         self.precision, self.device, self._held = tier, device, held
-        self.network = network = family_of(held.model).build(held.state, held.model, tier, device)
+        self.network = network = build(held.state, held.model, tier, device)
         with self._running():
             require_finite(network, held, held.state, tier)
             if check:
@@ -179,7 +179,7 @@ class Accelerated:
         with self._running():
             state = self._held.read(state)
             require_fit("load_state_dict", state, self._held.model)
-            build, old = family_of(self._held.model).build, self.network
+            old = self.network
             new = build(state, self._held.model, self.precision, self.device, old.tuner)
             old.exchange(new)
             try:
@@ -271,8 +271,7 @@ def require_same(network: BlockNetwork, held: Held, tier: str) -> None:
             for name, value in held.module.state_dict().items()
         }
         want = _output(held, weights)
-        build, state = family_of(held.model).build, held.read(weights)
-        got = build(state, held.model, tier, device).forward(*_inputs(held, device))
+        got = build(held.read(weights), held.model, tier, device).forward(*_inputs(held, device))
     if want.shape != got.shape:
         raise UsageError(
             f"{held.name}: returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}: another network"

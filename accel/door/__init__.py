@@ -19,7 +19,7 @@ from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.forecast import plan_beside, read_plan
 from accel.loading import Batch
-from accel.network import MODELS
+from accel.network import MODELS, WHOLE, Part
 from accel.options import GridOptions, Options
 from accel.parallel.layouts import OFF, Layout
 from accel.progress import Stopwatch, step_bar
@@ -146,17 +146,17 @@ def batch_of(options: Options, batch: tuple[int, int] | None = None) -> Batch:
     return Batch(latents, copies, guidance.channels, options.latent_size, options.num_classes)
 
 
-def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = ()) -> Run:
+def load(opened: Opened, batch: tuple[int, int] | None = None, tuning: tuple = (), part: Part = WHOLE) -> Run:
     """The run of opened weights.
 
-    batch: as `batch_of` has it; tuning: as loading.load.
+    batch: as `batch_of` has it; tuning, part: as loading.load.
     """
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
     trained = options.weights.image_size
     if trained not in (None, options.image_size):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
-    how = dict(fixed=options.precision is not None, tuning=tuning, divided=options.divided)
+    how = dict(fixed=options.precision is not None, tuning=tuning, part=part)
     with enough_memory(options):
         network, tier = loading.load(weights, empty_model(options), tier, device, batch_of(options, batch), **how)
     return Run(network, process, guidance, tier, device, options.latent_size)

@@ -30,27 +30,22 @@ def qk_norm_rotary(
     first: int = 0,
     norms: Tensor | None = None,
     backend: str = "auto",
-    average: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """qkv (N, t, 3·D): q, k, v side by side, each head-major; q and k are overwritten. Returns qkv.
 
     rotation (T, d/2, 2): cosines and sines of every position; the t tokens are those from `first` on. norms (2, 2, D):
     of q, then of k, weight and bias; None: no norm. backend: "triton" (qkv half precision or float32, the others
-    float32, all contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU. average: over ranks that
-    have other heads of the same tokens; the norm is then done before, by tensor operations.
+    float32, all contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU.
     """
     check_backend("qk_norm_rotary", backend, BACKENDS)
     if backend == "auto":
         backend = "triton" if triton and qkv.is_cuda and qkv.dtype != torch.float64 else "torch"
-    if average is not None and norms is not None:
-        _normalise(qkv, norms, average)
-        norms = None
     (_triton if backend == "triton" else _torch)(qkv, rotation, first, norms)
     return qkv
 
 
-def _normalise(qkv, norms, average):
-    """The norm alone, with the statistics of all ranks."""
+def normalise(qkv: Tensor, norms: Tensor, average: Callable[[Tensor], Tensor]) -> None:
+    """The norm alone, in place by tensor operations. average: over ranks that have other heads of the same tokens."""
     x = qkv.unflatten(-1, (3, -1))[..., :2, :]  # q and k, (N, t, 2, D)
     wide = x.to(norms.dtype)
     wide = wide - average(wide.mean(-1, keepdim=True))

@@ -56,7 +56,7 @@ def share_evaluations(
         layout, reason = choose_once(network, evaluation, groups)
     busy = min(evaluation.pictures, job.world) if layout.ranks == 1 else layout.ranks
     print(f"parallel: {layout}, {busy} of {job.world} GPUs: {reason}")
-    shared = groups.apply(network, layout)  # which may divide the GEMMs of `network`
+    shared = groups.apply(network, layout)
     tune(network, evaluation, job, [layout])
     return shared, layout
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_linear import case, formula
 
-from accel.fast.dit import FastDiT
+from accel.fast.network import FastNetwork
 from accel.files import cache_folder
 from accel.kernels import keep
 from accel.kernels.linear import Linear, cublaslt, tuner
@@ -70,10 +70,10 @@ def test_a_choice_is_made_once(measured, tmp_path):
 def test_a_network_says_what_was_measured(measured, capsys):
     """Once: the same network and later processes find it."""
     layers = [SimpleNamespace(backend="tuned", shape=lambda m, n=n: (m, n, 8, False)) for n in (8, 16)]
-    network = SimpleNamespace(blocks=[layers], dtype=GEMM[4], device=GEMM[5], tuner=Tuner())
+    network = SimpleNamespace(blocks=[SimpleNamespace(gemms=layers)], dtype=GEMM[4], device=GEMM[5], tuner=Tuner())
     for tuner_of_a_process in (network.tuner, network.tuner, Tuner()):
         network.tuner = tuner_of_a_process
-        FastDiT.tune(network, [8])
+        FastNetwork.tune(network, [8])
     line = "GEMMs measured for this GPU: 2 in 0.0 s; later runs find what was chosen\n"
     assert capsys.readouterr().out == line and len(measured) == 2
 

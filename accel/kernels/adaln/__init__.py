@@ -62,16 +62,17 @@ def adaln_split(
     branches: Branches = (),
     update: bool = False,
     backend: str = "auto",
+    rms_eps: float | None = None,
     stack: bool = False,
 ) -> HighLow:
     """As `adaln`, x float32, the result split into high and low with a power of two a token; "triton" or "torch".
     stack: in the layout that cuBLAS's split GEMM takes."""
     check_backend("adaln_split", backend, BACKENDS)
     if (_portable(x) if backend == "auto" else backend) == "torch":
-        return split(reference.adaln(x, modulation, shift, scale, branches, update))
+        return split(reference.adaln(x, modulation, shift, scale, branches, update, rms_eps))
     from accel.kernels.adaln import triton
 
-    return HighLow(*triton.adaln_split(x, modulation, shift, scale, branches, update, stack))
+    return HighLow(*triton.adaln_split(x, modulation, shift, scale, branches, update, rms_eps, stack))
 
 
 def _portable(x):

@@ -29,7 +29,14 @@ def adaln(
 
 
 def adaln_split(
-    x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool, stack: bool
+    x: Tensor,
+    modulation: Modulation,
+    shift: int,
+    scale: int,
+    branches: Branches,
+    update: bool,
+    rms_eps: float | None,
+    stack: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `adaln` → high and low (2, N, T, D) float16, a `new_stack` if so asked; scales (N, T) float32."""
     if stack:
@@ -37,7 +44,7 @@ def adaln_split(
     else:
         pair = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device)
     scales = torch.empty(x.shape[:2], device=x.device)
-    _launch(x, modulation, shift, scale, branches, update, pair, scales, True, stack=stack)
+    _launch(x, modulation, shift, scale, branches, update, pair, scales, True, rms_eps, stack)
     return pair, scales
 
 

@@ -3,7 +3,7 @@ GPU."""
 
 import pytest
 import torch
-from networks import evaluate, network_of, sample
+from networks import evaluate, fast_network, network_of, sample
 from reference_networks import large_dit, relative_error
 from test_large_dit import FORMS, batch, build
 
@@ -11,14 +11,11 @@ from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families.large_dit.network import DiT_Llama
 from accel.fast import load
-from accel.fast.large_dit import FastLargeDiT
 from accel.network import Plain
 from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
 from accel.weights.identity import shapes_only
-
-CPU = torch.device("cpu")
 
 
 def definition(model, x, t, y):
@@ -28,7 +25,7 @@ def definition(model, x, t, y):
 @pytest.mark.parametrize("form", FORMS)
 def test_float64_is_the_definition(form):
     model = build(**form)
-    fast = FastLargeDiT(model.state_dict(), model, torch.float64, CPU)
+    fast = fast_network(model, torch.float64)
     x, _, y = batch(model)
     t = torch.zeros(4, dtype=torch.int64)  # of others the sinusoid is float32
     want = large_dit(model.state_dict(), x, t, y, model.n_heads, model.patch_size)
@@ -51,7 +48,7 @@ def test_tiers_on_the_cpu(precision, tolerance, qk_norm):
 def test_half_tiers_hold_half_weights():
     """No projection of a block or of the conditioning is kept in float32."""
     fast = network_of(build(qk_norm=True), "fp16")
-    held = [tensor for block in fast.blocks for layer in block for tensor in layer.parameters()]
+    held = [tensor for block in fast.blocks for layer in block.gemms for tensor in layer.parameters()]
     assert all(tensor.dtype == torch.float16 for tensor in [*held, fast.conditioning.weight])
 
 
@@ -68,7 +65,7 @@ def test_the_loop_gives_the_plain_networks_latents(process):
 
 def test_part_of_the_tokens():
     model = build(qk_norm=True)
-    fast = FastLargeDiT(model.state_dict(), model, torch.float64, CPU)
+    fast = fast_network(model, torch.float64)
     x, t, y = batch(model, 2)
     x, part = x.double(), slice(4, 12)
     condition, seen = fast.condition(t, y), []
@@ -125,7 +122,7 @@ def test_captured_steps_are_the_eager_ones():
     for process in (Ancestral(diffusion), Ddim(diffusion), Ddim(diffusion, 0.5)):
         latents = []
         for captures in (True, False):
-            network = FastLargeDiT(model.state_dict(), model, torch.float16, torch.device("cuda"))
+            network = fast_network(model, torch.float16, "cuda")
             network.captures = captures
             torch.manual_seed(0)
             latents.append(sample(network, process, z, labels, 4.0, 10))
