@@ -37,7 +37,7 @@ def accelerate(
     model: models.DiT, large_dit.DiT_Llama, sit.SiT or the original classes, with the published state-dict keys; wrapped
     and compiled ones are unwrapped. Of diffusers a DiTTransformer2DModel, and REPA's SiT: the copy then has its face
     and its function.
-    precision: "fp16", "bf16", "exact" (DiT only), "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else
+    precision: "fp16", "bf16", "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else
     fp32. check: evaluate both on a batch row of noise and compare.
 
     Raises ValueError, of one line: for a tier that the device lacks or that the weights overflow, for another network,

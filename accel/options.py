@@ -49,8 +49,6 @@ def _check_sizes(options):
             f"`image_size={size}`: must be a multiple of {unit} (VAE factor 8, patch {options.patch_size})"
         )
     _require_seed(options.seed)
-    if options.precision == "exact" and (options.model or "").startswith("Large-DiT"):
-        raise UsageError("`precision=exact`: is for DiT only; use `precision=fp32`, or fp16")
 
 
 def _require_seed(seed):

@@ -2,7 +2,7 @@
 
     python bench/sanitize.py --captured --batch-rows 2 --side 32
 
-cuBLASLt's choice of each GEMM, then one block of XL/2's width, fp16 and exact, in a sampling run; a block of Large-DiT;
+cuBLASLt's choice of each GEMM, then one block of XL/2's width and one of Large-DiT, fp16 and exact, in a sampling run;
 a decoded picture. Exit status 1: a result is not finite. Run it without a tool first: it compiles
 the kernels and times the GEMMs."""
 
@@ -10,6 +10,7 @@ if not __package__:
     __import__("_as_module")
 
 from argparse import Namespace
+from itertools import product
 
 import torch
 
@@ -55,7 +56,7 @@ def work(args: Namespace, device: torch.device) -> None:
 
             run(f"{shape[:4]}", launch, x)
         x, t, y = noise(rows, 4, args.side, args.side), torch.full((rows,), 500, device=device), torch.arange(rows)
-        for name, one, tier in (("DiT", model, "fp16"), ("DiT", model, "exact"), ("Large-DiT", large, "fp16")):
+        for (name, one), tier in product((("DiT", model), ("Large-DiT", large)), ("fp16", "exact")):
             network = harness.build(one, tier, device, graph=captured)
             run(f"{name}, {tier}, {rows} rows", network.forward, x, t, y.to(device))
             if rows % 2 == 0:

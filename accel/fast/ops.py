@@ -18,10 +18,10 @@ from torch import Tensor
 from accel.kernels.adaln import adaln, adaln_split
 from accel.kernels.attention import attention
 from accel.kernels.linear import Linear, Tuner
-from accel.kernels.qk_norm_rotary import normalise, qk_norm_rotary
+from accel.kernels.qk_norm_rotary import normalise, qk_norm_rotary, qk_norm_rotary_split
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import SplitLinear, balance, choose
-from accel.kernels.swiglu import swiglu
+from accel.kernels.swiglu import swiglu, swiglu_split
 from accel.network import WHOLE, BlockNetwork, Part
 from accel.precision import TIERS
 
@@ -78,10 +78,7 @@ class Half:
         return Block(layers, rotate, swiglu if gated else None, norms)
 
     def _rotate(self, rotation, norms, qkv, first):
-        if norms is not None and self.part.ranks > 1:
-            normalise(qkv, norms, lambda mean: self.part.sum(mean) / self.part.ranks)
-            norms = None
-        return qk_norm_rotary(qkv, rotation, first, norms)
+        return qk_norm_rotary(qkv, rotation, first, _norms_left(self.part, qkv, norms))
 
     def overflowed(self) -> str | None:
         """None: what overflows is not finite in the output."""
@@ -106,24 +103,36 @@ class Split:
         """As Half.block. Raises ValueError, naming the layer, for weights that are not finite.
 
         Powers of two move between neighbouring GEMMs. They change no bit of the function, but bring what a high/low
-        split has to hold to a like size: from q to k, from v to proj, from GELU's output to fc2.
+        split has to hold to a like size: from q to k, from v to proj, from GELU's output to fc2. SwiGLU's output is
+        scaled by the token.
         """
-        if gated or rotation is not None:
-            raise ValueError("precision 'exact' is for DiT only; take 'fp32'")
-        (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = gemms.values()
-        q, k, v = balance(qkv, bq).chunk(3)  # each (D,)
-        even = torch.exp2(torch.log2(q / k).div(2).round())
-        factor = torch.cat([even, 1 / even, v])  # (3·D,)
-        after, names = balance(fc1, b1), list(gemms)
-        of_qkv, of_fc1 = (self._watch(names[index]) for index in (0, 2))
-        layer = partial(SplitLinear, backend=self.gemm)
-        layers = (
-            layer(qkv * factor[:, None], bq * factor, result="high_low", overflow=of_qkv, name=names[0]),
-            layer(proj / v, bp, name=names[1]),
-            layer(fc1, b1, gelu=True, after=after, result="high_low", overflow=of_fc1, name=names[2]),
-            layer(fc2 / after, b2, name=names[3]),
+        names, layer = list(gemms), partial(SplitLinear, backend=self.gemm)
+        (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = (
+            (weight, weight.new_zeros(len(weight)) if bias is None else bias) for weight, bias in gemms.values()
         )
-        return Block(layers, None, None, None)
+        overflow, rotate, activate = self._watch(names[0]), None, None
+        factor, norms = _balanced(qkv, bq, norms, rotation is not None)
+        how = dict(result="high_low", overflow=overflow)
+        if rotation is not None:  # whose kernel splits, and watches
+            rotate, how = partial(self._rotate, rotation, norms, overflow), {}
+        attention = (
+            layer(qkv * factor[:, None], bq * factor, name=names[0], **how),
+            layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
+        )
+        if gated:
+            activate = partial(swiglu_split, stack=self.gemm == "cublas")
+            mlp = layer(fc1, b1, name=names[2]), layer(fc2, b2, name=names[3])
+        else:
+            after, how = balance(fc1, b1), dict(result="high_low", overflow=self._watch(names[2]))
+            mlp = (
+                layer(fc1, b1, gelu=True, after=after, name=names[2], **how),
+                layer(fc2 / after, b2, scaled=False, name=names[3]),
+            )
+        return Block((*attention, *mlp), rotate, activate, norms)
+
+    def _rotate(self, rotation, norms, overflow, qkv, first):
+        norms = _norms_left(self.part, qkv, norms)
+        return qk_norm_rotary_split(qkv, rotation, first, norms, overflow=overflow)
 
     def _watch(self, layer):
         """A flag that kernels set where a value of `layer` leaves float16's range."""
@@ -134,3 +143,35 @@ class Split:
         """The first layer with a value too large for a split, or None. Waits for the device."""
         flags = torch.cat([*self.watched.values()]).tolist()
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
+
+
+def _norms_left(part, qkv, norms):
+    """The norms that the kernel of the rotation has left to do. Where ranks divide the heads it is none: the norm is
+    done here, by tensor operations with the statistics of all ranks."""
+    if norms is None or part.ranks == 1:
+        return norms
+    normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
+    return None
+
+
+def _balanced(qkv, bias, norms, rotated):
+    """Powers of two for the outputs of qkv (3·D,), and the norms with theirs. Outputs that are rotated into each other
+    have the same."""
+    q, k, v = balance(qkv, bias).chunk(3)  # each (D,)
+    if rotated:
+        if norms is None:
+            sources = list(zip(qkv.chunk(3), bias.chunk(3)))[:2]
+        else:
+            sources = [(norm[0, :, None], norm[1]) for norm in norms]
+        q, k = (_balance_pairs(*source) for source in sources)
+    even = torch.exp2(torch.log2(q / k).div(2).round())
+    if norms is None:
+        return torch.cat([even, 1 / even, v]), None
+    one = torch.ones_like(even)
+    return torch.cat([one, one, v]), norms * torch.stack([even, 1 / even])[:, None]
+
+
+def _balance_pairs(weight, bias):
+    """As `balance` of weight (D, K) and bias (D,), the same for outputs 2i and 2i + 1."""
+    both = torch.cat([weight, bias[:, None]], 1).unflatten(0, (-1, 2)).flatten(1)  # (D/2, 2·(K + 1))
+    return balance(both, both.new_zeros(len(both))).repeat_interleave(2)

@@ -46,6 +46,7 @@ REFUSED = [
     ("many_gpus", [], "torchrun"),
     ("many_gpus", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
     ("many_gpus", ["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
+    ("many_gpus", ["--plans", "weights=2"], "--plans weights=N: divides a network while it is read"),
     ("winners", [], "--device cpu: a GPU's GEMMs are timed"),
     ("sanitize", [], "--device cpu: a GPU's kernels are checked"),
 ]

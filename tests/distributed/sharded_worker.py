@@ -196,7 +196,7 @@ def loaded(job, model, generator):
         yield row | difference(network.forward(x, t, y), build(model.state_dict(), model, "fp16", cpu).forward(x, t, y))
 
 
-TIERS_DIVIDED = "fp32", "fp16"
+TIERS_DIVIDED = "fp32", "fp16", "exact"
 LARGE = (
     Layout(rows=2),
     Layout(rows=4),

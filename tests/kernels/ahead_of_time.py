@@ -27,6 +27,12 @@ def adaln_variant(capability, branch, out, high_low, width=1152, centre=True, st
     return adaln._adaln, types, dict(**constants, **adaln.tile_config(width), START_NEXT=capability >= 90)
 
 
+def rotary_variant(pointers, width, head, high_low):
+    constants = dict(WIDTH=width, HEAD=head, NORM=True, EPS=1e-5, HIGH_LOW=high_low, WATCHED=high_low)
+    constants |= qk_norm_rotary.tile_config(width)
+    return qk_norm_rotary._qk_norm_rotary, [*pointers, "i32", "i32", "i32"], constants
+
+
 def group_norm_sum(x, out, forms):
     types = [f"*{x}", "*fp16", "*fp32", f"*{out}", "*fp32", *SUM]
     return group_norm._add, types, dict(zip(("BRANCH", "WRITE", "STATISTICS"), forms), **group_norm.TILE)
@@ -53,16 +59,19 @@ VARIANTS = {
         ["*i64", "*i64", "*i64", "i32", "i32*16", "i32", "i32", "i32*16"],
         dict(WIDTH=576, WORLD=4, BLOCK=push.BLOCK, TURNS=5, num_warps=push.WARPS),
     ),
+    "adaln_split_rms": lambda capability: adaln_variant(capability, "fp32", "fp16", True, 4096, False, stack=True),
+    "swiglu_split": lambda _: (
+        swiglu._swiglu_split,
+        ["*fp32", "*fp16", "*fp32", "i32"],
+        dict(STACK=True, **swiglu.split_config(11008)),
+    ),
+    "qk_norm_rotary_split": lambda _: rotary_variant(["*fp32", "*fp16", "*fp32", "*fp32", "*i32"], 4096, 128, True),
     "swiglu": lambda capability: (
         swiglu._swiglu,
         ["*fp16", "*fp16"],
         dict(WIDTH=11008, BLOCK=swiglu.BLOCK, START_NEXT=capability >= 90),
     ),
-    "qk_norm_rotary": lambda _: (
-        qk_norm_rotary._qk_norm_rotary,
-        ["*fp16", "*fp32", "*fp32", "i32", "i32"],
-        dict(WIDTH=3072, HEAD=96, NORM=True, EPS=1e-5, **qk_norm_rotary.tile_config(3072)),
-    ),
+    "qk_norm_rotary": lambda _: rotary_variant(["*fp16", "*fp16", "*fp32", "*fp32", "*i32"], 3072, 96, False),
     "statistics": lambda _: group_norm_sum("fp16", "fp16", (False, False, True)),
     "residual": lambda _: group_norm_sum("fp32", "fp32", (True, True, True)),
     "join": lambda _: (group_norm._join, ["*fp32"] * 4 + ["i32"] * 5 + ["fp32"], JOIN),

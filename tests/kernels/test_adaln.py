@@ -61,7 +61,7 @@ def check_rms(device, width=1152, n=3, tokens=20, tolerance=3e-4):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def check_split(backend, device="cpu", tokens=20):
+def check_split(backend, device="cpu", tokens=20, rms_eps=None):
     """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
     for width in (1152, 216, 100):
         x, branch = (draw(3, tokens, width, seed=seed, device=device) for seed in (width, 2))
@@ -69,11 +69,12 @@ def check_split(backend, device="cpu", tokens=20):
         table[2] *= 1e-4
         table[0, 3:5] *= 1e4
         modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
-        want = adaln(x.double(), wide(modulation), 3, 4, ((branch.double(), 2),), backend="torch")
-        got = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend)
+        want = adaln(x.double(), wide(modulation), 3, 4, ((branch.double(), 2),), backend="torch", rms_eps=rms_eps)
+        how = dict(backend=backend, rms_eps=rms_eps)
+        got = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), **how)
         assert got.scale.shape == (3, tokens) and got.pair[0].abs().amax(-1).ge(2**14).all()
         if backend == "triton":
-            stack = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend, stack=True)
+            stack = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), stack=True, **how)
             assert torch.equal(stacked(stack.pair), torch.cat([*got.pair, got.pair[0]], -1))
             assert stacked(stack.pair).data_ptr() == stack.pair.data_ptr() and torch.equal(stack.scale, got.scale)
         assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
@@ -93,6 +94,7 @@ def test_the_reference_is_the_formula(branches, rms_eps):
 
 def test_the_split_reference():
     check_split("torch")
+    check_split("torch", rms_eps=1e-5)
 
 
 def interpret():
@@ -107,7 +109,8 @@ def interpret():
     kernels.tile_config = tile_config
     check_rms("cpu", tokens=5)
     check_rms("cpu", 192, tokens=5)
-    check_split("triton", tokens=5)
+    for rms_eps in (None, 1e-5):
+        check_split("triton", tokens=5, rms_eps=rms_eps)
 
 
 def test_interpreted_kernel():
@@ -147,7 +150,8 @@ def test_compiled_rms():
 
 @pytest.mark.gpu
 def test_compiled_split():
-    check_split("triton", "cuda")
+    for rms_eps in (None, 1e-5):
+        check_split("triton", "cuda", rms_eps=rms_eps)
 
 
 @pytest.mark.gpu

@@ -61,6 +61,7 @@ WIDE = dict(
     adaln=9, adaln_rms=9, adaln_split=9, adaln_stack=9, split_finish=9, split_softmax=9, qk_norm_rotary=5, swiglu=3
 )
 WIDE |= dict(statistics=4, residual=4, normalise=4, join=0)
+WIDE |= dict(adaln_split_rms=32, swiglu_split=16, qk_norm_rotary_split=8)
 CASES = [(capability, *case) for capability in ((7, 0), (8, 0)) for case in ANY_GPU]
 CASES.append(((8, 0), "test_attention", "attention.triton", "check_on_a_gpu()"))
 

@@ -39,6 +39,7 @@ class SplitLinear:
 
     weight (N, K), bias (N,) float32, on the device to run on. gelu: GELU in its tanh form follows, then a
     multiplication by the powers of two `after` (N,); the next layer has their inverse in its weights (`balance`).
+    scaled: whether inputs have scales, for `prepare`.
     result: "float32", or "high_low" for HighLow without scales, which gelu asks for. overflow: an int32 tensor of one
     element, set to 1 where a high_low result is too large for float16. name: of the layer, for errors. Raises
     ValueError, naming the layer, for weights that are not finite.
@@ -51,6 +52,7 @@ class SplitLinear:
         *,
         after: Tensor | None = None,
         gelu: bool = False,
+        scaled: bool = True,
         result: str = "float32",
         overflow: Tensor | None = None,
         name: str = "",
@@ -63,7 +65,7 @@ class SplitLinear:
             raise ValueError(f"{name}: has weights that are not finite")
         self.columns, self.depth = weight.shape
         self.bias, self.after, self.overflow = bias.contiguous(), after, overflow
-        self.gelu, self.high_low = gelu, result == "high_low"
+        self.gelu, self.high_low, self.scaled = gelu, result == "high_low", scaled
         self.pair, self.scale = split(weight)  # (2, N, K), (N,)
         if self.backend == "hopper":
             self.pair, _ = split(hopper.arrange(weight))
@@ -71,10 +73,9 @@ class SplitLinear:
             self.pair = cublas.arrange(weight)  # (N, 3·K)
 
     def prepare(self, m: int) -> None:
-        """Compile and load what M tokens need, by a launch on zeros. What gives high_low follows a norm in a block,
-        whose split has scales."""
+        """Compile and load the kernels for M tokens, by a launch on zeros."""
         pair = torch.zeros(2, m, self.depth, dtype=torch.float16, device=self.pair.device)
-        self(HighLow(pair, self.scale.new_ones(m) if self.high_low else None))
+        self(HighLow(pair, self.scale.new_ones(m) if self.scaled else None))
 
     def parameters(self) -> Iterator[Tensor]:
         """The layer's tensors."""

@@ -51,6 +51,20 @@ def store_stack(high_ptr, depth, y, inside):
 
 
 @triton.jit
+def row_scale(largest):
+    """The power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, from its exponent bits; its inverse."""
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return factor, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def beyond_float16(y, inside):
+    """1 if a value of the tile (…,) is too large for float16, else 0."""
+    return tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 0)
+
+
+@triton.jit
 def _gelu(y):
     """GELU in its tanh form."""
     return y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))

@@ -8,11 +8,9 @@ from reference_networks import large_dit, relative_error
 from test_large_dit import FORMS, batch, build
 
 from accel.diffusion import create_diffusion
-from accel.errors import UsageError
 from accel.families.large_dit.network import DiT_Llama
 from accel.fast import load
 from accel.network import Plain
-from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
 from accel.weights.identity import shapes_only
@@ -80,11 +78,42 @@ def test_part_of_the_tokens():
     torch.testing.assert_close(seen[0], whole[:, part])  # rotated by where the tokens stand in the row
 
 
-def test_exact_is_refused():
-    with pytest.raises(ValueError, match="'exact' is for DiT only"):
-        network_of(build(), "exact")
-    with pytest.raises(UsageError, match="precision=exact: is for DiT only; use precision=fp32"):
-        GridOptions(model="Large-DiT-3B/2", precision="exact").resolve()
+def strain(model):
+    """Weights of any scale, the same function: neighbouring channels of q against those of k, v's against wo's columns,
+    outliers of SwiGLU's."""
+    for layer in model.layers:
+        mixed, mlp = layer.attention, layer.feed_forward
+        normed = isinstance(mixed.q_norm, torch.nn.LayerNorm)
+        queries, keys = (mixed.q_norm, mixed.k_norm) if normed else (mixed.wq, mixed.wk)
+        for module, factor in ((queries, 1e3), (keys, 1e-3)):
+            for value in module.parameters():
+                value.data[:6] *= factor
+        mixed.wv.weight.data[:5] *= 1e6
+        mixed.wo.weight.data[:, :5] *= 1e-6
+        mlp.w3.weight.data[7:12] *= 1e4
+        mlp.w2.weight.data[:, 7:12] *= 1e-4
+    return model
+
+
+@pytest.mark.parametrize("qk_norm", (True, False))
+@pytest.mark.parametrize("change", (lambda model: model, strain))
+def test_exact_errs_no_more_than_float32(qk_norm, change):
+    model = change(build(qk_norm=qk_norm))
+    x, _, y = batch(model, 6)
+    t = torch.zeros(6, dtype=torch.int64)  # of others the sinusoid is float32
+    want, exact = definition(model, x, t, y), network_of(model, "exact")
+    with torch.no_grad():
+        assert relative_error(exact.forward(x, t, y), want) <= relative_error(model(x, t, y), want)
+    assert exact.overflowed() is None
+
+
+def test_exact_names_the_layer_that_overflows():
+    model = build(qk_norm=True)
+    model.layers[1].attention.k_norm.bias.data += 1e9
+    model.layers[1].attention.q_norm.bias.data += 1e9
+    exact = network_of(model, "exact")
+    assert not exact.forward(*batch(model, 2)).isfinite().all()
+    assert exact.overflowed() == "layers.1.attention.wq, wk, wv"
 
 
 #################################################################################
@@ -102,7 +131,7 @@ WIDE = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", WIDE)
-@pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-5), ("fp16", 2e-3), ("bf16", 2e-2)))
+@pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-5), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2)))
 def test_tiers_on_a_gpu(form, precision, tolerance):
     model = build(**form, qk_norm=True)
     if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
