@@ -48,11 +48,11 @@ class Conditioning:
         self.weight = self.bias.new_empty(len(self.bias), self.labels.shape[1], dtype=dtype)
         first = 0
         for weight in weights:
-            mine, these = self._held(first, first + len(weight))
+            mine, these = self._own_rows(first, first + len(weight))
             self.weight[mine] = weight[these]
             first += len(weight)
 
-    def _held(self, first, last):
+    def _own_rows(self, first, last):
         """Of the projections' rows from `first` to `last`: where this rank holds them, and which of them."""
         start = max(first, self.own.start)
         stop = max(start, min(last, self.own.stop))
@@ -83,7 +83,7 @@ class Conditioning:
     def fold(self, vector: int, gain: torch.Tensor) -> None:
         """Let scale `vector` multiply by gain (D,) too: gain·(1 + scale) − 1 takes scale's place. So the weight of a
         norm costs nothing in the loop."""
-        mine, these = self._held(vector * self.width, (vector + 1) * self.width)
+        mine, these = self._own_rows(vector * self.width, (vector + 1) * self.width)
         self.weight[mine] *= gain[these, None]
         self.bias[mine] = gain[these] * (1 + self.bias[mine]) - 1
 
@@ -97,7 +97,7 @@ class ConditioningTable:
     """
 
     def __init__(self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, least: int = 1):
-        """least: how many entries there have to be, whatever their bytes."""
+        """least: minimum number of entries, even above `table_bytes`."""
         c = self.conditioning = conditioning
         self.usual = max(1, table_bytes // (c.vectors * c.width * c.bias.element_size()))  # entries
         self.capacity = max(self.usual, least)

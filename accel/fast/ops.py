@@ -112,20 +112,20 @@ class Split:
         )
         overflow, rotate, activate = self._watch(names[0]), None, None
         factor, norms = _balanced(qkv, bq, norms, rotation is not None)
-        how = dict(result="high_low", overflow=overflow)
-        if rotation is not None:  # whose kernel splits, and watches
-            rotate, how = partial(self._rotate, rotation, norms, overflow), {}
+        result = dict(result="high_low", overflow=overflow)
+        if rotation is not None:  # its kernel splits and watches
+            rotate, result = partial(self._rotate, rotation, norms, overflow), {}
         attention = (
-            layer(qkv * factor[:, None], bq * factor, name=names[0], **how),
+            layer(qkv * factor[:, None], bq * factor, name=names[0], **result),
             layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
         )
         if gated:
             activate = partial(swiglu_split, stack=self.gemm == "cublas")
             mlp = layer(fc1, b1, name=names[2]), layer(fc2, b2, name=names[3])
         else:
-            after, how = balance(fc1, b1), dict(result="high_low", overflow=self._watch(names[2]))
+            after, result = balance(fc1, b1), dict(result="high_low", overflow=self._watch(names[2]))
             mlp = (
-                layer(fc1, b1, gelu=True, after=after, name=names[2], **how),
+                layer(fc1, b1, gelu=True, after=after, name=names[2], **result),
                 layer(fc2 / after, b2, scaled=False, name=names[3]),
             )
         return Block((*attention, *mlp), rotate, activate, norms)
@@ -146,8 +146,8 @@ class Split:
 
 
 def _norms_left(part, qkv, norms):
-    """The norms that the kernel of the rotation has left to do. Where ranks divide the heads it is none: the norm is
-    done here, by tensor operations with the statistics of all ranks."""
+    """Return the norms for the rotation's kernel. Where ranks divide the heads, apply them here, by tensor operations
+    with the statistics of all ranks, and return None."""
     if norms is None or part.ranks == 1:
         return norms
     normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
