@@ -46,7 +46,10 @@ class SplitDiT(Recorded):
     """A DiT whose attention is from and to high/low splits, as the exact tier's."""
 
     exchanges = ("ulysses",)
-    attention = staticmethod(split_attention)
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.attention = split_attention
 
     def forward_blocks(self, h, condition, attend, tokens=slice(None)):
         def attend_split(qkv, num_heads):
