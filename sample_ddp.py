@@ -106,7 +106,8 @@ def sample_grid(options: GridOptions, job: "Job") -> None:
     job.open_collectives(opened.device)
     with watch.phase("load"):
         expected, tuner = Placement(layout or OFF, job.world), Tuner(share=job.from_rank_0)
-        run = job.run_collectively(lambda: door.load(opened, expected, tuner=tuner))
+        part = groups.part(layout)
+        run = job.run_collectively(lambda: door.load(opened, expected, tuner=tuner, part=part))
     print(door.describe(opened.options, run, job.world))
     with watch.phase("plan"):
         run, placement = door.place(opened, run, groups, layout)

@@ -26,9 +26,9 @@ def build(
     model: the reference network, without values. The weights are copied.
     """
     if TIERS[tier].accelerated:
-        from accel.fast import family_of  # brings Triton; the other tiers need not wait for it
+        from accel import fast  # brings Triton; the other tiers need not wait for it
 
-        return family_of(model).build(state, model, tier, device, tuner)
+        return fast.build(state, model, tier, device, tuner)
     model = copy.deepcopy(model)
     state = {name: value.to(device, torch.float32, copy=True) for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)

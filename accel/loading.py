@@ -12,7 +12,7 @@ from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, reference_state
 from accel.gpu import missing_code
 from accel.kernels.linear import Tuner
-from accel.network import Network, Plain
+from accel.network import WHOLE, Network, Part, Plain
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
 
@@ -55,28 +55,31 @@ def load(
     *,
     fixed: bool = True,
     tuner: Tuner | None = None,
-    divided: bool = False,
+    part: Part = WHOLE,
 ) -> tuple[Network, str]:
     """(the network, its tier): bf16 where the weights overflow float16 and the tier is not `fixed`.
 
     fit: what the weights are; model: the reference network of their shape, without values (on the meta device).
-    tuner: chooses the GEMMs' algorithms. divided: a plain network's weights stay in the file, since ranks will each
-    take their part.
+    tuner: chooses the GEMMs' algorithms. part: of the weights, that this rank reads and holds.
 
     Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
     """
-    network = load_network(weights, fit, model, tier, device, batch, tuner, divided)
-    if not divided:
-        weights.close()
+    network = load_network(weights, fit, model, tier, device, batch, tuner, part)
+    weights.close()
     network.tune({prod(rows) * (batch.side // network.patch_size) ** 2 for rows in batch.rows})
-    if not TIERS[tier].accelerated or tier == "bf16" or not overflows(network, batch, device, model.SOME_TIMES):
+    if not TIERS[tier].accelerated or tier == "bf16":
+        return network, tier
+    from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
+    from_rank_0(lambda: None)  # no rank waits below for one that has failed
+    too_large = overflows(network, batch, device, model.SOME_TIMES)
+    if not from_rank_0(lambda: too_large):
         return network, tier
     if fixed or tier == "exact" or not supports("bf16", device):
         raise UsageError(f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}")
     print("these weights overflow float16: sampling in bfloat16")
     apply_precision("bf16", device)
     del network  # free its memory first
-    return load(weights, fit, model, "bf16", device, batch, tuner=tuner)
+    return load(weights, fit, model, "bf16", device, batch, tuner=tuner, part=part)
 
 
 def load_network(
@@ -87,7 +90,7 @@ def load_network(
     device: torch.device,
     batch: Batch,
     tuner: Tuner | None = None,
-    divided: bool = False,
+    part: Part = WHOLE,
 ) -> Network:
     """The network of a tier, not tuned and not checked. No weights are initialised to be thrown away, and each goes
     straight from the mapped file to the device."""
@@ -99,13 +102,18 @@ def load_network(
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
-            return fast.load(state, model, tier, device, *batch.rows[0], batch.guided_channels, tuner)
+            return fast.load(state, model, tier, device, *batch.rows[0], batch.guided_channels, tuner, part)
         except ValueError as error:
             raise UsageError(f"`ckpt={weights.name}`: {error}") from None
-    if not divided:  # first to the device: of weights in half precision the CPU never holds a float32 copy
+    if part.ranks == 1:  # first to the device: of weights in half precision the CPU never holds a float32 copy
         state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
-    return Plain(model.eval().requires_grad_(False))
+    model.eval().requires_grad_(False)
+    if part.group is not None:
+        from accel.parallel.tensor_parallel import divide_weights  # DTensor takes a second to import
+
+        divide_weights(model, part.group, device)
+    return Plain(model)
 
 
 @torch.inference_mode()

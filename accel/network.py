@@ -10,8 +10,11 @@ T = (H/p)² tokens, D width.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import zip_longest
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +36,32 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod
     return model
+
+
+def family_module(model: torch.nn.Module, name: str) -> ModuleType:
+    """The module `name` beside the one that defines a network's class, or a class that it derives from."""
+    packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
+    names = (f"{package}.{name}" for package in packages if package.startswith("accel.families."))
+    return import_module(next(name for name in names if find_spec(name)))
+
+
+class Part(NamedTuple):
+    """The part of every GEMM's weights that a rank holds: heads and hidden width are divided (Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3)."""
+
+    rank: int = 0
+    ranks: int = 1
+    all_reduce: Callable[[torch.Tensor], object] | None = None  # sums a tensor over the ranks, in place
+    group: Any = None  # the ranks' process group; None on a rank that is left idle
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x, summed over the ranks in place."""
+        if self.ranks > 1:
+            self.all_reduce(x)
+        return x
+
+
+WHOLE = Part()
 
 
 class Network(ABC):

@@ -19,14 +19,13 @@ import torch
 from tqdm import tqdm
 
 import accel
-from accel import gpu, loading, precision
+from accel import fast, gpu, loading, precision
 from accel.diffusion import create_diffusion
 from accel.door import opening
 from accel.errors import UsageError
 from accel.families import ROOT, Defaults, constructor_of, model_names
 from accel.families import family_of as family_of_name
 from accel.families.large_dit.network import DiT_Llama
-from accel.fast import family_of
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.graphs import Replayed
@@ -345,11 +344,11 @@ def build(
         precision.apply_precision(tier, device)
     if not precision.TIERS[tier].accelerated:
         return Plain(model)
-    network = family_of(model).build(model.state_dict(), model, tier, device, tuner, gemm)
+    network = fast.build(model.state_dict(), model, tier, device, tuner, gemm)
     network.hoists, network.captures = hoist, graph
     network.fuses_update &= embed_update != "torch"
-    norm = "adaln_split" if tier == "exact" else "adaln"
-    for op, backend in ((norm, adaln), ("attention", attention), ("patch_embed", embed_update)):
+    ops = dict(adaln=adaln, last_adaln=adaln, attention=attention, patch_embed=embed_update)
+    for op, backend in ops.items():
         setattr(network, op, partial(getattr(network, op), backend=backend))
     return network
 

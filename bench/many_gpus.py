@@ -248,6 +248,8 @@ def main() -> None:
     parser, args = parse()
     with user_errors(parser):
         wanted = [layouts.parse(text) for text in args.plans]
+        if any(layout.weights > 1 for layout in wanted):
+            raise UsageError("--plans weights=N: divides a network while it is read; time sample_ddp.py --repeats 3")
         harness.check_sizes(args.model, args.image_size or [])
         if launched()[1] < 2:
             launcher = "torchrun --standalone --nproc_per_node=4 bench/many_gpus.py"

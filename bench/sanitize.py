@@ -2,14 +2,15 @@
 
     python bench/sanitize.py --captured --batch-rows 2 --side 32
 
-Each of our GEMMs' tiles and cuBLASLt's choice, then one block of XL/2's width, fp16 and exact, in a sampling run; a
-block of Large-DiT; a decoded picture. Exit status 1: a result is not finite. Run it without a tool first: it compiles
+cuBLASLt's choice of each GEMM, then one block of XL/2's width and one of Large-DiT, fp16 and exact, in a sampling run;
+a decoded picture. Exit status 1: a result is not finite. Run it without a tool first: it compiles
 the kernels and times the GEMMs."""
 
 if not __package__:
     __import__("_as_module")
 
 from argparse import Namespace
+from itertools import product
 
 import torch
 
@@ -19,7 +20,7 @@ from accel.families.large_dit.network import DiT_Llama
 from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
-from accel.kernels.linear import cublaslt, hopper
+from accel.kernels.linear import cublaslt
 from accel.latents.half import HalfDecoder
 from bench import harness
 from bench.winners import LAYERS
@@ -46,17 +47,16 @@ def work(args: Namespace, device: torch.device) -> None:
         tokens = (args.side // 2) ** 2
         for n, k, gelu in LAYERS:
             shape = rows * tokens, n, k, gelu, torch.float16, device
-            ours, theirs = hopper.Gemm(*shape), cublaslt.Gemm(*shape)
+            gemm = cublaslt.Gemm(*shape)
             x, weight, bias = noise(rows * tokens, k).half(), (noise(n, k) / k**0.5).half(), noise(n).half()
-            for gemm, choice in [*((ours, tile) for tile in ours.candidates()), (theirs, theirs.suggestions()[0])]:
 
-                def launch(x, gemm=gemm, choice=choice, weight=weight, bias=bias):
-                    gemm.run(choice, x, weight, bias, out := x.new_empty(len(x), len(weight)))
-                    return out
+            def launch(x, gemm=gemm, weight=weight, bias=bias):
+                gemm.run(gemm.suggestions()[0], x, weight, bias, out := x.new_empty(len(x), len(weight)))
+                return out
 
-                run(f"{shape[:4]} by {choice}", launch, x)
+            run(f"{shape[:4]}", launch, x)
         x, t, y = noise(rows, 4, args.side, args.side), torch.full((rows,), 500, device=device), torch.arange(rows)
-        for name, one, tier in (("DiT", model, "fp16"), ("DiT", model, "exact"), ("Large-DiT", large, "fp16")):
+        for (name, one), tier in product((("DiT", model), ("Large-DiT", large)), ("fp16", "exact")):
             network = harness.build(one, tier, device, graph=captured)
             run(f"{name}, {tier}, {rows} rows", network.forward, x, t, y.to(device))
             if rows % 2 == 0:

@@ -3,7 +3,7 @@
     python bench/steps.py --gate 3 --output output/ladder.json
     python bench/steps.py --only "CUDA graph" --vs compile,max-autotune,diffusers --output output/versus.json
     python bench/steps.py --model Large-DiT-3B/2 --pictures 1 --only "CUDA graph" --vs eager,compile
-    python bench/steps.py --only exact --backends exact:gemm=triton,attention=cublas --output output/backends.json
+    python bench/steps.py --only exact --backends exact:gemm=cublas,attention=cublas --output output/backends.json
     python bench/steps.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output output/sweep.json
     python bench/steps.py --decoder --output output/decoder.json
 
@@ -55,10 +55,10 @@ RIVALS = "eager", "compile", "max-autotune", "diffusers"
 Rung = tuple[str, str, dict]  # name, tier, switches
 
 
-def ladder(device: torch.device, tiers: list[str], large: bool = False) -> Iterator[Rung]:
-    """Every rung that `device` can run; tiers: the half tiers that are climbed step by step; large: of a Large-DiT."""
+def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
+    """Every rung that `device` can run; tiers: the half tiers that are climbed step by step."""
     for tier in ("fp32", "tf32", "exact"):
-        if precision.supports(tier, device) and not (large and tier == "exact"):
+        if precision.supports(tier, device):
             yield tier, tier, {}
     # What plain half precision gets from torch: flash where there is one.
     flash = precision.supports("bf16", device)
@@ -170,7 +170,7 @@ def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
     for _, tier, _ in args.backends:
         if not precision.supports(tier, device):
             raise UsageError(f"--backends {tier}: {device} cannot run that tier; leave it out")
-    every = list(ladder(device, args.precision, args.model.startswith("Large")))
+    every = list(ladder(device, args.precision))
     rungs = [rung for rung in every if not args.only or any(word in rung[0] for word in args.only)]
     if not (rungs or args.backends or args.vs):
         names = ", ".join(name for name, *_ in every)

@@ -1,4 +1,4 @@
-"""Which algorithms win XL/2's GEMMs on this GPU under load, for accel/kernels/linear/known.json.
+"""Which of cuBLASLt's algorithms win XL/2's GEMMs on this GPU under load, for accel/kernels/linear/known.json.
 
     python bench/winners.py --output output/winners.json
     python bench/winners.py --batch-rows 2 --tokens 256 --record
@@ -31,14 +31,6 @@ DEPTH, FINALISTS = 28, 6
 LAYERS = (3456, 1152, False), (1152, 1152, False), (4608, 1152, True), (1152, 4608, False)  # N, K, GELU
 
 
-def name_of(choice: tuner.Choice) -> dict[str, list[int]] | None:
-    """A choice as known.json names it; None where `find` would give another."""
-    algorithm = choice.algorithm
-    library = isinstance(algorithm, cublaslt.Algorithm)
-    wanted = cublaslt.configuration(algorithm) if library else list(algorithm)
-    return {"cublaslt" if library else "hopper": wanted} if choice.gemm.find(wanted) == algorithm else None
-
-
 def milliseconds(replays: list[Callable], duration: float) -> list[float]:
     """Median milliseconds of each replay in the last third of `duration` seconds. They take turns, so that all see the
     same clock."""
@@ -58,13 +50,11 @@ def winner(m: int, n: int, k: int, gelu: bool, load: float) -> dict:
     x = torch.randn(m, k, generator=generator, device=device).to(dtype)
     weights = (torch.randn(DEPTH, n, k, generator=generator, device=device) / k**0.5).to(dtype)
     bias, out = torch.randn(n, device=device).to(dtype), torch.empty(m, n, dtype=dtype, device=device)
-    gemms = [make(m, n, k, gelu, dtype, device) for make in tuner.GEMMS.values()]
-    choices = [tuner.Choice(gemm, algorithm) for gemm in gemms for algorithm in gemm.candidates()]
-    named = [(choice, name) for choice in choices if (name := name_of(choice))]
-    replays = [
-        capture(lambda choice=choice: [choice.run(x, weight, bias, out) for weight in weights]) for choice, _ in named
-    ]
-    rows = [dict(algorithm=name, us=1e3 * ms / DEPTH) for (_, name), ms in zip(named, milliseconds(replays, 0.4))]
+    gemm = cublaslt.Gemm(m, n, k, gelu, dtype, device)
+    found = [one for one in gemm.candidates() if gemm.find(cublaslt.configuration(one)) == one]
+    replays = [capture(lambda one=one: [gemm.run(one, x, weight, bias, out) for weight in weights]) for one in found]
+    names = map(cublaslt.configuration, found)
+    rows = [dict(algorithm=name, us=1e3 * ms / DEPTH) for name, ms in zip(names, milliseconds(replays, 0.4))]
     for index in sorted(range(len(rows)), key=lambda i: rows[i]["us"])[:FINALISTS]:
         rows[index]["us_alone"] = 1e3 * milliseconds([replays[index]], load)[0] / DEPTH
     best = min((row for row in rows if "us_alone" in row), key=lambda row: row["us_alone"])

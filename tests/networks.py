@@ -5,10 +5,11 @@ from functools import partial
 import torch
 from conftest import fill
 
+from accel import fast
 from accel.diffusion import create_diffusion
 from accel.families.dit.network import DiT, DiT_models
 from accel.families.sit.network import SiT
-from accel.fast import family_of
+from accel.fast.ops import Half
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 
@@ -65,7 +66,12 @@ def error(got, want):
 def network_of(model, tier, device=None, **how):
     """The accelerated network of a tier, on any device: where there is no GPU by the kernels' references."""
     device = next(model.parameters()).device if device is None else torch.device(device)
-    return family_of(model).build(model.state_dict(), model, tier, device, **how)
+    return fast.build(model.state_dict(), model, tier, device, **how)
+
+
+def fast_network(model, dtype, device="cpu"):
+    """The accelerated network with GEMMs in `dtype`, float64 too."""
+    return fast.laid_out(model.state_dict(), model, Half(dtype, torch.device(device)))
 
 
 def evaluate(network, x, t, y, scale):

@@ -23,6 +23,7 @@ from accel.forecast import plan_beside, read_plan
 from accel.kernels.linear import Tuner
 from accel.latents.decoder import Decoder
 from accel.loading import Batch
+from accel.network import WHOLE, Part
 from accel.options import GridOptions, Options
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
@@ -94,8 +95,9 @@ def load(
     placement: Placement = ALONE,
     sizes: Iterable[int] | None = None,
     tuner: Tuner | None = None,
+    part: Part = WHOLE,
 ) -> Run:
-    """The run of opened weights. placement, sizes: as `batch_of` has them; tuner: chooses the GEMMs' algorithms."""
+    """The run of opened weights. placement, sizes: as `batch_of` has them; tuner, part: as loading.load."""
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
     fit = options.fit
@@ -103,7 +105,7 @@ def load(
     if trained not in (None, options.image_size):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
     batch = batch_of(options, process, guidance, placement, sizes)
-    how = dict(fixed=options.precision is not None, tuner=tuner, divided=placement.layout.weights > 1)
+    how = dict(fixed=options.precision is not None, tuner=tuner, part=part)
     with enough_memory(options):
         network, tier = loading.load(weights, fit, empty_model(options), tier, device, batch, **how)
     return Run(network, process, guidance, tier, device, options.latent_size)

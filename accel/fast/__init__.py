@@ -1,39 +1,47 @@
-"""The accelerated networks, one file a family, and how one is loaded."""
+"""The accelerated networks: weights of any family, laid out for the ops of a tier, and how one is loaded."""
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 
-from accel.families.dit.network import DiT
-from accel.families.large_dit.network import DiT_Llama
-from accel.families.sit.network import SiT
-from accel.fast import dit, large_dit, sit
-from accel.fast.dit import FastDiT
+from accel.fast.network import FastNetwork
+from accel.fast.ops import Half, Split, of_tier
+from accel.fast.reader import Reader
 from accel.kernels.ancestral_update import ancestral_update
 from accel.kernels.linear import Tuner
-from accel.precision import TIERS
+from accel.network import WHOLE, Part, family_module
 
 
-class Family(NamedTuple):
-    """A kind of network: how its state dict names the blocks, and how it is built."""
-
-    blocks: str
-    build: Callable[..., FastDiT]  # (state, module, tier, device, tuner, gemm)
+def family_of(model: torch.nn.Module) -> ModuleType:
+    """The module that lays out the weights of a model: lay_out(read, model, ops) → Layout."""
+    return family_module(model, "fast")
 
 
-FAMILIES = {  # by the classes of network.MODELS
-    DiT: Family("blocks", dit.build),
-    DiT_Llama: Family("layers", large_dit.build),
-    SiT: Family("blocks", sit.build),
-}
+def laid_out(state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split) -> FastNetwork:
+    """The accelerated network with the weights `state`, on any device, computed with `ops`.
+
+    model: the module, for its heads, sizes and the embedding that it gives a timestep; it may be without values. Raises
+    ValueError, naming the layer, for weights that the tier cannot hold.
+    """
+    read = Reader(state, ops.device, ops.stream, ops.part)
+    return FastNetwork(family_of(model).lay_out(read, model, ops), ops)
 
 
-def family_of(model: torch.nn.Module) -> Family:
-    """The family of a module of network.MODELS' classes, or of one derived from them."""
-    return next(FAMILIES[kind] for kind in type(model).__mro__ if kind in FAMILIES)
+def build(
+    state: dict[str, torch.Tensor],
+    model: torch.nn.Module,
+    tier: str,
+    device: torch.device,
+    tuner: Tuner | None = None,
+    gemm: str = "auto",
+    part: Part = WHOLE,
+) -> FastNetwork:
+    """As `laid_out`, with the ops of a tier; arguments as ops.of_tier has them."""
+    return laid_out(state, model, of_tier(tier, device, tuner, gemm, part))
 
 
 def load(
@@ -45,21 +53,22 @@ def load(
     copies: int = 1,
     guided_channels: int = 0,
     tuner: Tuner | None = None,
-) -> FastDiT:
-    """The accelerated network of `tier` with the weights `state`. Kernels are compiled while the weights are copied.
+    part: Part = WHOLE,
+) -> FastNetwork:
+    """As `build`. Kernels are compiled while the weights are copied.
 
     model: of the same shape, without values (on the meta device). latents: of one evaluation on this rank, each in
-    `copies` batch rows. guided_channels: of a step's guidance, 0 without. Raises ValueError, naming the layer, for
-    weights that the tier cannot hold.
+    `copies` batch rows. guided_channels: of a step's guidance, 0 without.
     """
-    tuner, family = tuner or Tuner(), family_of(model)
-    first, others = f"{family.blocks}.0.", f"{family.blocks}."
-    zeros = {
-        name: torch.zeros(value.shape, dtype=TIERS[tier].dtype, device=device)
+    tuner = tuner or Tuner()
+    zero = torch.zeros((), device=device)
+    zeros = {  # without the blocks after the first, whose names begin with their list's and an index
+        name: zero.expand(value.shape)
         for name, value in model.state_dict().items()
-        if name.startswith(first) or not name.startswith(others)
+        if not re.match(r"\w+\.[1-9]", name)
     }
-    shallow = family.build(zeros, model, tier, device, tuner)
+    alone = part._replace(all_reduce=lambda x: None)  # threads must not exchange anything
+    shallow = build(zeros, model, tier, device, tuner, part=alone)
     calls = kernel_calls(shallow, latents, copies, guided_channels)
 
     # The threads' tensors are freed below: in the order of this stream.
@@ -72,13 +81,13 @@ def load(
 
     with ThreadPoolExecutor(len(calls)) as pool:
         compiling = [pool.submit(warm_up, call) for call in calls]
-        network = family.build(state, model, tier, device, tuner)
+        network = build(state, model, tier, device, tuner, part=part)
         for job in compiling:
             job.result()
     return network
 
 
-def kernel_calls(network: FastDiT, latents: int, copies: int, guided_channels: int) -> list[Callable[[], object]]:
+def kernel_calls(network: FastNetwork, latents: int, copies: int, guided_channels: int) -> list[Callable[[], object]]:
     """Every kernel of a sampling step, once, for warming up: an evaluation on so many latents in `copies` batch rows
     each, and an update of a latent."""
     rows, tokens = latents * copies, len(network.position)
@@ -87,16 +96,21 @@ def kernel_calls(network: FastDiT, latents: int, copies: int, guided_channels: i
     t = torch.zeros(rows, dtype=torch.int64, device=x.device)
     h = network.position.repeat(rows, 1, 1)  # (N, T, D)
     branch, condition = (h.to(network.dtype), 0), network.condition(t, t)
-    layers, one = network.blocks[0], x[:1]
-    out = h.new_zeros(2 if guided_channels else 1, tokens, 2 * network.patches.shape[1])
+    (qkv, proj, fc1, fc2), rotate, activate, _ = network.blocks[0]
+    one, out = x[:1], h.new_zeros(2 if guided_channels else 1, tokens, 2 * network.patches.shape[1])
+
+    def attend():
+        packed = qkv.zeros(rows, tokens)
+        network.attention(rotate(packed, 0) if rotate else packed, network.num_heads)
+
     # Each makes a tensor first: a thread has no CUDA context before its first operation of torch, which kernels of our
     # own ask for.
     return [
         partial(network.embed, x, copies=copies),
         *(partial(network.adaptive_norm, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
         lambda: network.last_norm(h.clone(), condition, 0, (branch, branch)),
-        lambda: network.attention(layers[0].zeros(rows, tokens), network.num_heads),
-        lambda: network.attend_in_block(0, layers[0].zeros(1, tokens), lambda qkv, heads: qkv),
-        *(partial(layer.prepare, rows * tokens) for layer in layers),
+        attend,
+        *(partial(layer.prepare, rows * tokens) for layer in (qkv, proj, fc1, fc2)),
+        *([lambda: activate(fc1.zeros(1, 1))] if activate else []),
         lambda: ancestral_update(out, one, one, t[:1], h.new_zeros(1, 6), 1.0, guided_channels),
     ]

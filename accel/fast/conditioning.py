@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from accel.families.dit.network import TimestepEmbedder
+from accel.fast.reader import Reader
 from accel.kernels.adaln import Modulation
 from accel.precision import true_float32
 
@@ -23,33 +23,43 @@ class Conditioning:
     """(t, y) → the modulation vectors of all blocks and of the final layer, from a state dict.
 
     Vector 6i + j is block i's j-th of shift, scale, gate of attention, then of the MLP; the last two are the final
-    layer's shift and scale. layers: the names of the adaLN projections, in that order. take(name): a parameter, on the
-    device, in the dtype to compute in. dtype: of the projections' weights in memory, if it is another.
+    layer's shift and scale. layers: the names of the adaLN projections, in that order. sinusoid(t, width): the
+    embedding of t. dtype: of the projections' weights in memory, if it is another than the stream's.
+
+    Ranks that divide the weights hold a part of the projections' rows each, and sum what they compute.
     """
 
     def __init__(
         self,
-        state: dict[str, torch.Tensor],
+        read: Reader,
         layers: list[str],
-        take: Callable[[str], torch.Tensor],
+        sinusoid: Callable[[torch.Tensor, int], torch.Tensor],
         dtype: torch.dtype | None = None,
     ):
-        self.sinusoid = TimestepEmbedder.timestep_embedding  # (t, width) → the embedding of t
-        self.time_mlp = [take(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")]
-        self.labels = take("y_embedder.embedding_table.weight")  # (classes + 1, C)
-        self.bias = torch.cat([take(f"{layer}.bias") for layer in layers])  # (V·D,)
+        self.part, self.sinusoid = read.part, sinusoid
+        self.time_mlp = [read(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")]
+        self.labels = read("y_embedder.embedding_table.weight")  # (classes + 1, C)
+        weights = [read.state[f"{layer}.weight"].detach() for layer in layers]  # each (·D, C)
+        self.width, rows = len(weights[-1]) // 2, sum(map(len, weights))
+        self.vectors = rows // self.width
+        self.own = slice(rows * self.part.rank // self.part.ranks, rows * (self.part.rank + 1) // self.part.ranks)
+        self.bias = torch.cat([read(f"{layer}.bias") for layer in layers])[self.own]  # (V·D / ranks,)
         # Filled layer by layer: concatenating would hold the 0.9 GB of XL/2 twice.
         self.weight = self.bias.new_empty(len(self.bias), self.labels.shape[1], dtype=dtype)
-        row = 0
-        for layer in layers:
-            weight = state[f"{layer}.weight"].detach()
-            self.weight[row : row + len(weight)] = weight
-            row += len(weight)
-        self.width = len(state[f"{layers[-1]}.weight"]) // 2
-        self.vectors = len(self.bias) // self.width
+        first = 0
+        for weight in weights:
+            mine, these = self._own_rows(first, first + len(weight))
+            self.weight[mine] = weight[these]
+            first += len(weight)
+
+    def _own_rows(self, first, last):
+        """Of the projections' rows from `first` to `last`: where this rank holds them, and which of them."""
+        start = max(first, self.own.start)
+        stop = max(start, min(last, self.own.stop))
+        return slice(start - self.own.start, stop - self.own.start), slice(start - first, stop - first)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Its tensors."""
+        """All tensors that depend on the weights."""
         return iter((*self.time_mlp, self.labels, self.bias, self.weight))
 
     def __call__(self, t: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,22 +68,24 @@ class Conditioning:
         sinusoid = self.sinusoid(t, w0.shape[1]).to(self.bias.dtype)  # (E, 256)
         if out is None:
             out = self.bias.new_empty(len(t), self.vectors, self.width)
+        if self.part.ranks > 1:
+            out.zero_()
         with true_float32():
             condition = F.linear(F.silu(F.linear(sinusoid, w0, b0)), w2, b2) + self.labels[y]  # (E, C)
-            condition, rows = F.silu(condition), out.flatten(1)  # (E, C), (E, V·D)
+            condition, rows = F.silu(condition), out.flatten(1)[:, self.own]  # (E, C), (E, V·D / ranks)
             # Weights in another dtype are converted in turn: all of them at once would take the memory that was saved.
             turn = len(self.bias) if self.weight.dtype == self.bias.dtype else 6 * self.width
             for part in (slice(first, first + turn) for first in range(0, len(self.bias), turn)):
                 weight = self.weight[part].to(self.bias.dtype)
                 torch.addmm(self.bias[part], condition, weight.t(), out=rows[:, part])
-        return out
+        return self.part.sum(out)
 
     def fold(self, vector: int, gain: torch.Tensor) -> None:
         """Let scale `vector` multiply by gain (D,) too: gain·(1 + scale) − 1 takes scale's place. So the weight of a
         norm costs nothing in the loop."""
-        rows = slice(vector * self.width, (vector + 1) * self.width)
-        self.weight[rows] *= gain[:, None]
-        self.bias[rows] = gain * (1 + self.bias[rows]) - 1
+        mine, these = self._own_rows(vector * self.width, (vector + 1) * self.width)
+        self.weight[mine] *= gain[these, None]
+        self.bias[mine] = gain[these] * (1 + self.bias[mine]) - 1
 
 
 class ConditioningTable:
@@ -85,9 +97,9 @@ class ConditioningTable:
     """
 
     def __init__(self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, least: int = 1):
-        """least: how many entries there have to be, whatever their bytes."""
+        """least: minimum number of entries, even above `table_bytes`."""
         c = self.conditioning = conditioning
-        self.usual = max(1, table_bytes // (c.bias.numel() * c.bias.element_size()))  # entries
+        self.usual = max(1, table_bytes // (c.vectors * c.width * c.bias.element_size()))  # entries
         self.capacity = max(self.usual, least)
         with torch.inference_mode(False):  # later callers may be in another mode
             self.table = c.bias.new_empty(self.capacity + 1, c.vectors, c.width)

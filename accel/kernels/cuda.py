@@ -24,7 +24,6 @@ from accel.kernels import keep
 
 HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
 HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
-SHARED_BYTES = 232448  # the most that a block can have (capability 9.0)
 OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
@@ -122,13 +121,13 @@ __device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {{
 """
 
 
-def registers(consumers: int, producer: int | None = None, blocks: int = 1) -> dict[str, int]:
+def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
     """Registers of a thread in the consumer warpgroups and in the producer's, with `blocks` on a multiprocessor.
 
     At the start every warpgroup gets an equal share of the 64 Ki, in eights; setmaxnreg then moves them.
     """
     pool = 512 // ((consumers + 1) * blocks) // 8 * 8 * (consumers + 1)
-    producer = producer or (24 if consumers == 2 and blocks == 1 else 32)
+    producer = 24 if consumers == 2 and blocks == 1 else 32
     return dict(REGISTERS=min(240, (pool - producer) // consumers // 8 * 8), PRODUCER_REGISTERS=producer)
 
 
@@ -184,20 +183,14 @@ def cached_cubin(text: str, name: str, anew: bool = False) -> bytes:
 class Kernel:
     """The kernel `name` of a CUDA text, loaded on a device; not to be made while a graph is being captured.
 
-    shared_bytes: dynamic shared memory of a block. cluster: blocks that form one.
+    shared_bytes: dynamic shared memory of a block.
     """
 
-    def __init__(self, text: str, name: str, threads: int, shared_bytes: int, device: torch.device, cluster: int = 1):
+    def __init__(self, text: str, name: str, threads: int, shared_bytes: int, device: torch.device):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{name}: first used inside a CUDA graph; run the step once before capturing it")
-        self.threads, self.shared_bytes, self.device, self.cluster = threads, shared_bytes, device, cluster
+        self.threads, self.shared_bytes, self.device = threads, shared_bytes, device
         driver = _bindings("driver")
-        self.as_cluster, self.overlapping = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
-        self.as_cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dimension = self.as_cluster.value.clusterDim
-        dimension.x, dimension.y, dimension.z = cluster, 1, 1
-        self.overlapping.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        self.overlapping.value.programmaticStreamSerializationAllowed = 1
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the device's context
             error, module = driver.cuModuleLoadData(cached_cubin(text, name))
@@ -210,41 +203,23 @@ class Kernel:
                 attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{setting}")
                 call(driver.cuFuncSetAttribute, self.function, attribute, value)
 
-    def concurrent_clusters(self) -> int:
-        """How many clusters the device runs at a time, with one block on a multiprocessor."""
-        if self.cluster == 1:
-            return multiprocessors(self.device)
-        driver = _bindings("driver")
-        with torch.cuda.device(self.device):
-            return call(driver.cuOccupancyMaxActiveClusters, self.function, self._configuration(self.cluster))
-
-    def launch(self, blocks: int, *arguments: Any, overlap: bool = False, shared_bytes: int | None = None) -> None:
+    def launch(self, blocks: int, *arguments: Any) -> None:
         """Launch on the device's current stream.
 
-        arguments: tensors (their pointers), None (no pointer), int and float (32 bits), ctypes.c_longlong, tensor maps.
-        overlap: programmatic dependent launch, for a kernel that itself awaits what it depends on. shared_bytes: in
-        place of the kernel's own.
+        arguments: tensors (their pointers), None (no pointer), int and float (32 bits), tensor maps.
         """
         driver = _bindings("driver")
         values, kinds = zip(*map(_argument, arguments))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            configuration = self._configuration(blocks, stream, overlap, shared_bytes)
+            configuration = driver.CUlaunchConfig()
+            configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = blocks, 1, 1
+            configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = self.threads, 1, 1
+            configuration.sharedMemBytes, configuration.hStream = self.shared_bytes, driver.CUstream(stream)
             call(driver.cuLaunchKernelEx, configuration, self.function, (values, kinds), 0)
 
-    def _configuration(self, blocks, stream=0, overlap=False, shared_bytes=None):
-        driver = _bindings("driver")
-        configuration = driver.CUlaunchConfig()
-        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = blocks, 1, 1
-        configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = self.threads, 1, 1
-        configuration.sharedMemBytes = self.shared_bytes if shared_bytes is None else shared_bytes
-        configuration.hStream = driver.CUstream(stream)
-        attributes = [self.as_cluster] * (self.cluster > 1) + [self.overlapping] * overlap
-        configuration.attrs, configuration.numAttrs = attributes, len(attributes)
-        return configuration
 
-
-_KINDS = {int: ctypes.c_int, float: ctypes.c_float, ctypes.c_longlong: ctypes.c_longlong}
+_KINDS = {int: ctypes.c_int, float: ctypes.c_float}
 
 
 def _argument(value):

@@ -3,7 +3,8 @@
     x ← (x − mean(x)) / √(var(x) + ε) · weight + bias         over all heads jointly, ε = 1e-5; optional
     x_{2i} + j·x_{2i+1} ← (x_{2i} + j·x_{2i+1}) · exp(j·position·θ^(-2i/d))       (Su et al. 2021, arXiv:2104.09864)
 
-As tensor operations q and k cross memory ten times, here twice. All arithmetic is in float32 or wider.
+As tensor operations q and k cross memory ten times, here twice. All arithmetic is in float32 or wider. For the exact
+tier q, k and v leave split into high and low.
 """
 
 from collections.abc import Callable
@@ -13,10 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels import check_backend, cuda
+from accel.kernels.split_linear import HighLow, split
+from accel.kernels.split_linear.high_low import LARGEST
 
 try:
     import triton
     import triton.language as tl
+
+    from accel.kernels.split_linear.triton import beyond_float16, store_high_low
 except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
@@ -30,27 +35,53 @@ def qk_norm_rotary(
     first: int = 0,
     norms: Tensor | None = None,
     backend: str = "auto",
-    average: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """qkv (N, t, 3·D): q, k, v side by side, each head-major; q and k are overwritten. Returns qkv.
 
     rotation (T, d/2, 2): cosines and sines of every position; the t tokens are those from `first` on. norms (2, 2, D):
     of q, then of k, weight and bias; None: no norm. backend: "triton" (qkv half precision or float32, the others
-    float32, all contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU. average: over ranks that
-    have other heads of the same tokens; the norm is then done before, by tensor operations.
+    float32, all contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU.
     """
-    check_backend("qk_norm_rotary", backend, BACKENDS)
-    if backend == "auto":
-        backend = "triton" if triton and qkv.is_cuda and qkv.dtype != torch.float64 else "torch"
-    if average is not None and norms is not None:
-        _normalise(qkv, norms, average)
-        norms = None
-    (_triton if backend == "triton" else _torch)(qkv, rotation, first, norms)
+    if _chosen("qk_norm_rotary", backend, qkv) == "triton":
+        _triton("qk_norm_rotary", qkv, rotation, first, norms, (*cuda.HALF, torch.float32))
+    else:
+        _torch(qkv, rotation, first, norms)
     return qkv
 
 
-def _normalise(qkv, norms, average):
-    """The norm alone, with the statistics of all ranks."""
+def qk_norm_rotary_split(
+    qkv: Tensor,
+    rotation: Tensor,
+    first: int = 0,
+    norms: Tensor | None = None,
+    backend: str = "auto",
+    overflow: Tensor | None = None,
+) -> HighLow:
+    """As `qk_norm_rotary` of a float32 projection, which may be overwritten → q, k and v (N, t, 3·D), split into high
+    and low without scales.
+
+    overflow: an int32 tensor of one element, set to 1 where a value is too large for float16.
+    """
+    if _chosen("qk_norm_rotary_split", backend, qkv) == "triton":
+        pair = torch.empty(2, *qkv.shape, dtype=torch.float16, device=qkv.device)
+        _triton("qk_norm_rotary_split", qkv, rotation, first, norms, (torch.float32,), pair, overflow)
+        return HighLow(pair, None)
+    _torch(qkv, rotation, first, norms)
+    if overflow is not None:
+        overflow |= (qkv.abs() > LARGEST).any().int()
+    return split(qkv, per_row=False)
+
+
+def _chosen(op, backend, qkv):
+    """The backend's name, also for "auto"."""
+    check_backend(op, backend, BACKENDS)
+    if backend == "auto":
+        return "triton" if triton and qkv.is_cuda and qkv.dtype != torch.float64 else "torch"
+    return backend
+
+
+def normalise(qkv: Tensor, norms: Tensor, average: Callable[[Tensor], Tensor]) -> None:
+    """The norm alone, in place by tensor operations. average: over ranks that have other heads of the same tokens."""
     x = qkv.unflatten(-1, (3, -1))[..., :2, :]  # q and k, (N, t, 2, D)
     wide = x.to(norms.dtype)
     wide = wide - average(wide.mean(-1, keepdim=True))
@@ -71,52 +102,68 @@ def _torch(qkv, rotation, first, norms):
         x.copy_(turned.flatten(2))
 
 
-def _triton(qkv, rotation, first, norms):
+def _triton(op, qkv, rotation, first, norms, dtypes, pair=None, overflow=None):
+    """In place, or into `pair`."""
     others = [rotation] if norms is None else [rotation, norms]
-    if qkv.dtype not in (*cuda.HALF, torch.float32) or any(one.dtype != torch.float32 for one in others):
-        raise TypeError("qk_norm_rotary: backend 'triton' takes qkv in half precision or float32, all else in float32")
+    if qkv.dtype not in dtypes or any(one.dtype != torch.float32 for one in others):
+        raise TypeError(f"{op}: backend 'triton' takes qkv in {' or '.join(map(str, dtypes))}, all else in float32")
     if not all(one.is_contiguous() for one in (qkv, *others)):
-        raise ValueError("qk_norm_rotary: backend 'triton' takes contiguous tensors")
+        raise ValueError(f"{op}: backend 'triton' takes contiguous tensors")
     n, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     shape = dict(WIDTH=width, HEAD=2 * rotation.shape[1], NORM=norms is not None, EPS=EPS)
+    shape |= dict(HIGH_LOW=pair is not None, WATCHED=overflow is not None, **tile_config(width))
+    out, parts = (qkv, 2) if pair is None else (pair, 3)
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
-        _qk_norm_rotary[n * tokens, 2](qkv, norms, rotation, tokens, first, **shape, **tile_config(width))
+        _qk_norm_rotary[n * tokens, parts](qkv, out, norms, rotation, overflow, tokens, first, qkv.numel(), **shape)
 
 
 def tile_config(width: int) -> dict[str, int]:
-    """Launch constants: a program computes q or k of a token, 16 numbers a thread."""
+    """Launch constants: a program computes q, k or v of a token, 16 numbers a thread."""
     block = 1 << (width - 1).bit_length()
     return dict(BLOCK=block, num_warps=max(1, min(8, block // 512)))
 
 
 if triton:
 
-    @triton.jit(do_not_specialize=["tokens", "first"])
+    @triton.jit(do_not_specialize=["tokens", "first", "low"])
     def _qk_norm_rotary(
         qkv_ptr,
+        out_ptr,
         norms_ptr,
         rotation_ptr,
+        overflow_ptr,
         tokens,
         first,
+        low,
         WIDTH: tl.constexpr,
         HEAD: tl.constexpr,
         NORM: tl.constexpr,
         EPS: tl.constexpr,
+        HIGH_LOW: tl.constexpr,
+        WATCHED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         token, part = tl.program_id(0), tl.program_id(1)
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
-        place = qkv_ptr + (token.to(tl.int64) * 3 + part) * WIDTH + column
-        x = tl.load(place, inside, 0.0).to(tl.float32)
+        place = (token.to(tl.int64) * 3 + part) * WIDTH + column
+        x = tl.load(qkv_ptr + place, inside, 0.0).to(tl.float32)
+        value = x
         if NORM:
             x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
-            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, inside, 0.0)
-            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, inside, 0.0)
+            known = inside & (part < 2)  # values have no norm
+            weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, known, 0.0)
+            bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, known, 0.0)
             x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS) * weight + bias
         # A line of the table is d numbers, cosine and sine in turn, as x's pairs are.
         angle = tl.load(rotation_ptr + (first + token % tokens) * HEAD + column % HEAD, inside, 0.0)
         cos, sin = tl.split(tl.reshape(angle, (BLOCK // 2, 2)))
         real, imaginary = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
         turned = tl.interleave(real * cos - imaginary * sin, real * sin + imaginary * cos)
-        tl.store(place, turned.to(qkv_ptr.dtype.element_ty), inside)
+        if HIGH_LOW:
+            value = tl.where(part < 2, turned, value)
+            store_high_low(out_ptr + place, low, value, inside)
+            if WATCHED:
+                tl.store(overflow_ptr, 1, beyond_float16(value, inside) > 0)
+        else:
+            tl.store(out_ptr + place, turned.to(out_ptr.dtype.element_ty), inside)

@@ -1,6 +1,7 @@
 """SwiGLU between two GEMMs in one pass: silu(a)·b, silu(a) = a / (1 + e^-a)     (Shazeer 2020, arXiv:2002.05202)
 
-One GEMM gives a and b side by side. As tensor operations, silu(a) crosses memory twice more.
+One GEMM gives a and b side by side. As tensor operations, silu(a) crosses memory twice more. The result leaves in the
+input's dtype, or split into high and low.
 """
 
 import torch
@@ -8,11 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels import check_backend, cuda
+from accel.kernels.split_linear import HighLow, split
+from accel.kernels.split_linear.high_low import new_stack
 
 try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents
+
+    from accel.kernels.split_linear.triton import row_scale, store_high_low, store_stack
 except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
@@ -26,10 +31,39 @@ def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
     backend: "triton" (half precision or float32, contiguous), "torch" (the reference, any dtype), or "auto": triton on
     a GPU.
     """
-    check_backend("swiglu", backend, BACKENDS)
+    return (_triton if _chosen("swiglu", backend, x) == "triton" else _torch)(x)
+
+
+def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighLow:
+    """As `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low with a power of two a token. stack: in the
+    layout that cuBLAS's split GEMM takes."""
+    if _chosen("swiglu_split", backend, x) == "torch":
+        return split(_torch(x))
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise TypeError("swiglu_split: backend 'triton' takes a contiguous tensor in float32")
+    *shape, width = *x.shape[:-1], x.shape[-1] // 2
+    if stack:
+        pair = new_stack(*shape, width, device=x.device)
+    else:
+        pair = torch.empty(2, *shape, width, dtype=torch.float16, device=x.device)
+    scale = torch.empty(shape, device=x.device)
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
+        _swiglu_split[(scale.numel(),)](x, pair, scale, scale.numel() * width, STACK=stack, **split_config(width))
+    return HighLow(pair, scale)
+
+
+def split_config(width: int) -> dict[str, int]:
+    """Launch constants of `swiglu_split`: a program computes a token."""
+    block = triton.next_power_of_2(width)
+    return dict(WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+
+
+def _chosen(op, backend, x):
+    """The backend's name, also for "auto"."""
+    check_backend(op, backend, BACKENDS)
     if backend == "auto":
-        backend = "triton" if triton and x.is_cuda and x.dtype != torch.float64 else "torch"
-    return (_triton if backend == "triton" else _torch)(x)
+        return "triton" if triton and x.is_cuda and x.dtype != torch.float64 else "torch"
+    return backend
 
 
 def _torch(x):
@@ -63,3 +97,18 @@ if triton:
         b = tl.load(first + WIDTH, inside, 0.0).to(tl.float32)
         result = a / (1 + tl.exp(-a)) * b
         tl.store(out_ptr + token * WIDTH + column, result.to(out_ptr.dtype.element_ty), inside)
+
+    @triton.jit(do_not_specialize=["low"])
+    def _swiglu_split(x_ptr, pair_ptr, scale_ptr, low, STACK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        first = x_ptr + token * (2 * WIDTH) + column
+        a = tl.load(first, inside, 0.0)
+        y = a / (1 + tl.exp(-a)) * tl.load(first + WIDTH, inside, 0.0)
+        factor, inverse = row_scale(tl.max(tl.abs(y), 0))
+        tl.store(scale_ptr + token, inverse)
+        if STACK:
+            store_stack(pair_ptr + token * (3 * WIDTH) + column, WIDTH, y * factor, inside)
+        else:
+            store_high_low(pair_ptr + token * WIDTH + column, low, y * factor, inside)

@@ -1,11 +1,12 @@
 """The process groups of layouts, and a network as the ranks of a layout evaluate it."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from accel.kernels import cuda
-from accel.network import BlockNetwork, Network
+from accel.network import WHOLE, BlockNetwork, Network, Part
 from accel.parallel.exchanges import EXCHANGES
 from accel.parallel.layouts import Layout
 from accel.parallel.processes import Job
@@ -19,19 +20,27 @@ class Groups:
         self.job, self.device = job, device
         self._groups, self._exchanges = {}, {}  # by their ranks
 
+    def part(self, layout: Layout | None) -> Part:
+        """The part of the weights that this rank reads and holds. A rank that is left idle holds one too: it chooses
+        GEMMs with the others."""
+        if layout is None or layout.weights == 1:
+            return WHOLE
+        self.job.wait_for_collectives()
+        group, rank = self._group(range(layout.ranks)), self.job.rank
+        if rank >= layout.ranks:
+            return Part(0, layout.ranks, lambda x: None)
+        return Part(rank, layout.ranks, partial(dist.all_reduce, group=group), group)
+
     def apply(self, network: BlockNetwork, layout: Layout) -> Network:
-        """The network as `layout` has it on this rank; network itself on a rank that shares no evaluation."""
-        if layout.ranks == 1:
+        """The network as `layout` has it on this rank; network itself on a rank that shares no evaluation, and where
+        the ranks divide the weights: it was loaded so."""
+        if layout.ranks == 1 or layout.weights > 1:
             return network
         everyone, size = self._group(range(layout.ranks)), layout.tokens
         neighbours = [range(first, first + size) for first in range(0, layout.ranks, size)]  # on one host if they fit
         groups = [self._group(ranks) for ranks in neighbours] if size > 1 else []
         if self.job.rank >= layout.ranks:
             return network
-        if layout.weights > 1:
-            from accel.parallel.tensor_parallel import divide_weights  # DTensor takes a second to import
-
-            return divide_weights(network, DeviceMesh.from_group(everyone, self.device.type))
         if size == 1:
             return Sharded(network, everyone)
         row = self.job.rank // size

@@ -61,8 +61,6 @@ def check(
     problem, exchange = None, layout.exchange if layout.tokens > 1 else None
     if exchange not in (None, "ulysses") and tier == "exact":
         problem = f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with `precision=exact`"
-    elif layout.weights > 1 and tier == "exact":
-        problem = f"{layout}`: sums in the GEMMs' precision; take `precision=fp32`, tf32 or fp16"
     elif world and layout.ranks > world:
         problem = f"{layout}`: needs {layout.ranks} processes, there are {world}"
     elif heads and heads % layout.weights:

@@ -76,7 +76,7 @@ def share_evaluations(
     placement = Placement(layout, job.world, job.rank)
     busy = placement.busy if placement.shared else min(work.pictures, job.world)
     print(f"parallel: {layout}, {busy} of {job.world} GPUs: {reason}")
-    shared = groups.apply(network, layout)  # which may divide the GEMMs of `network`
+    shared = groups.apply(network, layout)
     tune(network, work, [placement])
     return shared, placement
 

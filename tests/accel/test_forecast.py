@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from jobs import run
-from networks import build, sample, small
+from networks import build, fast_network, sample, small
 from safetensors.torch import save_file
 
 from accel.diffusion import create_diffusion
 from accel.door import plan_of, plan_path, plan_settings
 from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
-from accel.fast.dit import FastDiT
 from accel.forecast import KIND, write_plan
 from accel.network import Plain
 from accel.options import GridOptions
@@ -64,7 +63,7 @@ def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(scale):
     every plan."""
     diffusion = create_diffusion("10")
     every, fewer = Strides(diffusion, [(1, 1)] * 10), Strides(diffusion, STRIDES)
-    for network in (Plain(small()), FastDiT(small().state_dict(), 2, torch.float16, CPU)):
+    for network in (Plain(small()), fast_network(small(), torch.float16)):
         want, state = latents_of(network, Ancestral(diffusion), scale=scale), torch.get_rng_state()
         got = latents_of(network, every, scale=scale)
         assert torch.equal(want, got) and torch.equal(torch.get_rng_state(), state)
@@ -76,7 +75,7 @@ def test_evaluations_are_counted_and_tiers_agree():
     """The network is evaluated as often as the plan says. The accelerated one, whose table knows the plan's timesteps
     alone, makes the same latents; so does a rank for its rows."""
     network, diffusion, seen, steps = Plain(small()), create_diffusion("10"), [], []
-    fast = FastDiT(small().state_dict(), 2, torch.float32, CPU)
+    fast = fast_network(small(), torch.float32)
     condition = network.condition
     network.condition = lambda t, y: (seen.append(int(t[0])), condition(t, y))[1]
     plan = Strides(diffusion, STRIDES)
@@ -110,7 +109,7 @@ def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
     plan = Strides(diffusion, [(1, 1), (8, 2), (1, 1)] * 6)
     results = []
     for entries in (1000, 2 * labels, labels):
-        network = FastDiT(small().state_dict(), 2, torch.float32, CPU)
+        network = fast_network(small(), torch.float32)
         network.table = ConditioningTable(network.conditioning, entries * network.conditioning.bias.numel() * 4)
         results.append(latents_of(network, plan))
     for other in results[1:]:  # GEMMs of fewer rows round otherwise on some processors
@@ -199,8 +198,8 @@ def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", (3.0, None))
 def test_captured_strides_are_the_direct_ones_bit_for_bit(scale):
-    device, state, diffusion = torch.device("cuda"), small().state_dict(), create_diffusion("10")
-    direct, captured, plain = (FastDiT(state, 2, torch.float16, device) for _ in range(3))
+    device, diffusion = torch.device("cuda"), create_diffusion("10")
+    direct, captured, plain = (fast_network(small(), torch.float16, device) for _ in range(3))
     direct.captures = plain.fuses_update = False  # strides end in tensor operations, as p_sample does
     off = latents_of(plain, Ancestral(diffusion), device, scale)
     assert torch.equal(off, latents_of(plain, Strides(diffusion, [(1, 1)] * 10), device, scale))

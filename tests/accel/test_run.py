@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import forks
 import pytest
 import torch
-from networks import build, large_inside, small
+from networks import build, fast_network, large_inside, small
 
 from accel import door, loading
 from accel.diffusion import create_diffusion
 from accel.door import opening
 from accel.errors import UsageError
 from accel.families.dit.network import DiT, DiT_models
-from accel.fast.dit import FastDiT
 from accel.loading import Batch, overflows
 from accel.network import Plain
 from accel.options import FidOptions, GridOptions
@@ -160,10 +159,10 @@ def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
 def test_the_check_for_overflow_leaves_the_random_stream_alone():
     """By the reference implementations: float16 overflows where bfloat16 and float32 do not. The run's noise is the
     same whether or not there was a check."""
-    states = small().state_dict(), large_inside(small()).state_dict()
+    models = small(), large_inside(small())
     before, found = torch.get_rng_state(), []
-    for state in states:
-        networks = (FastDiT(state, 2, dtype, CPU) for dtype in (torch.float16, torch.bfloat16, torch.float32))
+    for model in models:
+        networks = (fast_network(model, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32))
         found.append([overflows(network, Batch([(1, 2)], 3, 8, 8), CPU, DiT.SOME_TIMES) for network in networks])
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from networks import build, error, sample, small
+from networks import build, error, fast_network, sample, small
 
 from accel.fast.conditioning import ConditioningTable
-from accel.fast.dit import FastDiT
 from accel.network import Plain
 from accel.sampling import initial_noise, moves_of
 from accel.sampling.ancestral import Ancestral
@@ -51,11 +50,11 @@ def test_random_stream_draw_by_draw(monkeypatch):
 def test_every_network_gives_the_same_latents(scale):
     """The plain one, the accelerated one with its conditioning hoisted and not, and one that ends its steps in
     ancestral_update. The random state is the same after all of them; on_step sees every step's result."""
-    state, process = small().state_dict(), Ancestral(create_diffusion("6"))
+    process = Ancestral(create_diffusion("6"))
     z, labels = torch.randn(3, 4, 8, 8), torch.tensor([0, 3, 3])
     plain, hoisted, direct, fused = (
         Plain(small()),
-        *(FastDiT(state, 2, torch.float32, CPU) for _ in range(3)),
+        *(fast_network(small(), torch.float32) for _ in range(3)),
     )
     direct.hoists = False
     assert not hoisted.fuses_update  # the kernel needs a GPU
@@ -121,7 +120,7 @@ def test_a_captured_run_is_the_direct_run_bit_for_bit(scale):
     the batch."""
     model, device = build("DiT-Demo/2").cuda(), torch.device("cuda")
     process = Ancestral(create_diffusion("25"))
-    direct, captured = (FastDiT(model.state_dict(), 3, torch.float16, device) for _ in range(2))
+    direct, captured = (fast_network(model, torch.float16, device) for _ in range(2))
     direct.captures = False
     for network in (direct, captured):
         network.table = ConditioningTable(network.conditioning, 60 * network.conditioning.bias.numel() * 4)
@@ -150,7 +149,7 @@ def test_a_step_ends_in_the_kernel_as_in_p_sample(scale, monkeypatch):
     monkeypatch.setattr(kernels, "_triton", lambda *arguments: launched.append(1) or kernel(*arguments))
     model, device, process = build("DiT-Demo/2").cuda(), torch.device("cuda"), Ancestral(create_diffusion("25"))
     z, y = torch.randn(4, 4, 16, 16, device=device), torch.arange(4, device=device)
-    fused, plain = (FastDiT(model.state_dict(), 3, torch.float32, device) for _ in range(2))
+    fused, plain = (fast_network(model, torch.float32, device) for _ in range(2))
     fused.captures = plain.captures = plain.fuses_update = False
     got, _ = latents_and_sums(fused, process, z, y, scale, rows=slice(1, 4))
     assert len(launched) == 25
@@ -164,7 +163,7 @@ def test_a_step_ends_in_the_kernel_as_in_p_sample(scale, monkeypatch):
 def test_no_copy_and_no_wait_in_the_loop(kind, scale):
     """In a second run, nothing after the first step waits for the device or moves data to or from it."""
     device, model, process = torch.device("cuda"), build("DiT-Demo/2").cuda(), Ancestral(create_diffusion("10"))
-    network = Plain(model) if kind == "plain" else FastDiT(model.state_dict(), 3, torch.float16, device)
+    network = Plain(model) if kind == "plain" else fast_network(model, torch.float16, device)
     z, labels = torch.randn(4, 4, 16, 16, device=device), torch.arange(4, device=device)
     latents_and_sums(network, process, z, labels, scale)
     profile = torch.profiler.profile(

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from conftest import fill
-from networks import sample, small
+from networks import fast_network, sample, small
 
 from accel import Sampler
 from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families.sit.network import SiT
-from accel.fast.dit import FastDiT
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
@@ -46,7 +45,7 @@ def test_latents_are_the_librarys(name, config, channels):
     want = by_hand(scheduler, small(), 3.0, channels)
     guidance, networks = (
         Guidance(3.0, 8, channels),
-        (Plain(small()), FastDiT(small().state_dict(), 2, torch.float32, CPU)),
+        (Plain(small()), fast_network(small(), torch.float32)),
     )
     before = torch.get_rng_state()
     for network in networks:
@@ -130,7 +129,7 @@ def test_a_scheduler_for_a_sampler():
 @pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("unipc"), 10)])
 def test_captured_is_direct(process):
     device = torch.device("cuda")
-    direct, captured = (FastDiT(small().state_dict(), 2, torch.float16, device) for _ in range(2))
+    direct, captured = (fast_network(small(), torch.float16, device) for _ in range(2))
     direct.captures, guidance = False, Guidance(3.0, 8, interval=(0.3, 0.7))
     results = []
     for network in (direct, captured, captured):

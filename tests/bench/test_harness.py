@@ -32,7 +32,7 @@ REFUSED = [
     ("steps", ["--vs", "diffusers,tensorrt"], "--vs: diffusers,tensorrt: choose from eager, compile"),
     ("steps", ["--backends", "exact:gemm=cublas", *NO_GPU], "--backends exact: cpu cannot run that tier"),
     ("steps", ["--backends", "fp32:gemm=torch"], "fp32:gemm=torch: begin with one of fp16, bf16, exact"),
-    ("steps", ["--backends", "exact:gemm=cublaslt"], "exact:gemm=cublaslt: exact takes gemm=auto|hopper|triton|cublas"),
+    ("steps", ["--backends", "exact:gemm=cublaslt"], "exact:gemm=cublaslt: exact takes gemm=auto|hopper|cublas|torch"),
     ("steps", ["--backends", "fp16:graph=torch"], "fp16:graph=torch: fp16 takes adaln=…, embed_update=…, gemm=…"),
     ("steps", ["--seen-as", "8"], "--seen-as: 8: must be a compute capability, as 8.0"),
     ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
@@ -46,6 +46,7 @@ REFUSED = [
     ("many_gpus", [], "torchrun"),
     ("many_gpus", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
     ("many_gpus", ["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
+    ("many_gpus", ["--plans", "weights=2"], "--plans weights=N: divides a network while it is read"),
     ("winners", [], "--device cpu: a GPU's GEMMs are timed"),
     ("sanitize", [], "--device cpu: a GPU's kernels are checked"),
 ]
@@ -139,10 +140,9 @@ def test_a_process_sees_another_gpu_to_its_end(monkeypatch):
 
 
 NAMES = [
-    "adaln",
+    "attention",
     "_adaln",
     "_attention",
-    "_split_linear",
     "pytorch_flash::flash_fwd_kernel",
     "fmha_cutlassF_f16_aligned_64x128_rf_sm80",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop",
@@ -154,10 +154,10 @@ NAMES = [
 @pytest.mark.parametrize(
     "capability, newer",
     [
-        ((7, 0), {"adaln", "_attention", "_split_linear", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
-        ((8, 6), {"adaln", "cudnn"}),
+        ((7, 0), {"attention", "_attention", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
+        ((8, 6), {"attention", "cudnn"}),
         ((9, 0), set()),
-        ((12, 0), {"adaln"}),
+        ((12, 0), {"attention"}),
     ],
 )
 def test_what_a_gpu_must_not_launch(capability, newer):

@@ -5,24 +5,31 @@ Rank 0 prints JSON: what each rank found.
 
 import copy
 import json
+import tempfile
 from itertools import product
 
 import torch
 from conftest import fill
-from networks import evaluate
+from networks import evaluate, network_of
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel import accelerate
+from accel import loading
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
+from accel.families.recognise import recognise
+from accel.families.sit.network import SiT
+from accel.fast import build
+from accel.kernels.linear import Tuner
 from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import split
 from accel.network import Plain
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
+from accel.parallel.tensor_parallel import divide_weights
+from accel.weights.checkpoint import Checkpoint
 
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
 
@@ -41,7 +48,10 @@ class SplitDiT(Recorded):
     """A DiT whose attention is from and to high/low splits, as the exact tier's."""
 
     exchanges = ("ulysses",)
-    attention = staticmethod(split_attention)
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.attention = split_attention
 
     def forward_blocks(self, h, condition, attend, tokens=slice(None)):
         def attend_split(qkv, num_heads):
@@ -107,17 +117,20 @@ def sharded(job, model, generator):
 
 
 def divided(job, model, generator):
-    """Every layer's weights over two ranks and over all; half as in many a file, float32 once they are divided."""
+    """Every layer's weights of a reference model over two ranks and over all; half as in many a file, float32 once they
+    are divided."""
     half = copy.deepcopy(model).half()
     model = copy.deepcopy(half).float()
     x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
     for ranks in (2, job.world):
-        network = Groups(job, torch.device("cpu")).apply(Plain(copy.deepcopy(half)), Layout(weights=ranks))
-        if job.rank >= ranks:
+        part = Groups(job, torch.device("cpu")).part(Layout(weights=ranks))
+        if part.group is None:
             continue
+        network = copy.deepcopy(half)
+        divide_weights(network, part.group, torch.device("cpu"))
         with CommDebugMode() as calls:
-            got = evaluate(network, x, t, y, 4.0)
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in network.model.blocks.parameters()]
+            got = evaluate(Plain(network), x, t, y, 4.0)
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in network.blocks.parameters()]
         yield {
             "kind": "weights",
             "ranks": ranks,
@@ -126,47 +139,97 @@ def divided(job, model, generator):
         } | difference(got, evaluate(Plain(model), x, t, y, 4.0))
 
 
+class BytesRead(TorchDispatchMode):
+    """Counts the bytes that are copied out of a state dict."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.storages, self.total = {value.untyped_storage().data_ptr() for value in state.values()}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.startswith(("_to_copy", "clone", "copy_")):
+            source = args[1] if func.__name__.startswith("copy_") else args[0]
+            if source.untyped_storage().data_ptr() in self.storages:
+                self.total += source.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def held(network):
+    """Bytes of an accelerated network."""
+    return sum(tensor.nbytes for tensor in network.parameters())
+
+
+def accelerated(job, model, generator):
+    """Accelerated networks of every family and tier, of which ranks read and hold a part."""
+    shape = dict(input_size=SIDE, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
+    large = (fill(DiT_Llama(**shape, n_kv_heads=kv, qk_norm=norm)) for kv, norm in ((4, True), (2, True), (4, False)))
+    sit = fill(SiT(input_size=SIDE, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
+    x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
+    groups = Groups(job, torch.device("cpu"))
+    for ranks, tier, one in product((2, job.world), TIERS_DIVIDED, (model, sit, *large)):
+        part, state = groups.part(Layout(weights=ranks)), one.state_dict()
+        with BytesRead(state) as whole_read:
+            whole = build(state, one, tier, torch.device("cpu"))
+        with BytesRead(state) as read:
+            network = build(state, one, tier, torch.device("cpu"), part=part)
+        if part.group is None:
+            continue
+        row = dict(kind="accelerated", tier=tier, family=type(one).__name__, ranks=ranks)
+        row |= dict(held=held(network) / held(whole), read=read.total / whole_read.total)
+        scheduled = [one.schedule([7], [3, CLASSES]) for one in (network, whole)]  # which fills the table by parts
+        index = torch.zeros(2, dtype=torch.int64)
+        for _, advance in scheduled:
+            advance(0)
+        got, want = (evaluate(one, x, index, y, 4.0) for one, _ in scheduled)
+        yield row | difference(got, want)
+        yield row | difference(evaluate(network, x, t, y, 4.0), want)
+
+
+def loaded(job, model, generator):
+    """As a command loads a network from its file: over three ranks, with one left idle."""
+    x, t, y = torch.randn(1, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
+    part = Groups(job, torch.device("cpu")).part(Layout(weights=3))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), f"{folder}/dit.pt")
+        how = dict(tuner=Tuner(share=job.from_rank_0), part=part)
+        batch, cpu = loading.Batch([(1, 2)], 3, SIDE, CLASSES), torch.device("cpu")
+        weights, metadata = Checkpoint(f"{folder}/dit.pt"), dict(family="DiT", num_heads=HEADS, num_classes=CLASSES)
+        fit = recognise(weights.name, weights.state, metadata)
+        network, tier = loading.load(weights, fit, copy.deepcopy(model).to("meta"), "fp16", cpu, batch, **how)
+    if part.group is not None:
+        row = dict(kind="loaded", tier=tier, heads=network.num_heads)
+        yield row | difference(network.forward(x, t, y), build(model.state_dict(), model, "fp16", cpu).forward(x, t, y))
+
+
+TIERS_DIVIDED = "fp32", "fp16", "exact"
 LARGE = (
     Layout(rows=2),
     Layout(rows=4),
     *(Layout(tokens=tokens, exchange=name) for tokens in (2, 4) for name in ("kv", "ulysses")),
     Layout(rows=2, tokens=2, exchange="kv"),
-    Layout(weights=2),
-    Layout(weights=4),
 )
 
 
-def held(network):
-    """How many numbers of the blocks' GEMMs a rank holds."""
-    if hasattr(network, "model"):
-        parameters = (p for p in network.model.layers.parameters() if p.ndim > 1)
-        return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-    return sum(layer.weight.numel() for block in network.blocks for layer in block)
-
-
 def large(job, _, generator):
-    """A Large-DiT, plain and accelerated, by every kind of layout."""
+    """A Large-DiT, plain and accelerated, by every kind of mesh."""
     x, y = torch.randn(4, 4, 8, 8, generator=generator), torch.tensor([3, 7, CLASSES, CLASSES])
     t, groups = torch.tensor([500, 20, 500, 20]), Groups(job, torch.device("cpu"))
     for qk_norm in (True, False):
         shape = dict(input_size=8, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
         model = fill(DiT_Llama(**shape, qk_norm=qk_norm))
-        made = {"plain": lambda: Plain(copy.deepcopy(model)), "fast": lambda: accelerate(model, "fp32").network}
-        for layout, (kind, make) in product(LARGE, made.items()):
-            network = make()
-            want, whole = evaluate(make(), x, t, y, 4.0), held(network)
+        networks = {"plain": Plain(model), "fast": network_of(model, "fp32")}
+        for layout, (kind, network) in product(LARGE, networks.items()):
             shared = groups.apply(network, layout)
             if job.rank < layout.ranks:
-                got, part = evaluate(shared, x, t, y, 4.0), held(network) / whole
-                about = {"kind": f"large, {kind}", "layout": str(layout), "qk_norm": qk_norm, "part": part}
-                yield about | difference(got, want)
+                got, want = evaluate(shared, x, t, y, 4.0), evaluate(network, x, t, y, 4.0)
+                yield {"kind": f"large, {kind}", "layout": str(layout), "qk_norm": qk_norm} | difference(got, want)
 
 
 def main():
     model = fill(DiT(input_size=SIDE, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
     with launched_job("sharded_worker.py") as job:
         results = []
-        for part in (sharded, divided, large):
+        for part in (sharded, divided, accelerated, loaded, large):
             results += part(job, model, torch.Generator().manual_seed(1))
         print(json.dumps(job.all_gather_object(results)))
 

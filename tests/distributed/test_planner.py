@@ -78,17 +78,10 @@ def test_refusals(text, message):
     assert message in error.value.by_flags()
 
 
-@pytest.mark.parametrize(
-    "text, tier, message",
-    (
-        ("tokens=2,exchange=kv", "exact", "--parallel exchange=kv: keeps no float32 accuracy; take exchange=ulysses"),
-        ("weights=2", "exact", "--parallel weights=2: sums in the GEMMs' precision; take --precision fp32, tf32"),
-    ),
-)
-def test_refusals_of_a_tier(text, tier, message):
+def test_the_exact_tier_refuses_exchanges_in_half_precision():
     with pytest.raises(UsageError) as error:
-        wanted(text, 4, precision=tier)
-    assert message in error.value.by_flags()
+        wanted("tokens=2,exchange=kv", 4, precision="exact")
+    assert "--parallel exchange=kv: keeps no float32 accuracy; take exchange=ulysses" in error.value.by_flags()
 
 
 def test_what_is_wanted():
@@ -111,7 +104,6 @@ def test_what_needs_no_torch_is_refused_by_the_options():
     for parallel, more in (
         ("tokens=3", {}),
         ("tokens=2,exchange=kv", dict(precision="exact")),
-        ("weights=2", dict(precision="exact")),
     ):
         with pytest.raises(UsageError, match="^parallel="):
             GridOptions("DiT-Demo/2", parallel=parallel, **more).resolve()

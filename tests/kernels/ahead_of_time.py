@@ -14,8 +14,6 @@ from accel.kernels.adaln import triton as adaln
 from accel.kernels.attention import triton as attention
 from accel.kernels.group_norm import triton as group_norm
 from accel.kernels.split_attention import between
-from accel.kernels.split_attention import triton as split_attention
-from accel.kernels.split_linear import finish
 from accel.kernels.split_linear import triton as split_linear
 
 LATENT = dict(CHANNELS=4, HEIGHT=64, WIDTH=64, PATCH=2)
@@ -27,6 +25,12 @@ def adaln_variant(capability, branch, out, high_low, width=1152, centre=True, st
     types = ["*fp32", f"*{branch}", f"*{branch}", f"*{out}", "*fp32", "*fp32", "*i64", "i32", "i32*16", *["i32"] * 5]
     constants = dict(WIDTH=width, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, STACK=stack, EPS=1e-6, CENTRE=centre)
     return adaln._adaln, types, dict(**constants, **adaln.tile_config(width), START_NEXT=capability >= 90)
+
+
+def rotary_variant(pointers, width, head, high_low):
+    constants = dict(WIDTH=width, HEAD=head, NORM=True, EPS=1e-5, HIGH_LOW=high_low, WATCHED=high_low)
+    constants |= qk_norm_rotary.tile_config(width)
+    return qk_norm_rotary._qk_norm_rotary, [*pointers, "i32", "i32", "i32"], constants
 
 
 def group_norm_sum(x, out, forms):
@@ -55,16 +59,19 @@ VARIANTS = {
         ["*i64", "*i64", "*i64", "i32", "i32*16", "i32", "i32", "i32*16"],
         dict(WIDTH=576, WORLD=4, BLOCK=push.BLOCK, TURNS=5, num_warps=push.WARPS),
     ),
+    "adaln_split_rms": lambda capability: adaln_variant(capability, "fp32", "fp16", True, 4096, False, stack=True),
+    "swiglu_split": lambda _: (
+        swiglu._swiglu_split,
+        ["*fp32", "*fp16", "*fp32", "i32"],
+        dict(STACK=True, **swiglu.split_config(11008)),
+    ),
+    "qk_norm_rotary_split": lambda _: rotary_variant(["*fp32", "*fp16", "*fp32", "*fp32", "*i32"], 4096, 128, True),
     "swiglu": lambda capability: (
         swiglu._swiglu,
         ["*fp16", "*fp16"],
         dict(WIDTH=11008, BLOCK=swiglu.BLOCK, START_NEXT=capability >= 90),
     ),
-    "qk_norm_rotary": lambda _: (
-        qk_norm_rotary._qk_norm_rotary,
-        ["*fp16", "*fp32", "*fp32", "i32", "i32"],
-        dict(WIDTH=3072, HEAD=96, NORM=True, EPS=1e-5, **qk_norm_rotary.tile_config(3072)),
-    ),
+    "qk_norm_rotary": lambda _: rotary_variant(["*fp16", "*fp16", "*fp32", "*fp32", "*i32"], 3072, 96, False),
     "statistics": lambda _: group_norm_sum("fp16", "fp16", (False, False, True)),
     "residual": lambda _: group_norm_sum("fp32", "fp32", (True, True, True)),
     "join": lambda _: (group_norm._join, ["*fp32"] * 4 + ["i32"] * 5 + ["fp32"], JOIN),
@@ -78,15 +85,10 @@ VARIANTS = {
         ["*fp16", "*fp16", "*fp16", "i32*16", "i32*16", "i32*16", "i32*16", "fp32"],
         dict(TOKENS=1024, **attention.TILE),
     ),
-    "split_linear": lambda _: (
-        split_linear._split_linear,
-        ["*fp16"] * 3 + ["*fp32"] * 4 + ["*i32"] + ["i32"] * 4,
-        dict(depth=1152, SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
-    ),
     "split_finish": lambda _: (
-        finish._finish,
+        split_linear._finish,
         ["*fp32", "*fp16"] + ["*fp32"] * 4 + ["*i32", "i32", "i32*16", "i32*16", "i32*16"],
-        dict(SCALED=True, RESULT=2, WATCHED=True, **finish.TILE),
+        dict(SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
     ),
     "split_centre": lambda _: (
         between._attention_centre,
@@ -107,11 +109,6 @@ VARIANTS = {
         between._attention_merge,
         ["*fp32", "*fp32", "*fp16", "i32*16", "i32*16", "i32"],
         dict(SCALE=2.0**-14, **between.tile(72)),
-    ),
-    "split_attention": lambda _: (
-        split_attention._split_attention,
-        ["*fp16", "*fp16", "i32", "i32", "i32", "fp32"],
-        dict(TOKENS=1024, DIM=72, MAIN=64, REST=16, **split_attention.TILE),
     ),
 }
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from kernel_testing import disassemble, draw, interpreted, needs_hopper
+from kernel_testing import draw, interpreted
 
 from accel.kernels import adaln as module
-from accel.kernels import cuda
-from accel.kernels.adaln import Modulation, adaln, adaln_split, hopper
+from accel.kernels.adaln import Modulation, adaln, adaln_split
 from accel.kernels.adaln import triton as kernels
 from accel.kernels.split_linear.high_low import stacked
 
@@ -62,7 +61,7 @@ def check_rms(device, width=1152, n=3, tokens=20, tolerance=3e-4):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def check_split(backend, device="cpu", tokens=20):
+def check_split(backend, device="cpu", tokens=20, rms_eps=None):
     """High and low with a scale a token, also where tokens differ by 1e+8 in size."""
     for width in (1152, 216, 100):
         x, branch = (draw(3, tokens, width, seed=seed, device=device) for seed in (width, 2))
@@ -70,11 +69,12 @@ def check_split(backend, device="cpu", tokens=20):
         table[2] *= 1e-4
         table[0, 3:5] *= 1e4
         modulation = Modulation(table, torch.tensor([2, 0, 1], device=device))
-        want = adaln(x.double(), wide(modulation), 3, 4, ((branch.double(), 2),), backend="torch")
-        got = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend)
+        want = adaln(x.double(), wide(modulation), 3, 4, ((branch.double(), 2),), backend="torch", rms_eps=rms_eps)
+        how = dict(backend=backend, rms_eps=rms_eps)
+        got = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), **how)
         assert got.scale.shape == (3, tokens) and got.pair[0].abs().amax(-1).ge(2**14).all()
         if backend == "triton":
-            stack = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), backend=backend, stack=True)
+            stack = adaln_split(x.clone(), modulation, 3, 4, ((branch, 2),), stack=True, **how)
             assert torch.equal(stacked(stack.pair), torch.cat([*got.pair, got.pair[0]], -1))
             assert stacked(stack.pair).data_ptr() == stack.pair.data_ptr() and torch.equal(stack.scale, got.scale)
         assert ((got.value(torch.float64) - want).norm(dim=-1) <= 1e-6 * want.norm(dim=-1)).all()
@@ -94,6 +94,7 @@ def test_the_reference_is_the_formula(branches, rms_eps):
 
 def test_the_split_reference():
     check_split("torch")
+    check_split("torch", rms_eps=1e-5)
 
 
 def interpret():
@@ -108,21 +109,12 @@ def interpret():
     kernels.tile_config = tile_config
     check_rms("cpu", tokens=5)
     check_rms("cpu", 192, tokens=5)
-    check_split("triton", tokens=5)
+    for rms_eps in (None, 1e-5):
+        check_split("triton", tokens=5, rms_eps=rms_eps)
 
 
 def test_interpreted_kernel():
     interpreted("test_adaln.interpret()")
-
-
-@pytest.mark.parametrize("branches, half, wide", ((1, torch.float16, False), (2, torch.bfloat16, True)))
-def test_machine_code_for_few_tokens(branches, half, wide):
-    """Nothing is read before the kernel that wrote it is done, and columns go four at a time, none by way of local
-    memory."""
-    text = hopper.source(hopper.Variant(1152, branches, branches == 2, wide), half)
-    code = disassemble(cuda.compile_cubin(text, "adaln"))
-    assert code.index("ACQBULK") < code.index("LDG") and code.count("LDG.E.128") == 9 * (3 + branches)
-    assert "STL" not in code and "LDL" not in code
 
 
 def test_tiles_cover_every_width_without_idle_halves():
@@ -131,25 +123,6 @@ def test_tiles_cover_every_width_without_idle_halves():
         main, tail = config["MAIN"], config["TAIL"]
         assert width <= main + tail < 2 * width or width == main and tail == 0
     assert kernels.tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=2, num_warps=1)
-
-
-def test_the_kernel_for_few_tokens_is_taken_where_it_runs(monkeypatch):
-    """By what it takes, asked without the GPU."""
-    monkeypatch.setattr(cuda, "capability", lambda device: (9, 0))
-    x, modulation, pairs = case(256, 2, 9, 1, torch.float16, "cpu")
-    table, single = modulation.table, torch.float32
-    assert hopper.runs(x, table, pairs, torch.float16) and hopper.runs(x, table, pairs, single)
-    for wrong in (
-        (x.half(), table, pairs, torch.float16),
-        (x, table.double(), pairs, torch.float16),
-        (x, table, pairs, torch.bfloat16),  # branches are float16
-        (x, table, [(x, 2)], single),
-        (x[..., :200].contiguous(), table, pairs, torch.float16),
-        (x.transpose(0, 1), table, pairs, torch.float16),
-    ):
-        assert not hopper.runs(*wrong)
-    monkeypatch.setattr(cuda, "capability", lambda device: (8, 0))
-    assert not hopper.runs(x, table, pairs, torch.float16)
 
 
 #################################################################################
@@ -177,19 +150,8 @@ def test_compiled_rms():
 
 @pytest.mark.gpu
 def test_compiled_split():
-    check_split("triton", "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("branches, update", FORMS)
-@pytest.mark.parametrize("width", (1152, 384, 768, 1024, 2048))
-def test_kernel_for_few_tokens(width, branches, update):
-    needs_hopper()
-    for n, tokens in (*SHAPES, (1, 1024), (2, 1024), (4, 1024), (1009, 9)):
-        check(width, n, tokens, branches, update, torch.float16, "cuda", 3e-4, "hopper")
-        check(width, n, tokens, branches, update, torch.bfloat16, "cuda", 2.5e-3, "hopper")
-        if branches:
-            check(width, n, tokens, branches, update, torch.float16, "cuda", 1e-6, "hopper", torch.float32)
+    for rms_eps in (None, 1e-5):
+        check_split("triton", "cuda", rms_eps=rms_eps)
 
 
 @pytest.mark.gpu

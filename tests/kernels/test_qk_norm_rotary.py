@@ -6,7 +6,7 @@ import torch
 from kernel_testing import draw, error, interpreted
 
 from accel.families.large_dit.network import rotation_table
-from accel.kernels.qk_norm_rotary import qk_norm_rotary
+from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
 
 CASES = ((1, 7, 2, 96), (3, 5, 4, 48), (2, 4, 3, 128))  # N, t, heads, head dim
 LARGE = ((2, 256, 32, 96), (2, 256, 32, 128), (16, 64, 32, 48))
@@ -36,6 +36,26 @@ def check(device, cases=CASES):
                     assert torch.equal(got[..., v:], before[..., v:])  # values are not touched
 
 
+def check_split(device, backend="triton", cases=CASES):
+    """q, k and v as halves; a value too large for float16 is reported, be it one of a value's."""
+    for shape in cases:
+        qkv, rotation, norms = case(*shape, device)
+        for norm, first in ((norms, 31), (None, 0)):
+            wide = None if norm is None else norm.double()
+            want = qk_norm_rotary(qkv.double(), rotation.double(), first, wide, "torch")
+            for large in (False, True):
+                given, overflow = qkv.clone(), torch.zeros(1, dtype=torch.int32, device=device)
+                given[-1, -1, -1] += 1e6 * large
+                got = qk_norm_rotary_split(given, rotation, first, norm, backend, overflow)
+                assert got.scale is None and got.pair.shape == (2, *qkv.shape) and int(overflow) == large
+                assert bool(got.pair.isfinite().all()) != large
+                assert large or error(got.value(torch.float64), want) <= 1e-6
+
+
+def test_the_split_reference():
+    check_split("cpu", "torch")
+
+
 @pytest.mark.parametrize("norm", (False, True))
 def test_the_reference_is_the_formula(norm):
     n, tokens, heads, dim = CASES[0]
@@ -56,9 +76,10 @@ def test_the_reference_is_the_formula(norm):
 
 
 def test_interpreted_kernel():
-    interpreted("test_qk_norm_rotary.check('cpu')")
+    interpreted("test_qk_norm_rotary.check('cpu'), test_qk_norm_rotary.check_split('cpu')")
 
 
 @pytest.mark.gpu
 def test_compiled_kernel():
     check("cuda", (*CASES, *LARGE))
+    check_split("cuda", "triton", (*CASES, *LARGE))

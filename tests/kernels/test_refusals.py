@@ -21,7 +21,6 @@ BUFFERS = torch.zeros(2, dtype=torch.int64)
 REFUSED = {
     "adaln: half residual": (lambda: adaln(X.half(), TABLE, 0, 1, backend="triton"), "float32 residual"),
     "adaln: strided": (lambda: adaln(X.transpose(0, 1), TABLE, 0, 1, backend="triton"), "contiguous"),
-    "adaln: no Hopper": (lambda: adaln(X, TABLE, 3, 4, dtype=torch.float16, backend="hopper"), "take 'triton'"),
     "adaln_split: no Hopper": (lambda: adaln_split(X, TABLE, 3, 4, backend="hopper"), "one of auto, triton, torch"),
     "ancestral_update: strided": (
         lambda: ancestral_update(TOKENS, Z.transpose(2, 3), Z, T, COEFFICIENTS, 4.0, 3, "triton"),
@@ -33,7 +32,7 @@ REFUSED = {
         "one picture",
     ),
     "linear: float32": (
-        lambda: Linear(X[0], X[0, :, 0], backend="hopper"),
+        lambda: Linear(X[0], X[0, :, 0], backend="tuned"),
         "takes half precision on a GPU.*take 'auto'",
     ),
     "patch_embed: float64": (lambda: patch_embed(Z.double(), X[0], X[0], backend="triton"), "contiguous float32"),
@@ -42,7 +41,7 @@ REFUSED = {
     "qk_norm_rotary: strided": (lambda: qk_norm_rotary(QKV.transpose(0, 1), ROTATION, backend="triton"), "contiguous"),
     "split_attention: other heads": (
         lambda: split_attention(split(QKV[..., :192], per_row=False), 1, "hopper"),
-        "backend 'hopper' takes head dim 72; take 'triton'",
+        "backend 'hopper' takes head dim 72; take 'cublas'",
     ),
     "split_linear: infinite": (
         lambda: SplitLinear(X[0] / 0, X[0, :, 0], name="fc1"),

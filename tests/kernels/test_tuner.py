@@ -1,5 +1,4 @@
-"""What the tuner chooses, and where it keeps it. The library and the GPU are stand-ins where this is about files; the
-rest needs a GPU."""
+"""The choices of the tuner and their files: with stand-ins for the library and the GPU, or on a GPU."""
 
 import json
 import os
@@ -9,21 +8,21 @@ import pytest
 import torch
 from test_linear import case, formula
 
-from accel.fast.dit import FastDiT
+from accel.fast.network import FastNetwork
 from accel.files import cache_folder
 from accel.kernels import keep
-from accel.kernels.linear import Linear, cublaslt, hopper, tuner
+from accel.kernels.linear import Linear, cublaslt, tuner
 from accel.kernels.linear.cublaslt import Algorithm
-from accel.kernels.linear.hopper import Tile
 from accel.kernels.linear.tuner import Choice, Tuner
 
 GEMM = 8, 8, 8, False, torch.float16, torch.device("cuda", 0)
-ALGORITHM = Algorithm((1, 2**63, 3, 4, 5, 6, 7, 8), 64)
+WORDS = [1, 2**63, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """A GPU and a library that are not there; the GEMMs that are measured. Each measurement finds another tile."""
+    """A GPU and a library that are not there; the GEMMs that are measured. Each measurement finds an algorithm with
+    another workspace."""
     found = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cublaslt, "version", lambda: 1)
@@ -31,9 +30,9 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU 1/2")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    def fastest(gemm, backend):
-        found.append((*gemm, backend))
-        return Choice(hopper.Gemm(*gemm), Tile(64, 72, len(found)))
+    def fastest(gemm):
+        found.append(gemm)
+        return Choice(None, Algorithm(tuple(WORDS), len(found)))
 
     monkeypatch.setattr(tuner, "_fastest", fastest)
     return found
@@ -42,11 +41,10 @@ def measured(monkeypatch, tmp_path):
 def test_the_file_of_measurements(tmp_path):
     """Written whole, read back equal, and a damaged or foreign one counts as none."""
     file = tmp_path / "deep" / "gemms.json"
-    words = list(ALGORITHM.words)
-    kept = {"8x8x8 float16": [words, 64], "8x8x8 bfloat16 gelu": [128, 72, 4, 2, 2]}
+    kept = {"8x8x8 float16": [WORDS, 64], "8x8x8 bfloat16 gelu": [WORDS, 0]}
     keep(file, json.dumps(kept).encode())
     assert tuner._read(file) == kept and os.listdir(file.parent) == [file.name]
-    entries = 3, [], "x", {}, ["1"] * 5, [1, 2, 3], [words[:2], 64], [words, "64"], [words, -1], [["1"] * 8, 64]
+    entries = 3, [], "x", {}, ["1"] * 5, [1, 2, 3], [WORDS[:2], 64], [WORDS, "64"], [WORDS, -1], [["1"] * 8, 64]
     for text in ("", "{", "[1]", "[" * 200_000, *(json.dumps({"8x8x8 float16": entry}) for entry in entries)):
         file.write_text(text)
         assert tuner._read(file) == {}, text[:80]
@@ -59,27 +57,23 @@ def test_the_file_of_measurements(tmp_path):
 
 
 def test_a_choice_is_made_once(measured, tmp_path):
-    """In a process, and by its file in the next one; a backend of its own is a choice of its own."""
+    """In a process, and by its file in the next one."""
     first = Tuner()
     assert first.choose(*GEMM) is first.choose(*GEMM[:5], torch.device("cuda", 0)) and len(measured) == 1
     assert Tuner().choose(*GEMM).algorithm == first.choose(*GEMM).algorithm and len(measured) == 1
-    assert first.choose(*GEMM, "hopper").algorithm != first.choose(*GEMM).algorithm and len(measured) == 2
     [file] = (tmp_path / "home" / "dit").iterdir()
-    assert file.name == f"products-GPU-1-2-cublaslt-1-own-{hopper.version()}.json"
-    assert json.loads(file.read_text()) == {
-        "8x8x8 float16": [64, 72, 1, 1, 2],
-        "8x8x8 float16 hopper": [64, 72, 2, 1, 2],
-    }
-    assert Tuner([]).choose(*GEMM).algorithm.stages == 3  # no folder: measured by every process
+    assert file.name == "products-GPU-1-2-cublaslt-1.json"
+    assert json.loads(file.read_text()) == {"8x8x8 float16": [WORDS, 1]}
+    assert Tuner([]).choose(*GEMM).algorithm.workspace == 2  # no folder: measured by every process
 
 
 def test_a_network_says_what_was_measured(measured, capsys):
     """Once: the same network and later processes find it."""
     layers = [SimpleNamespace(backend="tuned", shape=lambda m, n=n: (m, n, 8, False)) for n in (8, 16)]
-    network = SimpleNamespace(blocks=[layers], dtype=GEMM[4], device=GEMM[5], tuner=Tuner())
+    network = SimpleNamespace(blocks=[SimpleNamespace(gemms=layers)], dtype=GEMM[4], device=GEMM[5], tuner=Tuner())
     for tuner_of_a_process in (network.tuner, network.tuner, Tuner()):
         network.tuner = tuner_of_a_process
-        FastDiT.tune(network, [8])
+        FastNetwork.tune(network, [8])
     line = "GEMMs measured for this GPU: 2 in 0.0 s; later runs find what was chosen\n"
     assert capsys.readouterr().out == line and len(measured) == 2
 
@@ -90,7 +84,7 @@ def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
 
     def choose(folder, home="home"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / home))
-        return Tuner([tmp_path / folder, cache_folder()]).choose(*GEMM).algorithm.stages
+        return Tuner([tmp_path / folder, cache_folder()]).choose(*GEMM).algorithm.workspace
 
     assert [choose("one"), choose("two"), choose("one")] == [1, 1, 1] and len(measured) == 1
     assert [choose(folder, "elsewhere") for folder in ("three", "one", "two", "four")] == [2, 1, 1, 2]
@@ -101,42 +95,31 @@ def test_the_first_of_two_processes_decides(measured, monkeypatch):
     """Both measure at once. The one that is done last takes the other's choice, which its next run would find."""
     fastest = tuner._fastest
 
-    def slow(gemm, backend):
+    def slow(gemm):
         monkeypatch.setattr(tuner, "_fastest", fastest)
         Tuner().choose(*GEMM)  # the other process
-        return fastest(gemm, backend)
+        return fastest(gemm)
 
     monkeypatch.setattr(tuner, "_fastest", slow)
-    assert [Tuner().choose(*GEMM).algorithm.stages for _ in range(2)] == [1, 1] and len(measured) == 2
+    assert [Tuner().choose(*GEMM).algorithm.workspace for _ in range(2)] == [1, 1] and len(measured) == 2
 
 
 def test_choices_travel_as_plain_numbers(measured):
-    """Between ranks, as through files: cuBLASLt's algorithms and tiles of our own."""
-    for algorithm in (ALGORITHM, Tile(128, 72, 4, cluster=2)):
-        one, other = Tuner([]), Tuner([])
-        one.chosen[(*GEMM, "tuned")] = Choice(None, algorithm)
-        other.adopt(*GEMM, json.loads(json.dumps(one.plain(*GEMM))))
-        adopted = other.choose(*GEMM).algorithm
-        assert adopted == algorithm and type(adopted) is type(algorithm)
-    assert not measured
+    """Between ranks, as through files."""
+    one, other = Tuner([]), Tuner([])
+    one.chosen[GEMM] = Choice(None, Algorithm(tuple(WORDS), 64))
+    other.adopt(*GEMM, json.loads(json.dumps(one.plain(*GEMM))))
+    assert other.choose(*GEMM).algorithm == Algorithm(tuple(WORDS), 64) and not measured
 
 
-def test_winners_that_are_known(measured, monkeypatch):
-    """They are taken and kept without measuring, by the backend that may; prepare loads our kernel, and no other."""
-    loaded = []
-    monkeypatch.setattr(hopper.Gemm, "load", lambda gemm, tile: loaded.append(tile))
+def test_known_winners(measured, monkeypatch):
+    """They are taken and kept without measuring, unless this version of the library has them no more."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    stand_in = SimpleNamespace(find=lambda wanted: ALGORITHM if wanted == [20, 35, 1, 3] else None)
-    monkeypatch.setitem(tuner.GEMMS, "cublaslt", lambda *gemm: stand_in)
-    ours, library, no_more = (
-        (m, n, k, *GEMM[3:]) for m, n, k in ((2048, 3456, 1152), (4096, 3456, 1152), (16384, 1152, 1152))
-    )
-    assert Tuner().choose(*ours).algorithm == Tile(128, 216, 3)
-    assert Tuner().choose(*library).algorithm == ALGORITHM and not measured
-    assert Tuner().choose(*ours, "cublaslt") and Tuner().choose(*no_more) and len(measured) == 2
-    for gemm in (ours, library, no_more, GEMM):
-        Tuner().prepare(*gemm)
-    assert loaded == [Tile(128, 216, 3)]
+    found = Algorithm(tuple(WORDS), 64)
+    stand_in = SimpleNamespace(find=lambda wanted: found if wanted == [20, 35, 1, 3] else None)
+    monkeypatch.setattr(cublaslt, "Gemm", lambda *gemm: stand_in)
+    assert Tuner().choose(4096, 3456, 1152, *GEMM[3:]).algorithm == found and not measured
+    assert Tuner().choose(16384, 1152, 1152, *GEMM[3:]) and len(measured) == 1
 
 
 #################################################################################
@@ -149,11 +132,8 @@ def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeyp
     x, weight, bias = case(3072, 4608, 1152, torch.float16, "cuda")  # not among the known ones
     gemm = 3072, 4608, 1152, True, torch.float16, x.device
     want = formula(x, weight, bias, True)
-    choices = [
-        Choice(one, algorithm)
-        for one in (make(*gemm) for make in tuner.GEMMS.values())
-        for algorithm in one.candidates()
-    ]
+    one = cublaslt.Gemm(*gemm)
+    choices = [Choice(one, algorithm) for algorithm in one.candidates()]
     assert len(choices) > 4
     for choice in choices:
         out = torch.full((3072, 4608), float("nan"), dtype=torch.float16, device="cuda")  # an unwritten element shows
@@ -173,13 +153,12 @@ def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeyp
 def test_the_same_bits_every_time(m, n, k):
     """Algorithms that split a small GEMM's K must not depend on which part comes first."""
     x, weight, bias = case(m, n, k, torch.float16, "cuda")
-    for make in tuner.GEMMS.values():
-        gemm = make(m, n, k, False, torch.float16, x.device)
-        for algorithm in gemm.candidates():
-            results = [torch.empty(m, n, dtype=torch.float16, device="cuda") for _ in range(20)]
-            for result in results:
-                gemm.run(algorithm, x, weight, bias, result)
-            assert all(torch.equal(result, results[0]) for result in results), algorithm
+    gemm = cublaslt.Gemm(m, n, k, False, torch.float16, x.device)
+    for algorithm in gemm.candidates():
+        results = [torch.empty(m, n, dtype=torch.float16, device="cuda") for _ in range(20)]
+        for result in results:
+            gemm.run(algorithm, x, weight, bias, result)
+        assert all(torch.equal(result, results[0]) for result in results), algorithm
 
 
 @pytest.mark.gpu
@@ -195,5 +174,4 @@ def test_known_algorithms_are_taken_without_measuring(monkeypatch):
         layer = Linear(weight, bias, bool(gelu), Tuner([]))
         assert layer(x).isfinite().all()
         chosen = layer.tuner.choose(*layer.shape(m), x.dtype, x.device).algorithm
-        backend = "hopper" if isinstance(chosen, Tile) else "cublaslt"
-        assert winner == {backend: list(chosen) if backend == "hopper" else cublaslt.configuration(chosen)}
+        assert winner == cublaslt.configuration(chosen)

@@ -12,21 +12,20 @@ the device, so that one captured graph serves every step.
 With `rms_eps` the norm is x / √(mean(x²) + ε) (Zhang & Sennrich 2019, arXiv:1910.07467). Its weight belongs in scale's
 projection.
 
-    hopper      few tokens on Hopper: LayerNorm; x and table float32, half branches and result, widths in 128s to 2048
     triton      any GPU: x and table float32
     torch       the reference, any dtype and device
-    auto        for float32 on a GPU hopper where it runs and wins, else triton; torch elsewhere
+    auto        triton for float32 on a GPU, else torch
 """
 
 import torch
 from torch import Tensor
 
 from accel.kernels import check_backend, cuda
-from accel.kernels.adaln import hopper, reference
+from accel.kernels.adaln import reference
 from accel.kernels.adaln.reference import Branches, Modulation
 from accel.kernels.split_linear import HighLow, split
 
-BACKENDS = ("auto", "hopper", "triton", "torch")
+BACKENDS = ("auto", "triton", "torch")
 
 
 def adaln(
@@ -48,15 +47,7 @@ def adaln(
     """
     check_backend("adaln", backend, BACKENDS)
     dtype = dtype or x.dtype
-    on_hopper = rms_eps is None and hopper.runs(x, modulation.table, branches, dtype)
-    if backend == "auto":
-        few_tokens = x.shape[0] * x.shape[1] <= hopper.FEW_TOKENS
-        backend = "hopper" if few_tokens and on_hopper else _portable(x)
-    if backend == "hopper":
-        if not on_hopper:
-            raise ValueError("adaln: backend 'hopper' does not take these, or this GPU; take 'triton'")
-        return hopper.adaln(x, modulation, shift, scale, branches, update, dtype)
-    if backend == "triton":
+    if (_portable(x) if backend == "auto" else backend) == "triton":
         from accel.kernels.adaln import triton
 
         return triton.adaln(x, modulation, shift, scale, branches, update, dtype, rms_eps)
@@ -71,16 +62,17 @@ def adaln_split(
     branches: Branches = (),
     update: bool = False,
     backend: str = "auto",
+    rms_eps: float | None = None,
     stack: bool = False,
 ) -> HighLow:
     """As `adaln`, x float32, the result split into high and low with a power of two a token; "triton" or "torch".
     stack: in the layout that cuBLAS's split GEMM takes."""
-    check_backend("adaln_split", backend, ("auto", "triton", "torch"))
+    check_backend("adaln_split", backend, BACKENDS)
     if (_portable(x) if backend == "auto" else backend) == "torch":
-        return split(reference.adaln(x, modulation, shift, scale, branches, update))
+        return split(reference.adaln(x, modulation, shift, scale, branches, update, rms_eps))
     from accel.kernels.adaln import triton
 
-    return HighLow(*triton.adaln_split(x, modulation, shift, scale, branches, update, stack))
+    return HighLow(*triton.adaln_split(x, modulation, shift, scale, branches, update, rms_eps, stack))
 
 
 def _portable(x):

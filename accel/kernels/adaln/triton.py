@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from accel.kernels import cuda
 from accel.kernels.adaln.reference import EPS, Branches, Modulation
 from accel.kernels.split_linear.high_low import new_stack
-from accel.kernels.split_linear.triton import store_high_low, store_stack
+from accel.kernels.split_linear.triton import row_scale, store_high_low, store_stack
 
 
 def adaln(
@@ -29,7 +29,14 @@ def adaln(
 
 
 def adaln_split(
-    x: Tensor, modulation: Modulation, shift: int, scale: int, branches: Branches, update: bool, stack: bool
+    x: Tensor,
+    modulation: Modulation,
+    shift: int,
+    scale: int,
+    branches: Branches,
+    update: bool,
+    rms_eps: float | None,
+    stack: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `adaln` → high and low (2, N, T, D) float16, a `new_stack` if so asked; scales (N, T) float32."""
     if stack:
@@ -37,7 +44,7 @@ def adaln_split(
     else:
         pair = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device)
     scales = torch.empty(x.shape[:2], device=x.device)
-    _launch(x, modulation, shift, scale, branches, update, pair, scales, True, stack=stack)
+    _launch(x, modulation, shift, scale, branches, update, pair, scales, True, rms_eps, stack)
     return pair, scales
 
 
@@ -166,10 +173,7 @@ def _adaln(
             largest = tl.max(tl.abs(y), 0)
             if TAIL:
                 largest = tl.maximum(largest, tl.max(tl.abs(y_t), 0))
-            # The power of two that brings the largest value between 2¹⁴ and 2¹⁵, from its exponent bits.
-            exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
-            factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-            inverse = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+            factor, inverse = row_scale(largest)
             tl.store(token_scale_ptr + row // WIDTH, inverse, token < tokens)
             if STACK:
                 store_stack(out_ptr + 3 * row + main, WIDTH, y * factor, here_m)

@@ -2,9 +2,7 @@
 
 GELU is the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2), x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2.
 
-    tuned       the fastest of cublaslt's and hopper's algorithms (tuner.py)
-    cublaslt    the fastest of cuBLASLt's algorithms (cublaslt.py)
-    hopper      the fastest tile of our own kernel for few tokens (hopper.py)
+    tuned       the fastest of cuBLASLt's algorithms (tuner.py, cublaslt.py)
     epilogue    torch's fused call, on a GPU
     torch       the reference: GEMM, then GELU as a kernel of its own
     auto        tuned for half precision on a GPU, else torch
@@ -19,15 +17,14 @@ from accel.kernels import check_backend, cuda
 from accel.kernels.linear import reference
 from accel.kernels.linear.tuner import Tuner
 
-TUNED = ("tuned", "cublaslt", "hopper")
-BACKENDS = ("auto", *TUNED, "epilogue", "torch")
+BACKENDS = ("auto", "tuned", "epilogue", "torch")
 
 
 class Linear:
     """A layer x (…, K) → (…, N) in its weights' dtype, accumulated in float32 for half inputs.
 
     weight (N, K), bias (N,) or None, contiguous, on one device. gelu: GELU follows. tuner: chooses algorithms, one for
-    all layers of a network; None makes one. The kernel launched just before may write x, but not the weights.
+    all layers of a network; None makes one.
     """
 
     def __init__(
@@ -48,9 +45,7 @@ class Linear:
         return (m, *self.weight.shape, self.gelu)
 
     def prepare(self, m: int) -> None:
-        """Compile and load what M tokens are known to need; nothing is measured or launched."""
-        if self.backend in TUNED:
-            self.tuner.prepare(*self.shape(m), self.weight.dtype, self.weight.device)
+        """No-op: cuBLASLt has its kernels compiled."""
 
     def parameters(self) -> Iterator[Tensor]:
         """The layer's tensors."""
@@ -69,7 +64,7 @@ class Linear:
         if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in (x, self.weight, self.bias)):
             raise ValueError(f"linear: backend {self.backend!r} takes contiguous tensors, aligned to 16 bytes")
         m = x.numel() // x.shape[-1]
-        choice = self.tuner.choose(*self.shape(m), x.dtype, x.device, self.backend)
+        choice = self.tuner.choose(*self.shape(m), x.dtype, x.device)
         out = torch.empty(*x.shape[:-1], len(self.bias), dtype=x.dtype, device=x.device)
         with torch.cuda.device(x.device):
             choice.run(x, self.weight, self.bias, out)

@@ -7,7 +7,6 @@ of a second, once for a GPU and library, and gains 4 to 18 % on them.
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +16,19 @@ from torch import Tensor
 from accel import gpu
 from accel.files import cache_folder, read_json
 from accel.kernels import cuda, keep
-from accel.kernels.linear import cublaslt, hopper
+from accel.kernels.linear import cublaslt
 
-GEMMS = {"cublaslt": cublaslt.Gemm, "hopper": hopper.Gemm}
-# Winners after seconds of load, when an H200 at 700 W runs at three quarters of its clock and the least energy wins, by
-# GPU and shape: what the GEMM's `find` takes. In XL/2 at 512 px these are 16, 4, 2, 1 and half a picture's tokens.
-# Measured in log/products-h200.json and log/products-few-rows-h200.json.
+# `cublaslt.configuration` of the fastest algorithm by GPU and shape, for XL/2's GEMMs: after seconds of load, when an
+# H200 at 700 W runs at three quarters of its clock and the least energy wins. Measured in log/products*-h200.json and
+# log/h100/winners*.json.
 KNOWN = json.loads(Path(__file__).with_name("known.json").read_text())
 
 
 class Choice(NamedTuple):
     """A GEMM and one of its algorithms."""
 
-    gemm: cublaslt.Gemm | hopper.Gemm
-    algorithm: cublaslt.Algorithm | hopper.Tile
+    gemm: cublaslt.Gemm
+    algorithm: cublaslt.Algorithm
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
         """Launch it on the current stream."""
@@ -54,41 +52,31 @@ class Tuner:
     ):
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
         self.share = share
-        self.chosen = {}  # (m, n, k, gelu, dtype, device, backend) → Choice
+        self.chosen = {}  # (m, n, k, gelu, dtype, device) → Choice
         self.seconds = []  # of each GEMM that this process measured
 
-    def choose(
-        self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device, backend: str = "tuned"
-    ) -> Choice:
-        """A GEMM's algorithm; `backend`: "tuned", or "cublaslt" or "hopper" for one of these alone."""
+    def choose(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> Choice:
+        """The algorithm of a GEMM."""
         gemm = m, n, k, gelu, dtype, _indexed(device)
-        if (*gemm, backend) not in self.chosen:
+        if gemm not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("linear: first used inside a CUDA graph; run the step once before capturing it")
-            self.chosen[(*gemm, backend)] = self._choose(gemm, backend)
-        return self.chosen[(*gemm, backend)]
+            self.chosen[gemm] = self._choose(gemm)
+        return self.chosen[gemm]
 
-    def _choose(self, gemm, backend):
+    def _choose(self, gemm):
         *shape, dtype, device = gemm
         name = f"{_name(*shape[:3])} {str(dtype).removeprefix('torch.')}{' gelu' * shape[3]}"
-        name += "" if backend == "tuned" else f" {backend}"
-        files, choice = self._files(device), _known(gemm, backend)
+        files, choice = self._files(device), _known(gemm)
         if choice is None and (choice := _kept(files, name, gemm)) is None:
             begun = time.perf_counter()
-            measured = _fastest(gemm, backend)
+            measured = _fastest(gemm)
             self.seconds.append(time.perf_counter() - begun)
             choice = _kept(files, name, gemm) or measured  # another process's, if that was done first
         for file in files:
             if name not in (found := _read(file)):
                 keep(file, json.dumps({**found, name: _plain(choice.algorithm)}).encode())
         return choice
-
-    def prepare(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> None:
-        """Load our own kernel for a GEMM for which it is known to win, compiled if it is not on disk yet."""
-        winner = _winner(m, n, k, gelu, device)
-        if "hopper" in winner:
-            gemm = hopper.Gemm(m, n, k, gelu, dtype, _indexed(device))
-            gemm.load(gemm.find(winner["hopper"]))
 
     def choose_alike(self, gemms: list[tuple]) -> None:
         """Let all ranks take what is the fastest on rank 0, or two runs of one job could differ."""
@@ -104,13 +92,12 @@ class Tuner:
     def adopt(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device, plain: list) -> None:
         """Take another process's choice, from the same kind of GPU and library."""
         gemm = m, n, k, gelu, dtype, _indexed(device)
-        self.chosen[(*gemm, "tuned")] = _restored(plain, gemm)
+        self.chosen[gemm] = _restored(plain, gemm)
 
     def _files(self, device):
-        """Files of measurements for this kind of GPU, version of the library and version of our kernel."""
+        """Files of measurements for this kind of GPU and version of the library."""
         kind = gpu.name(device).replace(" ", "-").replace("/", "-")
-        name = f"products-{kind}-cublaslt-{cublaslt.version()}-own-{hopper.version()}.json"
-        return [folder / name for folder in self.folders]
+        return [folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json" for folder in self.folders]
 
 
 def _indexed(device):
@@ -122,20 +109,13 @@ def _name(m, n, k):
     return f"{m}x{n}x{k}"
 
 
-def _winner(m, n, k, gelu, device):
-    """What is known of a GEMM on this kind of GPU: {backend: its `find`'s argument}, or nothing."""
-    return KNOWN.get(gpu.name(device), {}).get(f"{_name(m, n, k)}{' gelu' * gelu}", {})
-
-
-def _known(gemm, backend):
+def _known(gemm):
     """The choice that won on this kind of GPU under long load, if that was measured."""
-    *shape, _, device = gemm
-    for name, wanted in _winner(*shape, device).items():
-        if backend in ("tuned", name):
-            known = GEMMS[name](*gemm)
-            algorithm = known.find(wanted)
-            return None if algorithm is None else Choice(known, algorithm)
-    return None
+    *shape, gelu, _, device = gemm
+    wanted = KNOWN.get(gpu.name(device), {}).get(f"{_name(*shape)}{' gelu' * gelu}")
+    known = wanted and cublaslt.Gemm(*gemm)
+    algorithm = known and known.find(wanted)
+    return algorithm and Choice(known, algorithm)
 
 
 def _kept(files, name, gemm):
@@ -144,17 +124,13 @@ def _kept(files, name, gemm):
     return None if plain is None else _restored(plain, gemm)
 
 
-def _fastest(gemm, backend):
+def _fastest(gemm):
     """The choice with the least time on random operands. Another than the first, which is the library's own, must win
     by 3 %: timings jitter, and a short burst says little about a GPU at its power limit."""
     device = gemm[-1]
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)), ThreadPoolExecutor() as pool:
-        gemms = [make(*gemm) for name, make in GEMMS.items() if backend in ("tuned", name)]
-        choices = [Choice(one, algorithm) for one in gemms for algorithm in one.candidates()]
-        if not choices:
-            raise ValueError("linear: backend 'hopper' takes sides in eights on a GPU of capability 9.0; take 'tuned'")
-        own = [choice for choice in choices if isinstance(choice.algorithm, hopper.Tile)]
-        list(pool.map(lambda choice: choice.gemm.load(choice.algorithm), own))  # each compiles for a second
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        one = cublaslt.Gemm(*gemm)
+        choices = [Choice(one, algorithm) for algorithm in one.candidates()]
         times = _milliseconds(choices, *gemm)
     best = int(times.argmin())
     return choices[best if times[best] < 0.97 * times[0] else 0]
@@ -184,13 +160,11 @@ def _milliseconds(choices, m, n, k, gelu, dtype, device):
 
 
 def _plain(algorithm):
-    """A tile as its numbers, an algorithm of cuBLASLt as [words, workspace]."""
-    return list(algorithm) if isinstance(algorithm, hopper.Tile) else [list(algorithm.words), algorithm.workspace]
+    """An algorithm as [words, workspace]."""
+    return [list(algorithm.words), algorithm.workspace]
 
 
 def _restored(plain, gemm):
-    if isinstance(plain[0], int):
-        return Choice(hopper.Gemm(*gemm), hopper.Tile(*plain))
     words, workspace = plain
     return Choice(cublaslt.Gemm(*gemm), cublaslt.Algorithm(tuple(words), workspace))
 
@@ -208,6 +182,4 @@ def _is_algorithm(plain):
     match plain:  # as `_plain` writes it
         case [[*words], int(workspace)]:
             return workspace >= 0 and len(words) == 8 and all(type(word) is int for word in words)
-        case [*numbers]:
-            return len(numbers) == len(hopper.Tile._fields) and all(type(number) is int for number in numbers)
     return False

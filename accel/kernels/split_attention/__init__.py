@@ -5,8 +5,8 @@ accumulates, so each tile's p·v is summed by itself and then added to the outpu
 1, so that the low parts of small ones are not lost; the sums carry the same factor.
 
     hopper      our kernel: capability 9.0, head dim 72
-    triton      from sm_80 on
-    cublas      any GPU with float16 tensor cores: two batched GEMMs, Triton kernels between; stores some heads' weights
+    cublas      otherwise, any GPU with float16 tensor cores: two batched GEMMs, Triton kernels between; stores some
+                heads' weights
     torch       the reference, in float64, any device
     auto        the first of these that runs there
 """
@@ -17,17 +17,14 @@ from accel.kernels import check_backend, cuda
 from accel.kernels.split_attention import cublas, hopper, reference
 from accel.kernels.split_linear import HighLow
 
-BACKENDS = ("auto", "hopper", "triton", "cublas", "torch")
+BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose(device: torch.device, dim: int) -> str:
     """The backend that "auto" takes."""
     if device.type != "cuda":
         return "torch"
-    capability = cuda.capability(device)
-    if capability == (9, 0) and dim == hopper.HEAD_DIM:
-        return "hopper"
-    return "triton" if cuda.HAS_TRITON and capability >= (8, 0) else "cublas"
+    return "hopper" if cuda.capability(device) == (9, 0) and dim == hopper.HEAD_DIM else "cublas"
 
 
 def split_attention(qkv: HighLow, num_heads: int, backend: str = "auto") -> HighLow:
@@ -39,9 +36,5 @@ def split_attention(qkv: HighLow, num_heads: int, backend: str = "auto") -> High
     dim = qkv.pair.shape[-1] // (3 * num_heads)
     if backend == "auto":
         backend = choose(qkv.pair.device, dim)
-    if backend == "triton":
-        from accel.kernels.split_attention import triton
-
-        return HighLow(triton.attention(qkv.pair, num_heads), None)
     run = {"hopper": hopper, "cublas": cublas, "torch": reference}[backend]
     return HighLow(run.attention(qkv.pair, num_heads), None)

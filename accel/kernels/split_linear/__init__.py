@@ -8,8 +8,7 @@ truncates when it adds to its accumulator, so sums over a long inner dimension d
 first in each part.
 
     hopper      our kernel: capability 9.0, N and K in eights
-    triton      from sm_80 on, but not 10.x, for which Triton 3.6 does not compile it
-    cublas      any GPU with float16 tensor cores: one GEMM over all three parts, then a Triton kernel
+    cublas      any other GPU with float16 tensor cores: one GEMM over all three parts, then a Triton kernel
     torch       the reference, in float64, any device
     auto        the first of these that runs on the device
 """
@@ -25,17 +24,14 @@ from accel.kernels.split_linear.high_low import HighLow, balance, split
 
 __all__ = ["HighLow", "SplitLinear", "balance", "choose", "split"]
 
-BACKENDS = ("auto", "hopper", "triton", "cublas", "torch")
+BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose(device: torch.device) -> str:
     """The backend that "auto" takes."""
     if device.type != "cuda":
         return "torch"
-    capability = cuda.capability(device)
-    if capability == (9, 0):
-        return "hopper"
-    return "triton" if cuda.HAS_TRITON and capability >= (8, 0) and capability[0] != 10 else "cublas"
+    return "hopper" if cuda.capability(device) == (9, 0) else "cublas"
 
 
 class SplitLinear:
@@ -43,6 +39,7 @@ class SplitLinear:
 
     weight (N, K), bias (N,) float32, on the device to run on. gelu: GELU in its tanh form follows, then a
     multiplication by the powers of two `after` (N,); the next layer has their inverse in its weights (`balance`).
+    scaled: whether inputs have scales, for `prepare`.
     result: "float32", or "high_low" for HighLow without scales, which gelu asks for. overflow: an int32 tensor of one
     element, set to 1 where a high_low result is too large for float16. name: of the layer, for errors. Raises
     ValueError, naming the layer, for weights that are not finite.
@@ -55,6 +52,7 @@ class SplitLinear:
         *,
         after: Tensor | None = None,
         gelu: bool = False,
+        scaled: bool = True,
         result: str = "float32",
         overflow: Tensor | None = None,
         name: str = "",
@@ -67,7 +65,7 @@ class SplitLinear:
             raise ValueError(f"{name}: has weights that are not finite")
         self.columns, self.depth = weight.shape
         self.bias, self.after, self.overflow = bias.contiguous(), after, overflow
-        self.gelu, self.high_low = gelu, result == "high_low"
+        self.gelu, self.high_low, self.scaled = gelu, result == "high_low", scaled
         self.pair, self.scale = split(weight)  # (2, N, K), (N,)
         if self.backend == "hopper":
             self.pair, _ = split(hopper.arrange(weight))
@@ -75,10 +73,9 @@ class SplitLinear:
             self.pair = cublas.arrange(weight)  # (N, 3·K)
 
     def prepare(self, m: int) -> None:
-        """Compile and load what M tokens need, by a launch on zeros. What gives high_low follows a norm in a block,
-        whose split has scales."""
+        """Compile and load the kernels for M tokens, by a launch on zeros."""
         pair = torch.zeros(2, m, self.depth, dtype=torch.float16, device=self.pair.device)
-        self(HighLow(pair, self.scale.new_ones(m) if self.high_low else None))
+        self(HighLow(pair, self.scale.new_ones(m) if self.scaled else None))
 
     def parameters(self) -> Iterator[Tensor]:
         """The layer's tensors."""
@@ -96,14 +93,9 @@ class SplitLinear:
             return reference.linear(self, x)
         if self.backend == "cublas":
             return cublas.linear(self, x)
-        # The kernels finish their results themselves. Only a `new_stack` is copied, which another backend has made.
+        # The kernel finishes its results itself. Only a `new_stack` is copied, which cuBLAS's attention has made.
         x = HighLow(x.pair.contiguous(), x.scale)
         planes, dtype = ((2,), torch.float16) if self.high_low else ((), torch.float32)
         out = torch.empty(*planes, *x.pair.shape[1:-1], self.columns, dtype=dtype, device=x.pair.device)
-        if self.backend == "hopper":
-            hopper.linear(self, x, out)
-        else:
-            from accel.kernels.split_linear import triton
-
-            triton.linear(self, x, out)
+        hopper.linear(self, x, out)
         return HighLow(out, None) if self.high_low else out

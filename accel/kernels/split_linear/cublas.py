@@ -50,7 +50,7 @@ def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
     if not cuda.HAS_TRITON:
         scale = layer.scale if row_scale is None else layer.scale * row_scale[:, None]
         return reference.finish(layer, torch.addcmul(layer.bias, y, scale).unflatten(0, shape))
-    from accel.kernels.split_linear.finish import finish
+    from accel.kernels.split_linear.triton import finish
 
     out = finish(layer, y, row_scale)
     return HighLow(out.unflatten(1, shape), None) if layer.high_low else out.unflatten(0, shape)

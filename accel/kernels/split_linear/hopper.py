@@ -68,7 +68,7 @@ def linear(layer: Any, x: HighLow, out: Tensor) -> None:
     a, b = x.pair, layer.pair
     if layer.depth % 8 or layer.columns % 8:
         sides = f"{layer.depth} to {layer.columns}"
-        raise ValueError(f"split_linear: backend 'hopper' takes sides in eights, not {sides}; take 'triton'")
+        raise ValueError(f"split_linear: backend 'hopper' takes sides in eights, not {sides}; take 'cublas'")
     rows = a[0].numel() // layer.depth
     tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
     if not tiles:

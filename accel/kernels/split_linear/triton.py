@@ -1,4 +1,5 @@
-"""The split linear layer by a Triton kernel, from sm_80 on."""
+"""How a float32 GEMM ends for backends that cannot end it themselves: scales, bias, GELU, the check for overflow and
+the split. One pass, by a Triton kernel without tensor cores, which any GPU compiles. And how kernels store a split."""
 
 from typing import Any
 
@@ -7,33 +8,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels import cuda
-from accel.kernels.split_linear.high_low import HighLow
+from accel.kernels.split_linear.high_low import new_stack
 
-TILE = dict(ROWS=128, COLUMNS=128, DEPTH=32, num_warps=8, num_stages=3)
+TILE = dict(ROWS=16, COLUMNS=128, num_warps=4)
 
 
-def stages(tensor: Tensor, unmasked: bool) -> dict[str, int]:
-    """Launch options of a loop: from Hopper on, one with masked loads goes without asynchronous copies.
+def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
+    """y (M, N) float32, without scales → (M, N) float32, in y's memory, or the pair (2, M, N) of a high_low layer.
 
-    With them a network of 64 tokens was off by 6 % on an H200 (Triton 3.6), without them it is right. A likely cause:
-    no fence stands between the zeros that such a copy fills in and the MMA that reads them.
+    row_scale: (M,). A pair after GELU is a `new_stack`, since a GEMM follows; another is contiguous, for attention.
     """
-    return {} if unmasked or cuda.capability(tensor.device) < (9, 0) else dict(num_stages=1)
-
-
-def linear(layer: Any, x: HighLow, out: Tensor) -> None:
-    """x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16."""
-    m, config = x.pair[0].numel() // layer.depth, {**TILE, **stages(x.pair, layer.depth % TILE["DEPTH"] == 0)}
-    blocks = triton.cdiv(m, config["ROWS"]) * triton.cdiv(layer.columns, config["COLUMNS"])
-    row_scale = layer.scale if x.scale is None else x.scale
-    after = layer.bias if layer.after is None else layer.after
-    overflow = layer.scale if layer.overflow is None else layer.overflow
-    tensors = x.pair, layer.pair, out, row_scale, layer.scale, layer.bias, after, overflow
-    numbers = m, layer.columns, m * layer.depth, m * layer.columns, layer.depth
-    variant = dict(SCALED=x.scale is not None, RESULT=layer.high_low + layer.gelu, WATCHED=layer.overflow is not None)
-    with torch.cuda.device_of(out):  # Triton launches on the current GPU
-        _split_linear[(blocks,)](*tensors, *numbers, **variant, **config)
+    m, n = y.shape
+    if not layer.high_low:
+        out, row, low = y, n, 0
+    elif layer.gelu:
+        out, row, low = new_stack(m, n, device=y.device), 3 * n, n
+    else:
+        out, row, low = torch.empty(2, m, n, dtype=torch.float16, device=y.device), n, m * n
+    unused = layer.scale
+    tensors = (unused if one is None else one for one in (row_scale, layer.scale, layer.bias, layer.after))
+    overflow = unused if layer.overflow is None else layer.overflow
+    variant = dict(SCALED=row_scale is not None, RESULT=layer.high_low + layer.gelu, WATCHED=layer.overflow is not None)
+    with torch.cuda.device_of(y):  # Triton launches on the current GPU
+        grid = triton.cdiv(n, TILE["COLUMNS"]), triton.cdiv(m, TILE["ROWS"])
+        _finish[grid](y, out, *tensors, overflow, m, n, row, low, **variant, **TILE)
+    return out
 
 
 @triton.jit
@@ -52,15 +51,28 @@ def store_stack(high_ptr, depth, y, inside):
 
 
 @triton.jit
-def gelu(y):
-    """In its tanh form."""
-    return y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))
+def row_scale(largest):
+    """The power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, from its exponent bits; its inverse."""
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return factor, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _split_linear(
-    a_ptr,
-    b_ptr,
+def beyond_float16(y, inside):
+    """1 if a value of the tile (…,) is too large for float16, else 0."""
+    return tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 0)
+
+
+@triton.jit
+def _gelu(y):
+    """GELU in its tanh form."""
+    return y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _finish(
+    y_ptr,
     out_ptr,
     row_scale_ptr,
     scale_ptr,
@@ -69,48 +81,32 @@ def _split_linear(
     overflow_ptr,
     rows,
     columns,
-    a_low,
+    out_row,
     out_low,
-    depth: tl.constexpr,
     SCALED: tl.constexpr,
     RESULT: tl.constexpr,
     WATCHED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
-    """RESULT: 0 float32, 1 high and low, 2 GELU, high and low. WATCHED: overflow is reported."""
-    across = tl.cdiv(columns, COLUMNS)
-    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-    inner = tl.arange(0, DEPTH)
+    """RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high. WATCHED: overflow is reported."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_row, in_column = row < rows, column < columns
-    a_ptr += row.to(tl.int64)[:, None] * depth + inner[None, :]
-    b_ptr += column[None, :] * depth + inner[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, depth, DEPTH):
-        a_inside = in_row[:, None] & (start + inner < depth)[None, :]
-        b_inside = in_column[None, :] & (start + inner < depth)[:, None]
-        a_high = tl.load(a_ptr + start, a_inside, 0.0)
-        a_low_part = tl.load(a_ptr + a_low + start, a_inside, 0.0)
-        b_high = tl.load(b_ptr + start, b_inside, 0.0)
-        b_low_part = tl.load(b_ptr + columns * depth + start, b_inside, 0.0)
-        part = tl.dot(a_low_part, b_high)
-        part = tl.dot(a_high, b_low_part, part)
-        part = tl.dot(a_high, b_high, part)
-        total += part
+    inside = in_row[:, None] & in_column[None, :]
+    y = tl.load(y_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], inside, 0.0)
     scale = tl.load(scale_ptr + column, in_column, 0.0)[None, :]
     if SCALED:
         scale = scale * tl.load(row_scale_ptr + row, in_row, 0.0)[:, None]
-    y = total * scale + tl.load(bias_ptr + column, in_column, 0.0)[None, :]
-    inside = in_row[:, None] & in_column[None, :]
-    out_ptr += row.to(tl.int64)[:, None] * columns + column[None, :]
-    if RESULT == 2:
-        y = gelu(y) * tl.load(after_ptr + column, in_column, 0.0)[None, :]
+    y = y * scale + tl.load(bias_ptr + column, in_column, 0.0)[None, :]
+    out_ptr += row.to(tl.int64)[:, None] * out_row + column[None, :]
     if RESULT == 0:
         tl.store(out_ptr, y, inside)
-    else:
+    if RESULT == 1:
         store_high_low(out_ptr, out_low, y, inside)
-        if WATCHED:
-            beyond = tl.max(tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 1), 0)
-            tl.store(overflow_ptr, 1, beyond > 0)
+    if RESULT == 2:
+        y = _gelu(y) * tl.load(after_ptr + column, in_column, 0.0)[None, :]
+        store_stack(out_ptr, out_low, y, inside)
+    if RESULT > 0 and WATCHED:
+        beyond = tl.max(tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 1), 0)
+        tl.store(overflow_ptr, 1, beyond > 0)

@@ -2,17 +2,16 @@
 
 import pytest
 import torch
-from networks import error, small
+from networks import error, fast_network, small
 
 from accel.diffusion import create_diffusion
-from accel.fast import dit
+from accel.fast import network as module
 from accel.fast.conditioning import ConditioningTable
-from accel.fast.dit import FastDiT
 
 
 @pytest.fixture
 def fast():
-    return FastDiT(small().state_dict(), 2, torch.float64, torch.device("cpu"))
+    return fast_network(small(), torch.float64)
 
 
 def entry_bytes(network):
@@ -48,7 +47,9 @@ def test_what_is_not_in_the_table_is_nan_never_a_picture(fast):
 def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
     """A large batch of an FID job. What was captured on the old table is dropped. What fits the usual size is computed
     in the same chunks whether or not a larger batch came before: the bits do not depend on what came before."""
-    monkeypatch.setattr(dit, "ConditioningTable", lambda c, **how: ConditioningTable(c, 5 * c.bias.numel() * 8, **how))
+    monkeypatch.setattr(
+        module, "ConditioningTable", lambda c, **how: ConditioningTable(c, 5 * c.bias.numel() * 8, **how)
+    )
     x, y = torch.randn(9, 4, 8, 8, dtype=torch.float64), torch.arange(9)
     found = []
     for n, at_once, chunk in ((2, 1, 2), (9, 1, 1), (9, 2, 2), (2, 1, 2)):

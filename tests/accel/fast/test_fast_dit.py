@@ -5,13 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from networks import build, error, evaluate, guided, inputs, network_of, small
+from networks import build, error, evaluate, fast_network, guided, inputs, network_of, small
 from reference_networks import dit
 
 from accel import accelerate
-from accel.fast.dit import FastDiT
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +22,7 @@ CPU = torch.device("cpu")
 )
 def test_float64_is_the_network_of_the_paper(name, arguments):
     model = build(name, **arguments)
-    fast = FastDiT(model.state_dict(), model.num_heads, torch.float64, CPU)
+    fast = fast_network(model, torch.float64)
     x, t, y = inputs(model, 5)
     want = dit(model.state_dict(), x, t, y, model.num_heads, model.patch_size)
     # The sinusoid is float32 by contract, the reference's is float64.
@@ -49,7 +46,7 @@ def test_precisions_on_the_cpu(precision, tolerance):
 def test_parts_of_rows_and_tokens():
     """What ranks share: some tokens of each row, both copies of a guided batch."""
     model = small()
-    fast = FastDiT(model.state_dict(), 2, torch.float64, CPU)
+    fast = fast_network(model, torch.float64)
     x, t, y = inputs(model, 4)
     with torch.no_grad():
         condition, whole = fast.condition(t, y), fast.tokens(x[:2], t, y)

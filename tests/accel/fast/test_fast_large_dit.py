@@ -3,22 +3,17 @@ GPU."""
 
 import pytest
 import torch
-from networks import evaluate, network_of, sample
+from networks import evaluate, fast_network, network_of, sample
 from reference_networks import large_dit, relative_error
 from test_large_dit import FORMS, batch, build
 
 from accel.diffusion import create_diffusion
-from accel.errors import UsageError
 from accel.families.large_dit.network import DiT_Llama
 from accel.fast import load
-from accel.fast.large_dit import FastLargeDiT
 from accel.network import Plain
-from accel.options import GridOptions
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.guidance import Guidance
 from accel.weights.shapes import shapes_only
-
-CPU = torch.device("cpu")
 
 
 def definition(model, x, t, y):
@@ -28,7 +23,7 @@ def definition(model, x, t, y):
 @pytest.mark.parametrize("form", FORMS)
 def test_float64_is_the_definition(form):
     model = build(**form)
-    fast = FastLargeDiT(model.state_dict(), model, torch.float64, CPU)
+    fast = fast_network(model, torch.float64)
     x, _, y = batch(model)
     t = torch.zeros(4, dtype=torch.int64)  # of others the sinusoid is float32
     want = large_dit(model.state_dict(), x, t, y, model.n_heads, model.patch_size)
@@ -51,7 +46,7 @@ def test_tiers_on_the_cpu(precision, tolerance, qk_norm):
 def test_half_tiers_hold_half_weights():
     """No projection of a block or of the conditioning is kept in float32."""
     fast = network_of(build(qk_norm=True), "fp16")
-    held = [tensor for block in fast.blocks for layer in block for tensor in layer.parameters()]
+    held = [tensor for block in fast.blocks for layer in block.gemms for tensor in layer.parameters()]
     assert all(tensor.dtype == torch.float16 for tensor in [*held, fast.conditioning.weight])
 
 
@@ -68,7 +63,7 @@ def test_the_loop_gives_the_plain_networks_latents(process):
 
 def test_part_of_the_tokens():
     model = build(qk_norm=True)
-    fast = FastLargeDiT(model.state_dict(), model, torch.float64, CPU)
+    fast = fast_network(model, torch.float64)
     x, t, y = batch(model, 2)
     x, part = x.double(), slice(4, 12)
     condition, seen = fast.condition(t, y), []
@@ -83,11 +78,42 @@ def test_part_of_the_tokens():
     torch.testing.assert_close(seen[0], whole[:, part])  # rotated by where the tokens stand in the row
 
 
-def test_exact_is_refused():
-    with pytest.raises(ValueError, match="'exact' is for DiT only"):
-        network_of(build(), "exact")
-    with pytest.raises(UsageError, match="precision=exact: is for DiT only; use precision=fp32"):
-        GridOptions(model="Large-DiT-3B/2", precision="exact").resolve()
+def strain(model):
+    """Weights of any scale, the same function: neighbouring channels of q against those of k, v's against wo's columns,
+    outliers of SwiGLU's."""
+    for layer in model.layers:
+        mixed, mlp = layer.attention, layer.feed_forward
+        normed = isinstance(mixed.q_norm, torch.nn.LayerNorm)
+        queries, keys = (mixed.q_norm, mixed.k_norm) if normed else (mixed.wq, mixed.wk)
+        for module, factor in ((queries, 1e3), (keys, 1e-3)):
+            for value in module.parameters():
+                value.data[:6] *= factor
+        mixed.wv.weight.data[:5] *= 1e6
+        mixed.wo.weight.data[:, :5] *= 1e-6
+        mlp.w3.weight.data[7:12] *= 1e4
+        mlp.w2.weight.data[:, 7:12] *= 1e-4
+    return model
+
+
+@pytest.mark.parametrize("qk_norm", (True, False))
+@pytest.mark.parametrize("change", (lambda model: model, strain))
+def test_exact_errs_no_more_than_float32(qk_norm, change):
+    model = change(build(qk_norm=qk_norm))
+    x, _, y = batch(model, 6)
+    t = torch.zeros(6, dtype=torch.int64)  # of others the sinusoid is float32
+    want, exact = definition(model, x, t, y), network_of(model, "exact")
+    with torch.no_grad():
+        assert relative_error(exact.forward(x, t, y), want) <= relative_error(model(x, t, y), want)
+    assert exact.overflowed() is None
+
+
+def test_exact_names_the_layer_that_overflows():
+    model = build(qk_norm=True)
+    model.layers[1].attention.k_norm.bias.data += 1e9
+    model.layers[1].attention.q_norm.bias.data += 1e9
+    exact = network_of(model, "exact")
+    assert not exact.forward(*batch(model, 2)).isfinite().all()
+    assert exact.overflowed() == "layers.1.attention.wq, wk, wv"
 
 
 #################################################################################
@@ -105,7 +131,7 @@ WIDE = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", WIDE)
-@pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-5), ("fp16", 2e-3), ("bf16", 2e-2)))
+@pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-5), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2)))
 def test_tiers_on_a_gpu(form, precision, tolerance):
     model = build(**form, qk_norm=True)
     if precision == "bf16" and torch.cuda.get_device_capability() < (8, 0):
@@ -125,7 +151,7 @@ def test_captured_steps_are_the_eager_ones():
     for process in (Ancestral(diffusion), Ddim(diffusion), Ddim(diffusion, 0.5)):
         latents = []
         for captures in (True, False):
-            network = FastLargeDiT(model.state_dict(), model, torch.float16, torch.device("cuda"))
+            network = fast_network(model, torch.float16, "cuda")
             network.captures = captures
             torch.manual_seed(0)
             latents.append(sample(network, process, z, labels, 4.0, 10))

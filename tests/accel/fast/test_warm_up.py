@@ -9,7 +9,8 @@ from networks import sample, small
 
 from accel import door, fast, loading
 from accel.diffusion import create_diffusion
-from accel.fast.dit import ExactDiT, FastDiT
+from accel.fast import ops
+from accel.fast.network import FastNetwork
 from accel.kernels import ancestral_update, linear, split_linear
 from accel.network import Network
 from accel.options import FidOptions, GridOptions
@@ -64,11 +65,11 @@ def launched(monkeypatch):
     def embed(x, weight, position, first, copies):
         return "embed", tuple(x.shape), len(position), copies
 
-    note(FastDiT, "patch_embed", embed)
-    note(FastDiT, "adaln", adaln)
-    note(ExactDiT, "adaln_split", adaln)
-    note(FastDiT, "attention", lambda qkv, heads: ("attention", tuple(qkv.shape), qkv.dtype, heads))
-    note(ExactDiT, "attention", lambda qkv, heads: ("attention", tuple(qkv.pair.shape), heads))
+    note(FastNetwork, "patch_embed", embed)
+    note(ops, "adaln", adaln)
+    note(ops, "adaln_split", adaln)
+    note(ops, "attention", lambda qkv, heads: ("attention", tuple(qkv.shape), qkv.dtype, heads))
+    note(ops, "split_attention", lambda qkv, heads: ("attention", tuple(qkv.pair.shape), heads))
     note(fast, "ancestral_update", update)
     note(ancestral_update, "ancestral_update", update)
     note(linear.Linear, "prepare", lambda layer, m: ("linear", *layer.shape(m), layer.weight.dtype), method=True)

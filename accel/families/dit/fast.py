@@ -1,0 +1,36 @@
+"""DiT's weights, laid out for the accelerated network."""
+
+import torch.nn as nn
+
+from accel.fast.conditioning import Conditioning
+from accel.fast.network import Layout
+from accel.fast.ops import Block, Half, Split
+from accel.fast.reader import Reader
+
+
+def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
+    """The layout of a DiT's state dict. model: for its heads and the embedding that it gives a timestep."""
+    kernel = read("x_embedder.proj.weight")  # (D, C, p, p)
+    blocks = [f"blocks.{i}" for i in range(read.depth("attn.qkv.weight"))]
+    projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]
+    return Layout(
+        patch_size=kernel.shape[-1],
+        in_channels=kernel.shape[1],
+        num_heads=model.num_heads,
+        patches=kernel.flatten(1),
+        position=read("pos_embed")[0] + read("x_embedder.proj.bias"),
+        blocks=[_block(read, name, ops) for name in blocks],
+        final=(read("final_layer.linear.weight"), read("final_layer.linear.bias")),
+        conditioning=Conditioning(read, projections, model.t_embedder.timestep_embedding),
+    )
+
+
+def _block(read: Reader, name: str, ops: Half | Split) -> Block:
+    def outputs(layer, matrices=1):
+        return tuple(read.rows(f"{layer}.{kind}", ops.dtype, matrices) for kind in ("weight", "bias"))
+
+    def inputs(layer):
+        return read.columns(f"{layer}.weight", ops.dtype), read.once(f"{layer}.bias", ops.dtype)
+
+    qkv, proj, fc1, fc2 = (f"{name}.{layer}" for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
+    return ops.block({qkv: outputs(qkv, matrices=3), proj: inputs(proj), fc1: outputs(fc1), fc2: inputs(fc2)})

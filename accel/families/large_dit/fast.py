@@ -1,0 +1,68 @@
+"""Large-DiT's weights, laid out for the accelerated network. In a block
+
+h ← adaLN(x)                               RMSNorm; its weight is folded into scale's projection
+a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and rotation by one kernel
+m ← w2(silu(w1·h) ∗ w3·h)                  w1 and w3 by one GEMM, SwiGLU by a kernel
+"""
+
+import torch
+import torch.nn as nn
+
+from accel.families.large_dit.network import rotation_table
+from accel.fast.conditioning import Conditioning
+from accel.fast.network import Layout
+from accel.fast.ops import Block, Half, Split
+from accel.fast.reader import Reader
+
+RMS_EPS = 1e-5
+
+
+def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
+    """The layout of a Large-DiT's state dict. model: for heads, channels, patch and input size.
+
+    The conditioning's weights are kept in the GEMMs' dtype, since they are a tenth of the network or more; its
+    arithmetic is float32.
+    """
+    patches, tokens = read("x_embedder.weight"), (model.input_size // model.patch_size) ** 2  # (D, C·p·p)
+    blocks = [f"layers.{i}" for i in range(read.depth("attention.wq.weight"))]
+    rotation = rotation_table(len(patches) // model.n_heads, tokens, ops.stream, ops.device)  # (T, d/2, 2)
+    projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]
+    conditioning = Conditioning(read, projections, model.t_embedder.timestep_embedding, ops.dtype)
+    for i, name in enumerate(blocks):
+        conditioning.fold(6 * i + 1, read(f"{name}.attention_norm.weight"))
+        conditioning.fold(6 * i + 4, read(f"{name}.ffn_norm.weight"))
+    return Layout(
+        patch_size=model.patch_size,
+        in_channels=model.in_channels,
+        num_heads=model.n_heads,
+        patches=patches,
+        position=read("x_embedder.bias").expand(tokens, -1).contiguous(),  # (T, D)
+        blocks=[_block(read, name, model.n_heads, rotation, ops) for name in blocks],
+        final=(read("final_layer.linear.weight"), read("final_layer.linear.bias")),
+        conditioning=conditioning,
+        rms_eps=RMS_EPS,
+    )
+
+
+def _block(read: Reader, name: str, heads: int, rotation: torch.Tensor, ops: Half | Split) -> Block:
+    attention, mlp, size = f"{name}.attention", f"{name}.feed_forward", 2 * rotation.shape[1]  # of a head
+    q, k, v = (read.heads(f"{attention}.{layer}.weight", heads, size, ops.dtype) for layer in ("wq", "wk", "wv"))
+    w1, w3 = (read.rows(f"{mlp}.{layer}.weight", ops.dtype) for layer in ("w1", "w3"))
+    gemms = {
+        f"{attention}.wq, wk, wv": (torch.cat([q, k, v]), None),  # (3·D, D)
+        f"{attention}.wo": (read.columns(f"{attention}.wo.weight", ops.dtype), None),
+        f"{mlp}.w1, w3": (torch.cat([w1, w3]), None),  # (2·F, D)
+        f"{mlp}.w2": (read.columns(f"{mlp}.w2.weight", ops.dtype), None),
+    }
+    return ops.block(gemms, True, rotation, _norms(read, attention, heads, size))
+
+
+def _norms(read, attention, heads, size):
+    """Weight and bias of the norm of queries, then of keys (2, 2, D); None if there is none."""
+    if f"{attention}.q_norm.weight" not in read.state:
+        return None
+    pairs = [
+        torch.stack([read.heads(f"{attention}.{norm}.{kind}", heads, size) for kind in ("weight", "bias")])
+        for norm in ("q_norm", "k_norm")
+    ]
+    return torch.stack(pairs)

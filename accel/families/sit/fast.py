@@ -1,0 +1,16 @@
+"""SiT's weights, laid out for the accelerated network: DiT's, whose last layer computes the velocity alone."""
+
+import torch.nn as nn
+
+from accel.families.dit import fast as dit
+from accel.fast.network import Layout
+from accel.fast.ops import Half, Split
+from accel.fast.reader import Reader
+
+
+def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
+    """As DiT's; the rows of the last layer whose channels SiT drops are not computed."""
+    layout = dit.lay_out(read, model, ops)
+    # (p·p·C', …); inside a token the order is (p, p, C').
+    used = (value.unflatten(0, (-1, model.out_channels))[:, : model.in_channels] for value in layout.final)
+    return layout._replace(final=tuple(value.flatten(0, 1) for value in used))

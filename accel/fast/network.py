@@ -1,0 +1,136 @@
+"""The accelerated network: blocks that a family lays out, computed with the ops of a tier, on a rank's part of them.
+
+GEMMs in the tier's arithmetic around a float32 residual stream. One kernel does everything between two GEMMs. What
+depends on (timestep, label) alone comes from a table. Per block:
+
+    h ← adaLN(x)                               fused adaLN kernel: reads x, writes h as the next GEMM takes it
+    a ← proj(attention(qkv(h)))                two GEMMs, one attention; some families rotate q and k before it
+    h ← adaLN(x + gate·a)                      x is not written: the next kernel adds a again, which is cheaper
+    m ← fc2(act(fc1(h)))                       two GEMMs; GELU in the epilogue, SwiGLU by a kernel
+    x ← x + gate·a + gate·m,  h ← adaLN(x)     this is already the next block's first kernel
+
+Ranks that divide the weights sum a and m.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.fast.conditioning import Conditioning, ConditioningTable
+from accel.fast.ops import Block, Half, Split
+from accel.kernels.adaln import Modulation
+from accel.kernels.patch_embed import patch_embed
+from accel.kernels.split_linear import HighLow
+from accel.network import BlockNetwork
+from accel.precision import true_float32
+
+
+class Layout(NamedTuple):
+    """A family's weights as the loop takes them."""
+
+    patch_size: int
+    in_channels: int
+    num_heads: int
+    patches: Tensor  # (D, C·p·p): the patch embedding's weight
+    position: Tensor  # (T, D): its bias, and the position embedding
+    blocks: list[Block]
+    final: tuple[Tensor, Tensor]  # the last layer's weight (p·p·C', D) and bias
+    conditioning: Conditioning
+    rms_eps: float | None = None  # of the blocks' RMSNorm; None: LayerNorm
+
+
+class FastNetwork(BlockNetwork):
+    """See the module's text.
+
+    The ops of a step, and whether it is captured, hoists its conditioning and fuses its update, are attributes: a
+    benchmark replaces one of them.
+    """
+
+    captures = hoists = True
+    patch_embed = staticmethod(patch_embed)
+
+    def __init__(self, layout: Layout, ops: Half | Split):
+        super().__init__()
+        self.patch_size, self.in_channels = layout.patch_size, layout.in_channels
+        self.patches, self.position, self.final = layout.patches, layout.position, layout.final
+        self.blocks, self.conditioning, self.rms_eps = layout.blocks, layout.conditioning, layout.rms_eps
+        self.depth, self.width, self.num_heads = len(self.blocks), len(self.patches), layout.num_heads // ops.part.ranks
+        self.ops, self.part, self.dtype, self.device = ops, ops.part, ops.dtype, ops.device
+        self.adaln, self.last_adaln, self.attention = ops.adaln, ops.last_adaln, ops.attention
+        self.tuner, self.exchanges = ops.tuner, ops.exchanges
+        self.fuses_update = self.device.type == "cuda"
+        self.table = None  # of sampling runs
+
+    def adaptive_norm(self, x, modulation, vector, branches=()) -> Tensor | HighLow:
+        """The input of a GEMM: adaLN of x + Σ gate·branch with shift and scale from `vector` on. Two branches end a
+        block: then x is updated."""
+        update = len(branches) == 2
+        return self.adaln(x, modulation, vector, vector + 1, branches, update, rms_eps=self.rms_eps)
+
+    def last_norm(self, x, modulation, vector, branches) -> Tensor:
+        """LayerNorm before the final layer."""
+        return self.last_adaln(x, modulation, vector, vector + 1, branches, True)
+
+    def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
+        x, first = x.to(self.position.dtype).contiguous(), tokens.start or 0
+        with true_float32():
+            return self.patch_embed(x, self.patches, self.position[tokens], first, copies)
+
+    def condition(self, t: Tensor, y: Tensor) -> Modulation:
+        return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))
+
+    def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
+        x, first, total = h, tokens.start or 0, self.part.sum
+        h = self.adaptive_norm(x, condition, 0)  # (N, t, D)
+        for i in range(self.depth):
+            (qkv, proj, fc1, fc2), rotate, activate, _ = self.blocks[i]
+            gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
+            packed = qkv(h)  # (N, t, 3·D)
+            if rotate:
+                packed = rotate(packed, first)
+            a = total(proj(attend(packed, self.num_heads)))  # (N, t, D)
+            h = self.adaptive_norm(x, condition, shift_mlp, ((a, gate_msa),))
+            hidden = fc1(h)
+            if activate:
+                hidden = activate(hidden)
+            m = total(fc2(hidden))  # (N, t, D)
+            branches = (a, gate_msa), (m, gate_mlp)
+            if i + 1 < self.depth:
+                h = self.adaptive_norm(x, condition, following, branches)
+        with true_float32():
+            return F.linear(self.last_norm(x, condition, following, branches), *self.final)  # (N, t, p·p·C')
+
+    def schedule(self, times, labels, at_once=1) -> tuple[BlockNetwork, Callable[..., None]]:
+        if not self.hoists:
+            return super().schedule(times, labels, at_once)
+        least = len(set(labels)) * at_once
+        if self.table is None or self.table.capacity < least:
+            self.table = None  # free its memory first
+            self._replayed.clear()  # they look vectors up in it
+            self.table = ConditioningTable(self.conditioning, least=least)
+        self.table.begin(times, labels, at_once)
+        return self.conditioned(self.table.modulation), self.table.advance
+
+    def parameters(self) -> Iterator[Tensor]:
+        yield from (self.patches, self.position, *self.final, *self.conditioning.parameters())
+        for block in self.blocks:
+            for layer in block.gemms:
+                yield from layer.parameters()
+            if block.norms is not None:
+                yield block.norms
+
+    def tune(self, row_tokens: Iterable[int]) -> None:
+        tuned = [layer for layer in self.blocks[0].gemms if layer.backend == "tuned"]
+        gemms = [(*layer.shape(m), self.dtype, self.device) for m in sorted(set(row_tokens)) for layer in tuned]
+        if not gemms:
+            return
+        before = len(self.tuner.seconds)
+        self.tuner.choose_alike(gemms)
+        if taken := self.tuner.seconds[before:]:
+            print(f"GEMMs measured for this GPU: {len(taken)} in {sum(taken):.1f} s; later runs find what was chosen")
+
+    def overflowed(self) -> str | None:
+        return self.ops.overflowed()

@@ -1,0 +1,177 @@
+"""A tier's ops: all that the loop over blocks (network.py) computes with, and how a block's four GEMMs are laid out.
+
+    Half     operands in half precision, sums in float32; float32 and float64 are for tests
+    Split    float32's accuracy from float16 tensor cores: GEMMs and attention take and give high/low splits
+
+Both have `device`, `part` and `tuner`; `dtype`, of a GEMM's weights as a family gives them; `stream`, of the residual
+stream, norms, conditioning and last layer; `exchanges`, the token exchanges that keep the tier's accuracy; the ops
+`adaln`, before a GEMM, `last_adaln` and `attention`; `block` and `overflowed`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.kernels.adaln import adaln, adaln_split
+from accel.kernels.attention import attention
+from accel.kernels.linear import Linear, Tuner
+from accel.kernels.qk_norm_rotary import normalise, qk_norm_rotary, qk_norm_rotary_split
+from accel.kernels.split_attention import split_attention
+from accel.kernels.split_linear import SplitLinear, balance, choose
+from accel.kernels.swiglu import swiglu, swiglu_split
+from accel.network import WHOLE, BlockNetwork, Part
+from accel.precision import TIERS
+
+Gemms = dict[str, tuple[Tensor, Tensor | None]]  # by name: weight (N, K) and bias (N,) of qkv, proj, fc1 and fc2
+
+
+class Block(NamedTuple):
+    """A block of the network, between its norms."""
+
+    gemms: tuple[Linear | SplitLinear, ...]  # qkv, proj, fc1, fc2
+    rotate: Callable | None  # (packed projection, its first token) → the same with q and k rotated; None: no rotation
+    activate: Callable | None  # between fc1 and fc2; None: GELU, in the epilogue of fc1
+    norms: Tensor | None  # (2, 2, D): weight and bias of the norm of queries, then of keys
+
+
+def of_tier(
+    tier: str, device: torch.device, tuner: Tuner | None = None, gemm: str = "auto", part: Part = WHOLE
+) -> "Half | Split":
+    """The ops of an accelerated tier. tuner: chooses the GEMMs' algorithms. gemm: their backend."""
+    return Split(device, gemm, part) if tier == "exact" else Half(TIERS[tier].dtype, device, tuner, gemm, part)
+
+
+class Half:
+    """Half precision with float32 sums."""
+
+    exchanges = BlockNetwork.exchanges
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        tuner: Tuner | None = None,
+        gemm: str = "auto",
+        part: Part = WHOLE,
+    ):
+        self.dtype, self.device, self.tuner, self.gemm, self.part = dtype, device, tuner or Tuner(), gemm, part
+        self.stream = torch.promote_types(dtype, torch.float32)
+        self.adaln, self.last_adaln = partial(adaln, dtype=dtype), partial(adaln, dtype=self.stream)
+        self.attention = attention
+
+    def block(
+        self, gemms: Gemms, gated: bool = False, rotation: Tensor | None = None, norms: Tensor | None = None
+    ) -> Block:
+        """A block of a rank's part of four GEMMs.
+
+        gated: fc1 is two matrices one below the other, for SwiGLU in place of GELU. rotation (T, d/2, 2): of queries
+        and keys. norms: as Block has them.
+        """
+        layers = tuple(
+            Linear(weight, bias, gelu=index == 2 and not gated, tuner=self.tuner, backend=self.gemm)
+            for index, (weight, bias) in enumerate(gemms.values())
+        )
+        rotate = None if rotation is None else partial(self._rotate, rotation, norms)
+        return Block(layers, rotate, swiglu if gated else None, norms)
+
+    def _rotate(self, rotation, norms, qkv, first):
+        return qk_norm_rotary(qkv, rotation, first, _norms_left(self.part, qkv, norms))
+
+    def overflowed(self) -> str | None:
+        """None: what overflows is not finite in the output."""
+        return None
+
+
+class Split:
+    """High/low splits of float16."""
+
+    exchanges = ("ulysses",)  # the others' attention takes half precision
+    dtype = stream = torch.float32
+
+    def __init__(self, device: torch.device, gemm: str = "auto", part: Part = WHOLE):
+        self.device, self.part, self.tuner, self.watched = device, part, None, {}
+        self.gemm = choose(device) if gemm == "auto" else gemm
+        self.adaln = partial(adaln_split, stack=self.gemm == "cublas")
+        self.last_adaln, self.attention = partial(adaln, dtype=torch.float32), split_attention
+
+    def block(
+        self, gemms: Gemms, gated: bool = False, rotation: Tensor | None = None, norms: Tensor | None = None
+    ) -> Block:
+        """As Half.block. Raises ValueError, naming the layer, for weights that are not finite.
+
+        Powers of two move between neighbouring GEMMs. They change no bit of the function, but bring what a high/low
+        split has to hold to a like size: from q to k, from v to proj, from GELU's output to fc2. SwiGLU's output is
+        scaled by the token.
+        """
+        names, layer = list(gemms), partial(SplitLinear, backend=self.gemm)
+        (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = (
+            (weight, weight.new_zeros(len(weight)) if bias is None else bias) for weight, bias in gemms.values()
+        )
+        overflow, rotate, activate = self._watch(names[0]), None, None
+        factor, norms = _balanced(qkv, bq, norms, rotation is not None)
+        result = dict(result="high_low", overflow=overflow)
+        if rotation is not None:  # its kernel splits and watches
+            rotate, result = partial(self._rotate, rotation, norms, overflow), {}
+        attention = (
+            layer(qkv * factor[:, None], bq * factor, name=names[0], **result),
+            layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
+        )
+        if gated:
+            activate = partial(swiglu_split, stack=self.gemm == "cublas")
+            mlp = layer(fc1, b1, name=names[2]), layer(fc2, b2, name=names[3])
+        else:
+            after, result = balance(fc1, b1), dict(result="high_low", overflow=self._watch(names[2]))
+            mlp = (
+                layer(fc1, b1, gelu=True, after=after, name=names[2], **result),
+                layer(fc2 / after, b2, scaled=False, name=names[3]),
+            )
+        return Block((*attention, *mlp), rotate, activate, norms)
+
+    def _rotate(self, rotation, norms, overflow, qkv, first):
+        norms = _norms_left(self.part, qkv, norms)
+        return qk_norm_rotary_split(qkv, rotation, first, norms, overflow=overflow)
+
+    def _watch(self, layer):
+        """A flag that kernels set where a value of `layer` leaves float16's range."""
+        self.watched[layer] = torch.zeros(1, dtype=torch.int32, device=self.device)
+        return self.watched[layer]
+
+    def overflowed(self) -> str | None:
+        """The first layer with a value too large for a split, or None. Waits for the device."""
+        flags = torch.cat([*self.watched.values()]).tolist()
+        return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
+
+
+def _norms_left(part, qkv, norms):
+    """Return the norms for the rotation's kernel. Where ranks divide the heads, apply them here, by tensor operations
+    with the statistics of all ranks, and return None."""
+    if norms is None or part.ranks == 1:
+        return norms
+    normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
+    return None
+
+
+def _balanced(qkv, bias, norms, rotated):
+    """Powers of two for the outputs of qkv (3·D,), and the norms with theirs. Outputs that are rotated into each other
+    have the same."""
+    q, k, v = balance(qkv, bias).chunk(3)  # each (D,)
+    if rotated:
+        if norms is None:
+            sources = list(zip(qkv.chunk(3), bias.chunk(3)))[:2]
+        else:
+            sources = [(norm[0, :, None], norm[1]) for norm in norms]
+        q, k = (_balance_pairs(*source) for source in sources)
+    even = torch.exp2(torch.log2(q / k).div(2).round())
+    if norms is None:
+        return torch.cat([even, 1 / even, v]), None
+    one = torch.ones_like(even)
+    return torch.cat([one, one, v]), norms * torch.stack([even, 1 / even])[:, None]
+
+
+def _balance_pairs(weight, bias):
+    """As `balance` of weight (D, K) and bias (D,), the same for outputs 2i and 2i + 1."""
+    both = torch.cat([weight, bias[:, None]], 1).unflatten(0, (-1, 2)).flatten(1)  # (D/2, 2·(K + 1))
+    return balance(both, both.new_zeros(len(both))).repeat_interleave(2)
