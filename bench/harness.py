@@ -61,7 +61,7 @@ def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = Tr
         parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
         parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
         parser.add_argument("--num-classes", type=int, help="number of classes")
-        parser.add_argument("--cfg-scale", type=float, default=GridOptions.cfg_scale, help="strength of guidance")
+        parser.add_argument("--cfg-scale", type=float, default=Defaults().cfg_scale, help="strength of guidance")
     if network and batch:
         parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two rows each")
         add_seconds(parser)
@@ -104,7 +104,7 @@ def prepare(args: Namespace) -> torch.device:
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
     implied = options_of(args)
     if args.ckpt:
-        implied = implied.complete(opening.checkpoint_of(implied, device))
+        implied = implied.complete(opening.fit_of(opening.checkpoint_of(implied, device), implied))
     opening.empty_model(implied)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
     if args.output:
@@ -280,9 +280,9 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
         return random_network(args.model, device, input_size=size, num_classes=args.num_classes, **norms)
     options = options_of(args)
     weights = opening.checkpoint_of(options, device)
-    options = options.complete(weights)
+    options = options.complete(opening.fit_of(weights, options))
     batch = loading.Batch([(1, 1)], 0, options.latent_size, options.num_classes)
-    return loading.load_network(weights, opening.empty_model(options), "fp32", device, batch).model
+    return loading.load_network(weights, options.fit, opening.empty_model(options), "fp32", device, batch).model
 
 
 def random_decoder(device: torch.device) -> KLDecoder:

@@ -49,7 +49,7 @@ def run(command: list, **environment) -> tuple[list[str], float]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
     taken = time.perf_counter() - started
     if done.returncode:
-        complaint = re.search(r"^sample(_ddp)?\.py: .*", done.stderr, re.M)
+        complaint = [line for line in done.stderr.splitlines() if line.startswith(("sample.py: ", "sample_ddp.py: "))]
         raise UsageError(*(complaint[:1] or [f"{' '.join(command)} failed:", *done.stderr[-4000:].splitlines()]))
     return done.stdout.splitlines(), taken
 

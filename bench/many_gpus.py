@@ -34,7 +34,6 @@ from accel.flags import check_writable, positive
 from accel.graphs import capture
 from accel.kernels.linear import Tuner
 from accel.network import BlockNetwork, Network
-from accel.options import GridOptions
 from accel.parallel import layouts, planner
 from accel.parallel.exchanges import traffic
 from accel.parallel.groups import Groups
@@ -53,7 +52,7 @@ PLANS = (
     *(f"rows=2,tokens=2,exchange={name}" for name in EXCHANGES),
     *(f"tokens=4,exchange={name}" for name in EXCHANGES),
 )
-NULL_LABEL, SCALE = 1000, GridOptions.cfg_scale
+NULL_LABEL, SCALE = 1000, harness.Defaults().cfg_scale
 CALLS = 10  # of a collective, timed as one
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 

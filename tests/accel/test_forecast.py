@@ -13,7 +13,7 @@ from networks import build, fast_network, sample, small
 from safetensors.torch import save_file
 
 from accel.diffusion import create_diffusion
-from accel.door import plan_of, plan_path, plan_settings
+from accel.door import opening, plan_of, plan_path, plan_settings
 from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
 from accel.forecast import KIND, write_plan
@@ -38,7 +38,8 @@ def weights(tmp_path_factory):
 
 def options_of(weights, **more):
     common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan")
-    return GridOptions(**{**common, **more}).resolve().complete(Checkpoint(weights))
+    options = GridOptions(**{**common, **more}).resolve()
+    return options.complete(opening.fit_of(Checkpoint(weights), options))
 
 
 @pytest.fixture

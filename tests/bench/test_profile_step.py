@@ -140,13 +140,13 @@ def test_a_checkout_is_profiled(tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "diffusion", tmp_path / "diffusion")
     for name in ("models.py", "diffusion/__init__.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text() + f"\nprint('their {name}')\n")
-    before = sys.modules["models"], sys.modules["diffusion"], list(sys.path)
+    before = sys.modules.get("models"), sys.modules.get("diffusion"), list(sys.path)
     assert not profile(
         monkeypatch, "--device", "cpu", "--steps", 1, "--baseline", tmp_path, "--output", tmp_path / "b.json"
     )
     record = json.loads((tmp_path / "b.json").read_text())
     assert record["baseline"] and record["checkout"] == tmp_path.name and capsys.readouterr().out.count("their ") == 2
-    assert (sys.modules["models"], sys.modules["diffusion"], list(sys.path)) == before
+    assert (sys.modules.get("models"), sys.modules.get("diffusion"), list(sys.path)) == before
     (tmp_path / "models.py").write_text((tmp_path / "models.py").read_text().replace("DiT-Demo/2", "DiT-Other/2"))
     assert profile(monkeypatch, "--device", "cpu", "--baseline", tmp_path) == 2
     assert "has no DiT-Demo/2; take --model DiT-XL/2" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, fill
 
 from accel.door import plan_settings
-from accel.door.opening import checkpoint_of
+from accel.door.opening import checkpoint_of, fit_of
 from accel.families.sit.network import SiT_models
 from accel.options import GridOptions
 from accel.sampling.strides import Strides
@@ -89,7 +89,7 @@ def test_a_sit_is_refused(tmp_path, tiny_vae, here):
 def test_what_is_measured_is_what_sample_makes(guidance):
     """To the bit: the recorded run, and strides of one evaluation and of two from its states."""
     options = GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=8, **guidance).resolve()
-    options = options.complete(checkpoint_of(options, torch.device("cpu")))
+    options = options.complete(fit_of(checkpoint_of(options, torch.device("cpu")), options))
     bench, plan, start = calibrate.Bench(options, torch.device("cpu"), 2), [(1, 1), (3, 2), (4, 1)], 0
     how = dict(labels=bench.labels(2), seed=calibrate.FIRST_SEED)
     run = calibrate.record(bench, 2)
