@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from accel.labels import DEMO as CLASSES
+from accel.families.dit import DRAWN as CLASSES
 
 SIZE = 128  # pixels
 Map = torch.Tensor  # (B, S, S) a value a pixel, or (B, 3, S, S) a colour

@@ -167,6 +167,7 @@ def test_the_demos_plan_is_for_the_demo():
     evaluations."""
     options = GridOptions(model="DiT-Demo/2", forecast="plan").resolve()
     checkpoint = Checkpoint(options.ckpt)
+    options = options.complete(opening.fit_of(checkpoint, options))
     strides = plan_of(options, checkpoint)
     plan = json.loads(plan_path(options, checkpoint).read_text())
     assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]

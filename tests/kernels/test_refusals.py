@@ -37,7 +37,7 @@ REFUSED = {
     ),
     "patch_embed: float64": (lambda: patch_embed(Z.double(), X[0], X[0], backend="triton"), "contiguous float32"),
     "push: unaligned": (lambda: push.push(torch.zeros(1, 4, 20).half()[..., 4:], BUFFERS, BUFFERS, 0, 0), "16 bytes"),
-    "qk_norm_rotary: float64": (lambda: qk_norm_rotary(QKV.double(), ROTATION, backend="triton"), "half precision or"),
+    "qk_norm_rotary: float64": (lambda: qk_norm_rotary(QKV.double(), ROTATION, backend="triton"), "takes qkv in"),
     "qk_norm_rotary: strided": (lambda: qk_norm_rotary(QKV.transpose(0, 1), ROTATION, backend="triton"), "contiguous"),
     "split_attention: other heads": (
         lambda: split_attention(split(QKV[..., :192], per_row=False), 1, "hopper"),

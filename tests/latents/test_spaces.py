@@ -12,7 +12,8 @@ from hub import Hub
 from networks import transformer
 from PIL import Image
 
-from accel import Sampler, door
+from accel import Sampler
+from accel.door import opening
 from accel.errors import USAGE, UsageError
 from accel.latents.files import find
 from accel.latents.pixels import to_grid
@@ -51,7 +52,7 @@ def test_a_decoder_is_found_once(tiny_vae, tmp_path, monkeypatch):
     """Named, or a pipeline's own."""
     pipeline(random_vae(tiny_vae, {})).save_pretrained(tmp_path / "pipe")
     found = []
-    monkeypatch.setattr(door, "find", lambda name: found.append(name) or find(name))
+    monkeypatch.setattr(opening, "find", lambda name: found.append(name) or find(name))
     for vae in (tiny_vae, None):
         with Sampler(str(tmp_path / "pipe"), vae=vae, **SHORT) as sampler:
             sampler.sample(3)

@@ -82,7 +82,9 @@ def test_a_sit_is_refused(tmp_path, tiny_vae, here):
     weights = fill(SiT_models["SiT-S/4"](input_size=8, num_classes=10)).state_dict()
     torch.save(weights, tmp_path / "sit.pt")
     done = here("scripts/calibrate.py", "--ckpt", tmp_path / "sit.pt", "--vae", tiny_vae, "--device", "cpu")
-    assert done.returncode == 2 and "--model SiT-S/4: is a SiT, and plans are for a DiT" in done.stderr, done.stderr
+    assert done.returncode == 2 and "--model SiT-S/4: is sampled by sde, and plans are for ddpm" in done.stderr, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("guidance", [{}, dict(guidance_interval=(0.2, 0.7)), dict(guidance_channels=4)])
@@ -115,7 +117,9 @@ def test_a_plan_that_sample_follows(tmp_path, here, monkeypatch, guidance):
     assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(count for _, count in made["strides"])
     assert made["evaluations"] < 6 and made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
     weights = Checkpoint(ROOT / "pretrained_models/demo/dit.safetensors")
-    assert made["weights"] == plan_settings(GridOptions(model="DiT-Demo/2").resolve(), weights)["weights"]
+    options = GridOptions(model="DiT-Demo/2").resolve()
+    options = options.complete(fit_of(weights, options))
+    assert made["weights"] == plan_settings(options, weights)["weights"]
     program, *typed = done.stdout.splitlines()[-1].removeprefix("python ").split()
     assert typed == [*map(str, demo), "--forecast", "plan", "--forecast-plan", str(plan)]
     done = here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy")

@@ -9,6 +9,7 @@ import torch
 
 import evaluate
 from accel.door import plan_settings
+from accel.door.opening import fit_of
 from accel.errors import UsageError
 from accel.forecast import write_plan
 from accel.latents.pixels import to_grid
@@ -168,9 +169,9 @@ def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_p
 def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
     """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
     options = GridOptions(model="DiT-Demo/2", num_sampling_steps=12).resolve()
-    write_plan(
-        tmp_path / "plan.json", plan_settings(options, Checkpoint(options.ckpt)), [(1, 1), (3, 1), (4, 1), (4, 1)], {}
-    )
+    weights = Checkpoint(options.ckpt)
+    settings = plan_settings(options.complete(fit_of(weights, options)), weights)
+    write_plan(tmp_path / "plan.json", settings, [(1, 1), (3, 1), (4, 1), (4, 1)], {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
     flags = ["--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "plan", "--forecast-plan"]
     here(monkeypatch, *flags, tmp_path / "plan.json", "--output", tmp_path)
