@@ -26,8 +26,6 @@ def sizes(options: Any) -> None:
             f"patch {options.patch_size})"
         )
     _require_seed(options.seed)
-    if options.precision == "exact" and (options.model or "").startswith("Large-DiT"):
-        raise UsageError("`precision=exact`: is for DiT only; use `precision=fp32`, or fp16")
 
 
 def _require_seed(seed):

@@ -1,6 +1,5 @@
 """What every benchmark shares: flags, provenance, timing, random weights, networks. All that knows the core is here."""
 
-import copy
 import json
 import os
 import re
@@ -25,10 +24,8 @@ from accel.door import opening
 from accel.errors import UsageError
 from accel.families import ROOT, Defaults, constructor_of, model_names
 from accel.families import family_of as family_of_name
-from accel.families.large_dit.network import DiT_Llama
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
-from accel.graphs import Replayed
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
 from accel.kernels.linear import Tuner
 from accel.latents import LatentSpace, files
@@ -40,7 +37,6 @@ from accel.sampling.ancestral import Ancestral
 from accel.sampling.flow import Sde
 from accel.sampling.guidance import Guidance
 from accel.sampling.process import Process
-from accel.weights.diffusers_layout import config_of, to_diffusers
 from bench import seen_as
 
 
@@ -351,51 +347,6 @@ def build(
     for op, backend in ops.items():
         setattr(network, op, partial(getattr(network, op), backend=backend))
     return network
-
-
-class Rival(Plain):
-    """A plain network as others run it in `dtype`: eager, compile or max-autotune (torch.compile), diffusers. `model`
-    becomes of that dtype; guidance and update are those of our loop.
-
-    The blocks of a Large-DiT are compiled one by one and share a compilation, since the whole keeps the compiler busy
-    for many minutes; a CUDA graph then holds a step. diffusers' timestep frequencies differ (shift 1), and so its
-    output.
-    """
-
-    def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
-        super().__init__(model.to(dtype))
-        self.evaluate = super().tokens
-        if what == "diffusers":
-            from diffusers import DiTTransformer2DModel
-
-            state = model.state_dict()
-            with torch.device(device):
-                self.transformer = DiTTransformer2DModel.from_config(
-                    config_of(state, model.num_heads, model.x_embedder.img_size[0], model.y_embedder.num_classes)
-                )
-            self.transformer.load_state_dict(to_diffusers(state))
-            self.transformer.to(dtype).eval().requires_grad_(False)
-            self.evaluate = self._diffusers
-        elif what != "eager" and isinstance(model, DiT_Llama):
-            for block in model.blocks:
-                block.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
-            self.evaluate = Replayed(self.evaluate)
-        elif what != "eager":
-            self.evaluate = torch.compile(self.evaluate, mode=what.replace("compile", "default"), dynamic=False)
-
-    @torch.no_grad()
-    def _diffusers(self, x, t, y):
-        out = self.transformer(torch.cat([x] * (len(y) // len(x))), timestep=t, class_labels=y).sample
-        p = self.patch_size  # (N, C, H, W) → (N, T, p·p·C)
-        return out.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-
-    def tokens(self, x, t, y) -> torch.Tensor:
-        return self.evaluate(x.to(self.dtype), t, y).to(x.dtype, copy=True)  # the compiler's graph will overwrite it
-
-    def schedule(self, times, labels, at_once=1) -> tuple[Network, Callable[..., None]]:
-        table, network = torch.tensor(times, device=next(self.parameters()).device), copy.copy(self)
-        network.tokens = lambda x, index, y: self.tokens(x, table[index], y)
-        return network, lambda *evaluations: None
 
 
 def process_of(model: str, steps: int = 250) -> Process:

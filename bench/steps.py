@@ -38,7 +38,7 @@ from accel.latents.decoder import Decoder
 from accel.latents.files import find
 from accel.latents.pixels import to_uint8
 from accel.network import Network
-from bench import harness
+from bench import harness, rival
 from bench.harness import BACKENDS, HALF
 
 STEPS = (  # rung → switches of harness.build; each adds one to the rung before
@@ -160,7 +160,7 @@ def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
     for what in args.vs:
         precision.apply_precision("fp16", device)
         torch._dynamo.reset()
-        make = partial(harness.Rival, what, harness.model_of(args, device), torch.float16, device)
+        make = partial(rival.Rival, what, harness.model_of(args, device), torch.float16, device)
         mode = "diffusers' DiTTransformer2DModel" if what == "diffusers" else what.replace("compile", "default")
         yield rung(f"fp16 + {mode}" if what in ("diffusers", "eager") else f"fp16 + torch.compile {mode}", make)
 

@@ -14,6 +14,7 @@ from conftest import ROOT, fill
 from accel import gpu
 from accel.families.dit.network import DiT_models
 from bench import harness, seen_as
+from bench.rival import Rival
 
 
 def test_a_file_runs_as_its_module_does():
@@ -116,7 +117,7 @@ def test_rivals_compute_the_same(what, monkeypatch):
     x, y, scale = torch.randn(2, 4, 16, 16), torch.tensor([1, 5]), 4.0
     plain = harness.build(model, "fp32", torch.device("cpu"))
     want = harness.guided(plain, x, y, scale, 8)
-    rival = harness.Rival(what, model, torch.float32, torch.device("cpu"))
+    rival = Rival(what, model, torch.float32, torch.device("cpu"))
     if what == "diffusers":
         assert 1e-3 < (harness.guided(rival, x, y, scale, 8) - want).norm() / want.norm() < 0.5
         for block in rival.transformer.transformer_blocks:
