@@ -49,6 +49,8 @@ def accelerate(
         device = _device(next(iter(loaded.state.values())).device if device is None else device)
         tier = precision or default_tier(device)
         require("precision", tier, device)
+        if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:
+            raise UsageError(f"`guidance_channels={guidance_channels}`: must be from 1 to {loaded.fit.in_channels}")
         face = loaded.how.face
         kind = type(face.__name__, (face, Accelerated), {"__doc__": face.__doc__}) if face else Accelerated
         return kind(loaded, tier, device, check, guidance_channels)
@@ -132,6 +134,11 @@ class Accelerated:
             else:
                 cfg_scale = torch.full((), cfg_scale, dtype=torch.float32, device=self.device)
             return self._guided(x, t, y, cfg_scale)
+
+    def __reduce__(self):
+        raise UsageError(
+            "a copy that accelerate() made cannot be pickled or copied; pickle the model, accelerate it there"
+        )
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.forward(*arguments, **keywords)

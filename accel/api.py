@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,6 +78,8 @@ class Sampler:
             model, options["ckpt"] = None, str(model)
         if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
             raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
+        if wrong := sorted(options.keys() - {item.name for item in fields(GridOptions) if item.metadata}):
+            raise UsageError(f"`{wrong[0]}`: is not an option of Sampler; docs/python.md lists them")
         own = not isinstance(options.get("sampler", ""), str)  # the caller's scheduler
         self._process_of = partial(door.solver_of, options.pop("sampler")) if own else door.process_of
         with TemporaryDirectory() as folder:
@@ -163,6 +165,9 @@ class Sampler:
             if self._run is not None:
                 device, self._run, self._decoder = self._run.device, None, None
                 free_memory(device)
+
+    def __reduce__(self):
+        raise UsageError("a Sampler cannot be pickled or copied; make another of the same weights")
 
     def __enter__(self) -> "Sampler":
         return self

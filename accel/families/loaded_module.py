@@ -1,14 +1,14 @@
 """A network that a caller holds, in a Checkpoint's place: models.DiT, the original classes of every family, and what
 wraps them. Each family's weights.py says by `of_module` which modules are its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 from torch.func import functional_call
 
-from accel.errors import UsageError
+from accel.errors import UsageError, shown
 from accel.families import Family, families
 from accel.families.recognise import recognise, reference_state
 from accel.network import unwrapped
@@ -91,7 +91,15 @@ class LoadedModule:
 
     def read(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict of the module under the names of the reference network. Raises UsageError if it is not
-        one."""
+        one: dense tensors of floats by name."""
+        if not isinstance(state, Mapping):
+            raise UsageError(f"{self.name}: a state dict maps names to tensors, and this is a {type(state).__name__}")
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not strided:
+                kind = f"{value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
+                raise UsageError(f"{self.name}: {shown(name)} is {kind}; weights are dense tensors of floats")
+            if value.is_meta:
+                raise UsageError(f"{self.name}: {shown(name)} is on the meta device, without values; load them first")
         return self.how.family.part("weights").converted(self._raw(state), self.metadata)
 
     def _require_attributes(self):

@@ -61,6 +61,16 @@ def require_schedule(source: str, config: Mapping[str, Any] | None, where: str =
             )
 
 
+def require_scheduler(scheduler: Any) -> None:
+    """Raise UsageError unless `scheduler` is one of diffusers that takes estimates of noise."""
+    if not (hasattr(scheduler, "config") and callable(getattr(scheduler, "step", None))):
+        raise UsageError(f"`sampler={shown(scheduler)}`: give a sampler's name, or a scheduler of diffusers")
+    if "beta_schedule" not in scheduler.config and "trained_betas" not in scheduler.config:
+        raise UsageError(
+            f"`sampler`: {type(scheduler).__name__} has no betas: it is not for a network of noise estimates"
+        )
+
+
 def _import(module):
     """A module of diffusers. The library asks torch's compiler for a decorator, which is more than half of the seconds
     that its import takes, and goes without where there is no compiler."""
@@ -92,6 +102,7 @@ class Solver(ByValue, Process):
     draws, captured = 0, False
 
     def __init__(self, scheduler: Any, steps: int, timesteps: list[int] | None = None):
+        require_scheduler(scheduler)
         require_schedule("sampler", scheduler.config, "`{}`")
         self.scheduler = scheduler
         self.given = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from accel.precision import TIERS, supports, switches_kept
 from diffusion import create_diffusion
 from models import DiT
 
+LAST = "final_layer.linear.weight"
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
 # A tier that the CPU has, and all that a GPU may have.
@@ -100,6 +102,37 @@ def test_what_it_cannot_do_is_one_line(call, words):
     with pytest.raises(UsageError, match=words) as caught:
         call(accelerate(model), *inputs(model, 4))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (lambda state: None, "maps names to tensors, and this is a NoneType"),
+        (lambda state: [*state], "maps names to tensors, and this is a list"),
+        (lambda state: state | {LAST: None}, "final_layer.linear.weight is NoneType"),
+        (lambda state: state | {LAST: state[LAST].long()}, "is torch.int64, torch.strided; weights are dense tensors"),
+        (lambda state: state | {LAST: state[LAST].to(torch.complex64)}, "is torch.complex64"),
+        (
+            lambda state: state | {LAST: state[LAST].to_sparse()},
+            "torch.sparse_coo; weights are dense tensors of floats",
+        ),
+        (lambda state: state | {LAST: state[LAST].to("meta")}, "is on the meta device, without values"),
+    ],
+)
+def test_a_state_dict_that_is_none(wrong, words):
+    model = small()
+    fast, (x, t, y) = accelerate(model), inputs(model, 4)
+    before = fast(x, t, y)
+    with pytest.raises(UsageError, match=words) as caught:
+        fast.load_state_dict(wrong(model.state_dict()))
+    assert "\n" not in str(caught.value) and torch.equal(fast(x, t, y), before)
+
+
+def test_it_cannot_be_pickled_or_copied():
+    fast = accelerate(small())
+    for how in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(UsageError, match="cannot be pickled or copied; pickle the model"):
+            how(fast)
 
 
 def test_it_keeps_no_module_alive():

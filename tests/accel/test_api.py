@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
+from diffusers import FlowMatchEulerDiscreteScheduler
 from networks import transformer
 from PIL import Image
 from torch import nn
@@ -141,6 +143,11 @@ def test_close_frees_the_network():
     "make, words",
     [
         (lambda: Sampler("DiT-XXL/2"), "model=DiT-XXL/2: unknown"),
+        (lambda: Sampler(""), "ckpt: is empty"),
+        (lambda: demo(weights=3), "weights: is not an option of Sampler"),
+        (lambda: demo(sampler=5), "sampler=5: give a sampler's name, or a scheduler of diffusers"),
+        (lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler has no betas"),
+        (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
         (lambda: demo(ckpt="no/such.pt"), "ckpt=no/such.pt: no such file"),
         (lambda: demo(vae=nn.Linear(2, 2)), "vae=Linear: give ema, mse, a folder or an AutoencoderKL"),
         (lambda: demo().sample(["plnet"]), r"labels=plnet: .* planet \(0\)"),
