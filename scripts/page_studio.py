@@ -26,6 +26,7 @@ from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
 from accel.run import Run
 
+GUIDANCE = "cfg_scale", "guidance_interval", "guidance_channels"  # that a model implies
 PREVIEWS = 6  # estimates on the way, each of one more network evaluation
 PLAN = "ddpm by its plan"
 
@@ -58,9 +59,13 @@ class Studio:
     def command(self, settings: dict) -> str:
         """The command that makes the picture of `settings`, fields of GridOptions."""
         words, settings = ["python", "sample.py"], self.given | settings
+        model = next(
+            one.options for one in self.opened if one.options.model == settings.get("model", one.options.model)
+        )
         for item in fields(GridOptions):
             value = settings.get(item.name, item.default)
-            if value != item.default:
+            implied = item.name in GUIDANCE and item.name not in self.given and value == getattr(model, item.name)
+            if value != item.default and not implied:
                 words += [flag_names(item)[0], *map(str, value if isinstance(value, tuple) else (value,))]
         return shlex.join(word for word in words if word != "True")
 
