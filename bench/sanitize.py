@@ -15,6 +15,7 @@ from itertools import product
 import torch
 
 from accel.command_line import OneLineParser, user_errors
+from accel.diffusion import create_diffusion
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
 from accel.flags import positive
@@ -22,6 +23,7 @@ from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
 from accel.kernels.linear import cublaslt
 from accel.latents.half import HalfDecoder
+from accel.sampling.ancestral import Ancestral
 from bench import harness
 from bench.winners import LAYERS
 
@@ -61,7 +63,7 @@ def work(args: Namespace, device: torch.device) -> None:
             run(f"{name}, {tier}, {rows} rows", network.forward, x, t, y.to(device))
             if rows % 2 == 0:
                 half = x[: rows // 2], y[: rows // 2].to(device)
-                harness.sampling(network, harness.process_of(name, 2), *half, 4.0, 1000)()
+                harness.sampling(network, Ancestral(create_diffusion("2")), *half, 4.0, 1000)()
         qkv, kv = noise(rows, tokens // 2, 3 * 1152).half(), noise(rows, tokens, 2 * 1152).half()
         run("attention_to", lambda qkv, kv: attention_to(qkv, kv, 16), qkv, kv)
     HalfDecoder(harness.random_decoder(device))(noise(1, 4, 8, 8))
