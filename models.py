@@ -271,7 +271,7 @@ class DiT(nn.Module):
 
     def unpatchify(self, x: Tensor) -> Tensor:
         """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
-        side, p = self.x_embedder.grid_size[0], self.patch_size
+        side, p = round(x.shape[1] ** 0.5), self.patch_size
         x = x.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, side * p, side * p)
 

@@ -89,8 +89,8 @@ class Accelerated:
                 require_same(network, loaded, tier)
             own = own_guidance(loaded) if check and guidance_channels is None else None
         self._guides = own != OTHER
-        usual = loaded.fit.family.models[next(iter(loaded.fit.family.models))].guidance_channels
-        self.guidance_channels = guidance_channels or (own if self._guides and own else usual)
+        usual = loaded.fit.family.recipe.guidance_channels
+        self.guidance_channels = guidance_channels or own or usual
         self.in_channels, self.out_channels = loaded.model.in_channels, loaded.model.out_channels
         self.num_classes, self.input_size = loaded.fit.num_classes, loaded.fit.latent_size
         self._forward, self._guided = network.forward, self._forward_guided

@@ -41,7 +41,7 @@ class Sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
     model: a name as --model takes it; weights as --ckpt takes them, such as a file or the folder or hub id of a
-    DiTPipeline; or a DiT or SiT that you hold: models.DiT, sit.SiT, the original classes, wrapped or compiled, or
+    DiTPipeline; or a network that you hold: models.DiT, another family's, the original classes, wrapped or compiled, or
     diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
     AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
     compare, as `accelerate` does. options: other fields of GridOptions by their names, such as ckpt, num_classes,
@@ -197,7 +197,7 @@ def _exchange(run, held, options):
 
 
 def _kind(held):
-    """What decides the function of weights beside their values and shapes."""
+    """Return the facts, beside values and shapes, that decide the function of weights."""
     return held.fit.family.name, held.how.timestep_embedding
 
 

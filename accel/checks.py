@@ -1,4 +1,5 @@
-"""What options refuse: each function checks what is known so far and raises UsageError. Imports no torch."""
+"""Checks of options: each function looks at the values that are known so far and raises UsageError. Imports no
+torch."""
 
 from pathlib import Path
 from typing import Any

@@ -112,7 +112,9 @@ def own_guidance(held: LoadedModule) -> int | None:
             want = torch.cat([torch.cat([whole[:, :channels]] * 2), plain[:, channels:]], 1)
             return float((own - want).abs().amax()) if own.shape == want.shape else math.inf
 
-        likely = min(range(1, held.fit.in_channels + 1), key=error)
+        # Where guidance changes nothing, every number fits: then it is the family's.
+        usual = held.fit.family.recipe.guidance_channels
+        likely = min(range(1, held.fit.in_channels + 1), key=lambda n: (error(n), abs(n - usual)))
         found.add(likely if error(likely) <= tolerance else OTHER)
     return found.pop() if len(found) == 1 else OTHER
 
@@ -127,7 +129,7 @@ def _not_zero(held):
 
 
 def _output(held, weights=None, t=None, null=False):
-    """What the module gives for a batch row, with `weights` in place of its own; null: for no class."""
+    """Evaluate the module on a batch row, with `weights` in place of its own; null: for no class."""
 
     def evaluate(x, t, y):
         return held.evaluate(x, t, torch.full_like(y, held.fit.num_classes) if null else y, weights)

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,10 +11,12 @@ from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, reference_state
 from accel.gpu import missing_code
-from accel.kernels.linear import Tuner
 from accel.network import WHOLE, Network, Part, Plain
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
+    from accel.kernels.linear import Tuner
 
 
 class Batch(NamedTuple):
@@ -54,7 +56,7 @@ def load(
     batch: Batch,
     *,
     fixed: bool = True,
-    tuner: Tuner | None = None,
+    tuner: "Tuner | None" = None,
     part: Part = WHOLE,
 ) -> tuple[Network, str]:
     """(the network, its tier): bf16 where the weights overflow float16 and the tier is not `fixed`.
@@ -89,7 +91,7 @@ def load_network(
     tier: str,
     device: torch.device,
     batch: Batch,
-    tuner: Tuner | None = None,
+    tuner: "Tuner | None" = None,
     part: Part = WHOLE,
 ) -> Network:
     """The network of a tier, not tuned and not checked. No weights are initialised to be thrown away, and each goes

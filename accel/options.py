@@ -143,7 +143,7 @@ class Options:
     def complete(self, fit: Any) -> "Options":
         """Return these options with all that follows from a Fit. Raises UsageError for a contradiction."""
         options = replace(self, fit=fit, model=fit.model, num_classes=fit.num_classes)
-        trained = self.space.factor * fit.latent_size if fit.latent_size else fit.image_size
+        trained = fit.trained_size(self.space.factor)
         options.image_size, options.vae = self.image_size or trained, self.vae or _decoder(fit.vae)
         options.guidance_channels = self.guidance_channels or fit.guidance_channels
         options._fill(fit.model)
@@ -154,7 +154,7 @@ class Options:
         found = family_of(model) or (self.fit.family if self.fit else None)
         implied = Defaults()
         if found:  # sizes without a name have the recipe of the family's first model
-            implied = found.models.get(model) or next(iter(found.models.values()))._replace(ckpt=None)
+            implied = found.models.get(model, found.recipe)
         sampler = found.samplers[0] if found else None
         for name, value in {"model": model, "sampler": sampler, **implied._asdict()}.items():
             if name in IMPLIED and getattr(self, name) is None:

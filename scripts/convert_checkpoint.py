@@ -134,8 +134,7 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
             f"more than the rounding of an average ({rounding:.1g}); name a .pt or .safetensors file"
         )
     if off:
-        print(f"{shown(ckpt)}: its position table is up to {off:.1g} off the sine-cosine table, the rounding of an")
-        print("average; diffusers computes the table itself")
+        print(f"{shown(ckpt)}: its position table is up to {off:.1g} off the sine-cosine table, an average's rounding")
     return state
 
 

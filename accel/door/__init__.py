@@ -20,7 +20,6 @@ from accel.door.opening import Opened, digest_of, empty_model, open_weights
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.forecast import plan_beside, read_plan
-from accel.kernels.linear import Tuner
 from accel.latents.decoder import Decoder
 from accel.loading import Batch
 from accel.network import WHOLE, Part
@@ -38,7 +37,8 @@ from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
 from accel.sampling.strides import Strides
 from accel.weights.checkpoint import Checkpoint
 
-if TYPE_CHECKING:  # what a grid of one process does not wait for
+if TYPE_CHECKING:  # a grid of one process does not wait for these
+    from accel.kernels.linear import Tuner
     from accel.parallel.groups import Groups
     from accel.parallel.processes import Job
 
@@ -94,20 +94,19 @@ def load(
     opened: Opened,
     placement: Placement = ALONE,
     sizes: Iterable[int] | None = None,
-    tuner: Tuner | None = None,
+    tuner: "Tuner | None" = None,
     part: Part = WHOLE,
 ) -> Run:
     """The run of opened weights. placement, sizes: as `batch_of` has them; tuner, part: as loading.load."""
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
-    fit = options.fit
-    trained = options.space.factor * fit.latent_size if fit.latent_size else fit.image_size
+    trained = options.fit.trained_size(options.space.factor)
     if trained not in (None, options.image_size):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
     batch = batch_of(options, process, guidance, placement, sizes)
     how = dict(fixed=options.precision is not None, tuner=tuner, part=part)
     with enough_memory(options):
-        network, tier = loading.load(weights, fit, empty_model(options), tier, device, batch, **how)
+        network, tier = loading.load(weights, options.fit, empty_model(options), tier, device, batch, **how)
     return Run(network, process, guidance, tier, device, options.latent_size)
 
 

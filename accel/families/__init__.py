@@ -18,7 +18,7 @@ DEMO = ROOT / "pretrained_models" / "demo"
 
 
 class Defaults(NamedTuple):
-    """What a model implies for the settings that a user leaves open."""
+    """Values that a model implies for the settings that a user leaves open."""
 
     image_size: int = 512
     num_classes: int = 1000
@@ -40,6 +40,11 @@ class Family(NamedTuple):
     samplers: tuple[str, ...]  # the first is the default
     code: str  # the package whose modules network, weights and fast have the rest; imported late
     fetch: str = ""  # the command that fetches published weights, where no address serves them
+
+    @property
+    def recipe(self) -> Defaults:
+        """The defaults of the family's first model, without its files: those of sizes that have no name."""
+        return next(iter(self.models.values()))._replace(ckpt=None)
 
     def part(self, name: str) -> ModuleType:
         """Import the family's module `name`: network, weights or fast."""

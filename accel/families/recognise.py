@@ -33,7 +33,7 @@ EXPLICIT = 3  # the family's name, as this program writes it
 
 
 class Fit(NamedTuple):
-    """What weights are: their family, their sizes, and what lies beside them."""
+    """The family and the sizes of weights, and the facts that lie beside them."""
 
     family: Family
     model: str  # its name, or sizes where it has none: DiT-2x96/2
@@ -51,6 +51,11 @@ class Fit(NamedTuple):
     guidance_channels: int | None = None  # where the weights say other than their family
     schedule: dict | None = None  # of a pipeline: its scheduler's configuration
     usual: bool = True  # whether tensors and family decide the function; else the number of heads does, too
+
+    def trained_size(self, factor: int) -> int | None:
+        """Return the pixels of a side at which the weights were trained, or None; factor: pixels for one of the
+        latent."""
+        return factor * self.latent_size if self.latent_size else self.image_size
 
     def metadata(self) -> dict[str, Any]:
         """Return what a file of these weights should say, as weights/metadata.py has it."""

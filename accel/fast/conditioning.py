@@ -1,9 +1,9 @@
 """Conditioning taken out of the denoising loop.
 
-Every shift, scale and gate of DiT and Large-DiT depends on (timestep, label) alone (arXiv:2212.09748, section 3.2), and
-a third of XL/2's weights compute nothing else. A run knows all its timesteps and labels ahead, so a few large float32
-GEMMs compute the vectors for many steps at once, and the loop looks them up by an index on the device. The null label
-is computed once, not once a picture.
+Every shift, scale and gate depends on (timestep, label) alone (DiT, arXiv:2212.09748, section 3.2), and a third of
+XL/2's weights compute nothing else. A run knows its timesteps and labels ahead, so a few large float32 GEMMs compute
+the vectors for many steps at once, and the loop looks them up by an index on the device. The null label is computed
+once, not once a picture.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,8 @@ class Conditioning:
             first += len(weight)
 
     def _own_rows(self, first, last):
-        """Of the projections' rows from `first` to `last`: where this rank holds them, and which of them."""
+        """Return two slices for the projections' rows from `first` to `last`: of this rank's own rows, and of those
+        rows."""
         start = max(first, self.own.start)
         stop = max(start, min(last, self.own.stop))
         return slice(start - self.own.start, stop - self.own.start), slice(start - first, stop - first)

@@ -61,8 +61,8 @@ def upstream_noise(
 ) -> Callable[[], torch.Tensor]:
     """What draws the noise of a step for `rows` of a batch that begins at z (n, C, L, L), (n', C, L, L).
 
-    copies: batch rows of a latent. generator: default torch's own, of z's device. One of the CPU draws there, as SiT
-    does: what it draws is pinned and copied to z's device, and nobody waits.
+    copies: batch rows of a latent. generator: default torch's own, of z's device. A generator of the CPU draws there,
+    as flows do: its numbers are pinned and copied to z's device, and nobody waits.
     """
     shape, device = (copies * len(z), *z.shape[1:]), z.device if generator is None else generator.device
     how = dict(generator=generator, device=device, pin_memory=z.is_cuda and device.type == "cpu")

@@ -32,9 +32,9 @@ LAYOUTS = training_layout, diffusers_layout, consolidated_layout
 class Checkpoint:
     """The weights that --ckpt names, fetched and opened when they are first needed.
 
-    name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or as Large-DiT's training leaves
-    it, or a hub id (owner/name). mapped: tensors are mapped where the format allows it, else copies. Raises UsageError
-    if it names nothing, before anything is fetched.
+    name: a published name, a .pt or .safetensors file, a folder in diffusers' layout or with consolidated
+    weights, or a hub id (owner/name). mapped: tensors are mapped where the format allows it, else copies. Raises
+    UsageError if it names nothing, before anything is fetched.
     """
 
     def __init__(self, name: str | Path, mapped: bool = True):
@@ -68,7 +68,7 @@ class Checkpoint:
             if layout is None:
                 raise UsageError(
                     f"`ckpt={self.path}`: a folder must hold transformer/config.json and its weights (diffusers' "
-                    "layout), or consolidated.00-of-01.pth (Large-DiT's)"
+                    "layout), or consolidated.00-of-01.pth"
                 )
             state, found = layout.read(self.path, self.mapped)
             return state, schema.checked(self.path, found)

@@ -1,5 +1,5 @@
-"""Folders as Large-DiT's training leaves them: consolidated_ema.00-of-01.pth, the moving average of the weights, or
-consolidated.00-of-01.pth, the weights, and model_args.pth, the arguments of the run."""
+"""Folders of consolidated weights, as LLaMA's training leaves them: consolidated_ema.00-of-01.pth, their moving
+average, or consolidated.00-of-01.pth, the weights, and model_args.pth, the arguments of the run."""
 
 import os
 import re

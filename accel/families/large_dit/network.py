@@ -216,12 +216,6 @@ class DiT_Llama(dit.DiT):
         length, dtype = (self.input_size // self.patch_size) ** 2, torch.promote_types(x.dtype, torch.float32)
         return rotation_table(self.dim // self.n_heads, length, dtype, x.device)
 
-    def unpatchify(self, x: Tensor) -> Tensor:
-        """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
-        side, p = self.input_size // self.patch_size, self.patch_size
-        x = x.unflatten(-1, (p, p, self.out_channels)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
-        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, side * p, side * p)
-
     @property
     def blocks(self) -> nn.ModuleList:
         """`layers`, under DiT's name."""
