@@ -23,7 +23,6 @@ class Batch(NamedTuple):
     """The network evaluations of a run, for which a network is compiled, tuned and checked."""
 
     rows: list[tuple[int, int]]  # every (latents, batch rows of each) that a rank evaluates, the most rows first
-    guided_channels: int  # of a step's guidance; 0 without
     side: int  # of a latent
     num_classes: int
 
@@ -104,7 +103,7 @@ def load_network(
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
-            return fast.load(state, model, tier, device, *batch.rows[0], batch.guided_channels, tuner, part)
+            return fast.load(state, model, tier, device, *batch.rows[0], tuner, part)
         except ValueError as error:
             raise UsageError(f"`ckpt={weights.name}`: {error}") from None
     if part.ranks == 1:  # first to the device: of weights in half precision the CPU never holds a float32 copy

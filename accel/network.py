@@ -70,7 +70,6 @@ class Network(ABC):
     patch_size: int
     in_channels: int
     captures = False  # whether the sampling loop should record a move as a CUDA graph
-    fuses_update = False  # whether a step may end by kernels.ancestral_update on `tokens`
 
     def __init__(self):
         self._replayed = Latest(KEPT)

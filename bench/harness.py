@@ -277,7 +277,7 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     options = options_of(args)
     weights = opening.checkpoint_of(options, device)
     options = options.complete(opening.fit_of(weights, options))
-    batch = loading.Batch([(1, 1)], 0, options.latent_size, options.num_classes)
+    batch = loading.Batch([(1, 1)], options.latent_size, options.num_classes)
     return loading.load_network(weights, options.fit, opening.empty_model(options), "fp32", device, batch).model
 
 
@@ -342,7 +342,6 @@ def build(
         return Plain(model)
     network = fast.build(model.state_dict(), model, tier, device, tuner, gemm)
     network.hoists, network.captures = hoist, graph
-    network.fuses_update &= embed_update != "torch"
     ops = dict(adaln=adaln, last_adaln=adaln, attention=attention, patch_embed=embed_update)
     for op, backend in ops.items():
         setattr(network, op, partial(getattr(network, op), backend=backend))

@@ -111,16 +111,6 @@ def betas_for_alpha_bar(
     return np.array([min(1 - after / before, max_beta) for before, after in zip(edges, edges[1:])])
 
 
-ANCESTRAL = (
-    "sqrt_recip_alphas_cumprod",
-    "sqrt_recipm1_alphas_cumprod",
-    "posterior_mean_coef1",
-    "posterior_mean_coef2",
-    "posterior_log_variance_clipped",
-    "log_betas",
-)
-
-
 class GaussianDiffusion:
     """
     betas: (T,), each in (0, 1]; model_mean_type, model_var_type, loss_type: the enums above. Else ValueError.
@@ -216,36 +206,12 @@ class GaussianDiffusion:
         tables["log_betas"] = np.log(self.betas)
         tables["large_variance"], tables["log_large_variance"] = large, np.log(large)
         rows = torch.from_numpy(np.stack(list(tables.values()))).to(torch.float32).to(device)  # (tables, T)
-        tables = dict(zip(tables, rows.unbind(0)))
-        return {**tables, "ancestral": torch.stack([tables[name] for name in ANCESTRAL], dim=1)}
+        return dict(zip(tables, rows.unbind(0)))
 
     @property
     def learns_range(self) -> bool:
         """Whether the model predicts the noise and a variance within its range, as DiT does."""
         return self.model_mean_type is ModelMeanType.EPSILON and self.model_var_type is ModelVarType.LEARNED_RANGE
-
-    def ancestral_coefficients(self, device: torch.device | str) -> Tensor:
-        """What p_sample reads of the tables for such a model, float32 (T, 6) on `device`, its columns as in
-        ANCESTRAL."""
-        return self._tables(device)["ancestral"]
-
-    def ddim_coefficients(self, device: torch.device | str, eta: float) -> Tensor:
-        """
-        ddim_sample in p_sample's form for such a model: float32 (T, 6) on `device`, columns as in ANCESTRAL.
-
-        eps = (r x - x_0) / m, so Song eq. 12 is c_1 x_0 + c_2 x + sigma z with c_2 = sqrt(1 - abar' - sigma^2) r / m.
-        """
-        tables = self._tables(device)
-        if ("ddim", eta) not in tables:
-            abar, before = self.alphas_cumprod, self.alphas_cumprod_prev
-            sigma = eta * np.sqrt((1 - before) / (1 - abar)) * np.sqrt(1 - abar / before)
-            root = np.sqrt(1 - before - sigma**2) / self.sqrt_recipm1_alphas_cumprod
-            log_variance = 2 * np.log(np.maximum(sigma, 1e-300))
-            rows = np.sqrt(before) - root, root * self.sqrt_recip_alphas_cumprod, log_variance, log_variance
-            with torch.inference_mode(False):
-                table = torch.from_numpy(np.stack([*(getattr(self, name) for name in ANCESTRAL[:2]), *rows], axis=1))
-                tables["ddim", eta] = table.to(torch.float32).to(device)
-        return tables["ddim", eta]
 
     def __getstate__(self):
         return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory

@@ -77,12 +77,11 @@ class Strides(ByValue):
     def _values(self):
         return self.diffusion, *self.moves
 
-    def timesteps(self) -> list[tuple[int, int]]:
-        """Of every evaluation of a run, in order: t at the start of its stride, and the original timestep of its
-        point."""
+    def times(self) -> list[int]:
+        """The original timestep of every evaluation of a run, in order."""
         found, t = [], self.diffusion.num_timesteps - 1
         for kind in self.moves:
-            found += [(t, timestep) for timestep in self.tables[kind]["timestep"][t].tolist()]
+            found += self.tables[kind]["timestep"][t].tolist()
             t -= kind[0]
         return found
 

@@ -8,11 +8,8 @@ from jobs import run_each
 from networks import upstream
 from safetensors.torch import save_file
 
-from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families import constructor_of
-from accel.kernels.ancestral_update import ancestral_update
-from accel.network import unpatchify
 from accel.options import FidOptions, GridOptions
 
 LABELS, STEPS, SEED, SCALE = (1, 5, 7), 10, 3, 2.5
@@ -48,20 +45,6 @@ def test_two_ranks_equal_one(demo, tmp_path):
     want = upstream(model, LABELS, SEED, STEPS, SCALE, 0.5)
     for one in layouts:
         assert (torch.from_numpy(np.load(tmp_path / f"{one}.npy")) - want).norm() <= 1e-4 * want.norm(), one
-
-
-@pytest.mark.parametrize("eta", (0.0, 0.3, 1.0))
-def test_the_fused_update_is_ddim_sample(eta):
-    """By its coefficients: DDIM's step in the ancestral step's form."""
-    diffusion, generator = create_diffusion("25"), torch.Generator().manual_seed(0)
-    tokens = torch.randn(25, 64, 32, generator=generator)
-    x, noise = torch.randn(2, 25, 4, 16, 16, generator=generator)
-    t, out = torch.arange(25), unpatchify(tokens, 2)
-    want = diffusion.ddim_sample(lambda *_: out, x, t, clip_denoised=False, eta=eta, noise=noise)["sample"]
-    got = ancestral_update(tokens, x, noise, t, diffusion.ddim_coefficients(x.device, eta))
-    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-    again = diffusion.ddim_coefficients(x.device, eta)
-    assert again is diffusion.ddim_coefficients(x.device, eta)  # uploaded once
 
 
 def test_settings_that_make_no_sense_are_one_line():

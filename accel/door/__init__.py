@@ -87,7 +87,7 @@ def batch_of(
     those of a grid."""
     sizes = sizes or placement.sizes(len(options.labels), options.batch_size)
     rows = placement.every_rows(sizes, count_copies(process, guidance))
-    return Batch(rows, guidance.channels, options.latent_size, options.num_classes)
+    return Batch(rows, options.latent_size, options.num_classes)
 
 
 def load(

@@ -11,7 +11,6 @@ import torch
 from accel.fast.network import FastNetwork
 from accel.fast.ops import Half, Split, of_tier
 from accel.fast.reader import Reader
-from accel.kernels.ancestral_update import ancestral_update
 from accel.kernels.linear import Tuner
 from accel.network import WHOLE, Part, family_module
 
@@ -51,14 +50,13 @@ def load(
     device: torch.device,
     latents: int,
     copies: int = 1,
-    guided_channels: int = 0,
     tuner: Tuner | None = None,
     part: Part = WHOLE,
 ) -> FastNetwork:
     """As `build`. Kernels are compiled while the weights are copied.
 
     model: of the same shape, without values (on the meta device). latents: of one evaluation on this rank, each in
-    `copies` batch rows. guided_channels: of a step's guidance, 0 without.
+    `copies` batch rows.
     """
     tuner = tuner or Tuner()
     zero = torch.zeros((), device=device)
@@ -69,7 +67,7 @@ def load(
     }
     alone = part._replace(all_reduce=lambda x: None)  # threads must not exchange anything
     shallow = build(zeros, model, tier, device, tuner, part=alone)
-    calls = kernel_calls(shallow, latents, copies, guided_channels)
+    calls = kernel_calls(shallow, latents, copies)
 
     # The threads' tensors are freed below: in the order of this stream.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -87,9 +85,9 @@ def load(
     return network
 
 
-def kernel_calls(network: FastNetwork, latents: int, copies: int, guided_channels: int) -> list[Callable[[], object]]:
-    """Every kernel of a sampling step, once, for warming up: an evaluation on so many latents in `copies` batch rows
-    each, and an update of a latent."""
+def kernel_calls(network: FastNetwork, latents: int, copies: int) -> list[Callable[[], object]]:
+    """Return calls of every kernel of a network evaluation, for warming up: on so many latents in `copies` batch rows
+    each."""
     rows, tokens = latents * copies, len(network.position)
     side = round(tokens**0.5) * network.patch_size
     x = network.position.new_zeros(latents, network.in_channels, side, side)
@@ -97,7 +95,6 @@ def kernel_calls(network: FastNetwork, latents: int, copies: int, guided_channel
     h = network.position.repeat(rows, 1, 1)  # (N, T, D)
     branch, condition = (h.to(network.dtype), 0), network.condition(t, t)
     (qkv, proj, fc1, fc2), rotate, activate, _ = network.blocks[0]
-    one, out = x[:1], h.new_zeros(2 if guided_channels else 1, tokens, 2 * network.patches.shape[1])
 
     def attend():
         packed = qkv.zeros(rows, tokens)
@@ -112,5 +109,4 @@ def kernel_calls(network: FastNetwork, latents: int, copies: int, guided_channel
         attend,
         *(partial(layer.prepare, rows * tokens) for layer in (qkv, proj, fc1, fc2)),
         *([lambda: activate(fc1.zeros(1, 1))] if activate else []),
-        lambda: ancestral_update(out, one, one, t[:1], h.new_zeros(1, 6), 1.0, guided_channels),
     ]

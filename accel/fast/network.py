@@ -45,8 +45,8 @@ class Layout(NamedTuple):
 class FastNetwork(BlockNetwork):
     """See the module's text.
 
-    The ops of a step, and whether it is captured, hoists its conditioning and fuses its update, are attributes: a
-    benchmark replaces one of them.
+    The ops of a step, and whether it is captured and hoists its conditioning, are attributes: a benchmark replaces one
+    of them.
     """
 
     captures = hoists = True
@@ -61,7 +61,6 @@ class FastNetwork(BlockNetwork):
         self.ops, self.part, self.dtype, self.device = ops, ops.part, ops.dtype, ops.device
         self.adaln, self.last_adaln, self.attention = ops.adaln, ops.last_adaln, ops.attention
         self.tuner, self.exchanges = ops.tuner, ops.exchanges
-        self.fuses_update = self.device.type == "cuda"
         self.table = None  # of sampling runs
 
     def adaptive_norm(self, x, modulation, vector, branches=()) -> Tensor | HighLow:

@@ -31,7 +31,6 @@ class Sharded(Network):
         super().__init__()
         self.network, self.everyone = network, everyone
         self.patch_size, self.in_channels = network.patch_size, network.in_channels
-        self.fuses_update = network.fuses_update
         self.attend = partial(exchange, attention=network.attention) if exchange else network.attention
         self.columns = exchange.size if exchange else 1  # ranks that a row's tokens lie on
         self.rows = dist.get_world_size(everyone) // self.columns

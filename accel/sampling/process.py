@@ -1,51 +1,38 @@
-"""What the denoising loop knows of a process: its moves, the times of their evaluations, and how a move is made."""
+"""The interface of a process: its moves, the times of their network evaluations, and how a move is made."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from accel.network import Network, unpatchify
 from accel.sampling.guidance import Guidance, Unguided
 
 Kind = tuple[int, int]  # (steps, network evaluations) of a move
-State = tuple[Tensor, ...]  # the latents x (n, C, H, W), and what else a process carries from move to move
+State = tuple[Tensor, ...]  # the latents x (n, C, H, W), then anything else that a process carries between moves
 
 
+@dataclass(frozen=True)
 class Evaluations:
-    """The network at the evaluations of one move.
+    """The network at the evaluations of one move."""
 
-    evaluate: the network's `tokens`, or its replay. guidance: of each evaluation. at (n,): the index of the first in
-    the run; labels (N,): those of the guided rows, whose first n are the conditional ones.
-    """
-
-    def __init__(
-        self,
-        network: Network,
-        evaluate: Callable[..., Tensor],
-        guidance: tuple[Guidance | Unguided, ...],
-        at: Tensor,
-        labels: Tensor,
-    ):
-        self.network, self.evaluate, self.guidance, self.at, self.labels = network, evaluate, guidance, at, labels
+    evaluate: Callable[..., Tensor]  # the network's `forward`, or its replay
+    guidance: tuple[Guidance | Unguided, ...]  # of each evaluation
+    at: Tensor  # (n,): the index of the move's first evaluation in the run
+    labels: Tensor  # (N,): of the guided batch rows, the n conditional ones first
 
     def __call__(self, x: Tensor, number: int = 0) -> Tensor:
-        """The move's evaluation `number` at x (n, C, H, W), guided → (n, C', H, W) in x's dtype."""
-        out = unpatchify(self.tokens(x, number), self.network.patch_size)
-        return self.guidance[number].combine(out).to(x.dtype)
-
-    def tokens(self, x: Tensor, number: int = 0) -> Tensor:
-        """The same before guidance and unpatchify, (N, T, p·p·C')."""
+        """Evaluate the network at x (n, C, H, W), the move's `number`-th time, guided → (n, C', H, W) in x's dtype."""
         at, copies = self.at + number if number else self.at, self.guidance[number].copies
-        return self.evaluate(x, at.repeat(copies), self.labels[: copies * len(x)])
+        return self.guidance[number].combine(self.evaluate(x, at.repeat(copies), self.labels[: copies * len(x)]))
 
 
 class Process(ABC):
-    """A way from noise to latents. Equal by value: what was captured of one serves its equals.
+    """A way from noise to latents. Compared by value: a captured move serves all equal processes.
 
     moves: their kinds, in order. captured: whether a move may be a CUDA graph; else its network evaluations are.
-    noise_from_cpu: whether the noise of steps is drawn by the CPU's generator, else by that of the device.
+    noise_from_cpu: whether the CPU's generator draws the noise of the steps; else the device's does.
     """
 
     moves: list[Kind]
@@ -53,12 +40,12 @@ class Process(ABC):
 
     @property
     def steps(self) -> int:
-        """The steps that all moves make."""
+        """Steps of all moves."""
         return sum(steps for steps, _ in self.moves)
 
     @property
     def draws(self) -> int:
-        """How many of the steps draw noise, from the first on. Each later one is handed the last that was drawn."""
+        """The number of steps that draw noise, from the first on. Later steps are given the last noise drawn."""
         return self.steps
 
     @property
@@ -68,21 +55,21 @@ class Process(ABC):
 
     @abstractmethod
     def times(self) -> list[float]:
-        """When the network is evaluated, in order, as it takes its t."""
+        """The network's argument t at every evaluation, in order."""
 
-    @abstractmethod
     def levels(self) -> list[float]:
-        """The noise level of every evaluation, in order: 0 at the data, 1 at noise."""
+        """The noise level at every evaluation, in order: 0 at the data, 1 at noise. By default DiT's 1000 timesteps."""
+        return [time / 1000 for time in self.times()]
 
     def prepare(self, device: torch.device) -> None:
         """Upload the tables, so that a move can be captured."""
         return None
 
     def begin(self, x: Tensor) -> State:
-        """The state before the first move, from noise x."""
+        """Return the state before the first move, from noise x."""
         return (x,)
 
     @abstractmethod
     def move(self, kind: Kind, state: State, at: Tensor, noise: Tensor, evaluate: Callable[..., Tensor]) -> State:
-        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step, of a
-        process that draws none (1, 0, …); evaluate: `Evaluations`."""
+        """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step, (1, 0, …)
+        if none is drawn; evaluate: `Evaluations`."""

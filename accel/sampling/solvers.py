@@ -1,7 +1,7 @@
-"""diffusers' schedulers: the library computes the steps, we the network.
+"""Samplers of diffusers: the library computes the steps, this repository evaluates the network.
 
-Other pictures than ancestral sampling, in ten to twenty-five evaluations: DPM-Solver++ (Lu et al. 2022,
-arXiv:2211.01095), UniPC (Zhao et al. 2023, arXiv:2302.04867), and whatever else predicts from the noise.
+Other pictures than ancestral sampling's, in 10 to 25 evaluations: DPM-Solver++ (Lu et al. 2022, arXiv:2211.01095),
+UniPC (Zhao et al. 2023, arXiv:2302.04867), and any scheduler that takes estimates of noise.
 """
 
 import inspect
@@ -17,21 +17,23 @@ from accel.diffusion.respace import ByValue
 from accel.errors import UsageError, shown
 from accel.sampling.process import Kind, Process, State
 
-# Name → module and class of diffusers.schedulers; by its module a class is imported in a fraction of the time.
+# Name → module and class of diffusers.schedulers: importing the module alone takes a fraction of the time.
 SOLVERS = {
     "dpm++": ("scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler"),
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
 
 
+LINEAR = get_named_beta_schedule("linear", 1000)
+
+
 def make_scheduler(name: str, **config: Any) -> Any:
-    """The scheduler of a name in SOLVERS with DiT's betas. config: what else its class takes, such as solver_order."""
+    """Make the scheduler of a name in SOLVERS with DiT's betas. config: further arguments, such as solver_order."""
     module, kind = SOLVERS[name]
-    betas = get_named_beta_schedule("linear", 1000)
-    return getattr(_import(f"diffusers.schedulers.{module}"), kind)(trained_betas=betas, **config)
+    return getattr(_import(f"diffusers.schedulers.{module}"), kind)(trained_betas=LINEAR, **config)
 
 
-# Entries of a scheduler's configuration that say by which process a network was trained, and DiT's values.
+# DiT's values of the entries that define the trained process in a scheduler's configuration.
 TRAINED = {
     "prediction_type": "epsilon",
     "num_train_timesteps": 1000,
@@ -45,13 +47,12 @@ TRAINED = {
 def require_schedule(source: str, config: Mapping[str, Any] | None, where: str = "`ckpt={}`") -> None:
     """Raise UsageError, naming the entry, if a scheduler's configuration is of another process than DiT's.
 
-    source: what has it, as `where` shows it. trained_betas go before the schedule's name.
+    source: its owner, as `where` shows it. trained_betas take precedence over the schedule's name.
     """
     config, wanted = config or {}, dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
-        linear = get_named_beta_schedule("linear", 1000)
-        if len(betas) != len(linear) or not np.allclose(betas, linear, rtol=1e-5):
+        if len(betas) != len(LINEAR) or not np.allclose(betas, LINEAR, rtol=1e-5):
             raise UsageError(f"{where.format(source)}: its scheduler's trained_betas are not DiT's linear ones")
         wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
     for name, value in wanted.items():
@@ -62,7 +63,7 @@ def require_schedule(source: str, config: Mapping[str, Any] | None, where: str =
 
 
 def require_scheduler(scheduler: Any) -> None:
-    """Raise UsageError unless `scheduler` is one of diffusers that takes estimates of noise."""
+    """Raise UsageError unless `scheduler` is a scheduler of diffusers that takes estimates of noise."""
     if not (hasattr(scheduler, "config") and callable(getattr(scheduler, "step", None))):
         raise UsageError(f"`sampler={shown(scheduler)}`: give a sampler's name, or a scheduler of diffusers")
     if "beta_schedule" not in scheduler.config and "trained_betas" not in scheduler.config:
@@ -72,8 +73,8 @@ def require_scheduler(scheduler: Any) -> None:
 
 
 def _import(module):
-    """A module of diffusers. The library asks torch's compiler for a decorator, which is more than half of the seconds
-    that its import takes, and goes without where there is no compiler."""
+    """Import a module of diffusers without torch's compiler, from which the library takes an optional decorator at more
+    than half of its import time."""
     compiler = "torch._dynamo"
     if compiler in sys.modules:
         return import_module(module)
@@ -85,7 +86,7 @@ def _import(module):
 
 
 class _NoGenerator:
-    """In a generator's place: a scheduler that draws noise asks for its device."""
+    """A stand-in for a generator: a scheduler that draws noise asks for its device."""
 
     @property
     def device(self) -> None:
@@ -93,21 +94,19 @@ class _NoGenerator:
 
 
 class Solver(ByValue, Process):
-    """Sampling by a scheduler of diffusers that predicts from the noise and draws none.
+    """Sampling by a deterministic scheduler of diffusers that takes estimates of noise.
 
-    scheduler: any with the library's interface, not changed; steps: its num_inference_steps; timesteps: in their place,
-    for those that take them.
+    scheduler: it is copied, not changed. steps: its num_inference_steps.
     """
 
     draws, captured = 0, False
 
-    def __init__(self, scheduler: Any, steps: int, timesteps: list[int] | None = None):
+    def __init__(self, scheduler: Any, steps: int):
         require_scheduler(scheduler)
         require_schedule("sampler", scheduler.config, "`{}`")
-        self.scheduler = scheduler
-        self.given = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)
+        self.scheduler, self.number = scheduler, steps
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters
-        self.how = dict(return_dict=False, **dict(generator=_NoGenerator()) if takes_generator else {})
+        self.generator = dict(generator=_NoGenerator()) if takes_generator else {}
         self._times = self._begun().timesteps.tolist()
         self.moves: list[Kind] = [(1, 1)] * len(self._times)
 
@@ -116,16 +115,13 @@ class Solver(ByValue, Process):
         return type(self.scheduler), str(self.scheduler.config), *self._times
 
     def _begun(self):
-        """A scheduler of the same kind at its first step."""
+        """Return a copy of the scheduler, at its first step."""
         scheduler = type(self.scheduler).from_config(self.scheduler.config)
-        scheduler.set_timesteps(**self.given)
+        scheduler.set_timesteps(self.number)
         return scheduler
 
     def times(self) -> list[float]:
         return self._times
-
-    def levels(self) -> list[float]:
-        return [time / self.scheduler.config.num_train_timesteps for time in self._times]
 
     def begin(self, x) -> State:
         scheduler = self._begun()
@@ -135,4 +131,4 @@ class Solver(ByValue, Process):
         x, scheduler, times = state
         t = next(times)
         eps = evaluate(scheduler.scale_model_input(x, t))[:, : x.shape[1]]  # without the learned variance
-        return scheduler.step(eps, t, x, **self.how)[0], scheduler, times
+        return scheduler.step(eps, t, x, return_dict=False, **self.generator)[0], scheduler, times

@@ -202,7 +202,7 @@ def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
 def test_captured_strides_are_the_direct_ones_bit_for_bit(scale):
     device, diffusion = torch.device("cuda"), create_diffusion("10")
     direct, captured, plain = (fast_network(small(), torch.float16, device) for _ in range(3))
-    direct.captures = plain.fuses_update = False  # strides end in tensor operations, as p_sample does
+    direct.captures = False
     off = latents_of(plain, Ancestral(diffusion), device, scale)
     assert torch.equal(off, latents_of(plain, Strides(diffusion, [(1, 1)] * 10), device, scale))
     plan = Strides(diffusion, STRIDES)

@@ -5,8 +5,6 @@ import torch
 from conftest import fill
 from networks import evaluate, guided, inputs, small
 
-from accel.families import model_names
-from accel.families.dit.network import DiT_models
 from accel.families.large_dit.network import DiT_Llama
 from accel.network import Plain
 from accel.sampling.guidance import Guidance, Unguided
@@ -37,7 +35,7 @@ def test_guidance():
     assert Guidance(2.5, 9).labels(torch.tensor([3, 1])).tolist() == [3, 1, 9, 9]
     assert Unguided().combine(out) is out and Unguided().labels(out) is out
     assert {Guidance(2.5, 9): 1, Unguided(): 2} == {Unguided(): 2, Guidance(2.5, 9): 1} != {Guidance(2.0, 9): 1}
-    assert set(model_names()) >= set(DiT_models)
+    assert [Guidance(2.5, 9, interval=(0.3, 0.7)).at(level).copies for level in (0.29, 0.3, 0.7, 0.71)] == [1, 2, 2, 1]
 
 
 def test_parts_of_the_network(network):
@@ -61,8 +59,15 @@ def test_parts_of_the_network(network):
     assert "1 blocks" in shallow.describe() and "2 blocks" in network.describe()
 
 
+def test_weights_of_another_shape_are_not_exchanged():
+    one, other = Plain(small()), Plain(small(depth=3))
+    for another in (other, Plain(small(num_heads=4))):  # heads show in no shape
+        with pytest.raises(ValueError, match="weights of another shape"):
+            one.exchange(another)
+
+
 def test_what_a_network_has_nothing_to_do_for(network):
-    assert not network.captures and not network.fuses_update and network.overflowed() is None
+    assert not network.captures and network.overflowed() is None
     network.tune([64])
 
 

@@ -15,6 +15,7 @@ from accel.sampling.ancestral import Ancestral
 from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver
 from accel.sampling.solvers import make_scheduler as make
+from accel.sampling.strides import Strides
 
 diffusers = pytest.importorskip("diffusers")
 CPU = torch.device("cpu")
@@ -55,20 +56,16 @@ def test_latents_are_the_librarys(name, config, channels):
     assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn
 
 
-def test_given_timesteps_and_other_classes():
-    """A schedule of the user's; a scheduler that evaluates twice a step."""
-    times = [999, 700, 400, 100, 20]
-    scheduler = make("dpm++")
-    scheduler.set_timesteps(timesteps=times)
-    want, guidance = by_hand(scheduler, small(), 2.0, 3), Guidance(2.0, 8)
-    got = denoise(Plain(small()), Solver(make("dpm++"), 5, times), guidance, Z, LABELS, None)
-    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+def test_a_scheduler_that_evaluates_twice_a_step():
+    """The caller's scheduler stays as it is, at whichever step it stands."""
     heun = diffusers.HeunDiscreteScheduler(beta_start=1e-4, beta_end=0.02, beta_schedule="linear")
+    heun.set_timesteps(9)
     process = Solver(heun, 4)
     assert process.evaluations == 7
+    got = denoise(Plain(small()), process, Guidance(2.0, 8), Z, LABELS, None)
+    assert len(heun.timesteps) == 17 and heun.step_index is None
     heun.set_timesteps(4)
     want = by_hand(heun, small(), 2.0, 3)
-    got = denoise(Plain(small()), process, guidance, Z, LABELS, None)
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
@@ -82,9 +79,11 @@ def test_what_cannot_be_sampled_by_is_a_line():
         Solver(make("dpm++", prediction_type="v_prediction"), 5)
 
 
-def test_solvers_are_values():
+def test_processes_are_values():
     assert Solver(make("dpm++"), 5) == Solver(make("dpm++"), 5) and hash(Solver(make("unipc"), 5))
     assert len({Solver(make("dpm++"), 5), Solver(make("dpm++"), 6), Solver(make("dpm++", solver_order=3), 5)}) == 3
+    first, second = (Strides(create_diffusion("7"), [(1, 1), *moves]) for moves in ([(2, 1), (4, 2)], [(4, 2), (2, 1)]))
+    assert first != second and first.setting != second.setting  # an FID folder tells plans apart by it
 
 
 @pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])

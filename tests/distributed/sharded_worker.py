@@ -192,7 +192,7 @@ def loaded(job, model, generator):
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), f"{folder}/dit.pt")
         how = dict(tuner=Tuner(share=job.from_rank_0), part=part)
-        batch, cpu = loading.Batch([(1, 2)], 3, SIDE, CLASSES), torch.device("cpu")
+        batch, cpu = loading.Batch([(1, 2)], SIDE, CLASSES), torch.device("cpu")
         weights, metadata = Checkpoint(f"{folder}/dit.pt"), dict(family="DiT", num_heads=HEADS, num_classes=CLASSES)
         fit = recognise(weights.name, weights.state, metadata)
         network, tier = loading.load(weights, fit, copy.deepcopy(model).to("meta"), "fp16", cpu, batch, **how)

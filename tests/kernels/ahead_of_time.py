@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from accel.kernels import ancestral_update, patch_embed, push, qk_norm_rotary, swiglu
+from accel.kernels import patch_embed, push, qk_norm_rotary, swiglu
 from accel.kernels.adaln import triton as adaln
 from accel.kernels.attention import triton as attention
 from accel.kernels.group_norm import triton as group_norm
@@ -48,11 +48,6 @@ VARIANTS = {
         patch_embed._patch_embed,
         ["*fp32"] * 4 + ["i32"] * 3,
         dict(**LATENT, D=1152, COPIES=2, TOKENS=patch_embed.TOKENS, COLUMNS=patch_embed.COLUMNS),
-    ),
-    "ancestral_update": lambda _: (
-        ancestral_update._ancestral_update,
-        ["*fp32", "*fp32", "*fp32", "*i64", "i32", "*fp32", "*fp32", "i32", "fp32"],
-        dict(**LATENT, GUIDANCE=3, BLOCK=ancestral_update.BLOCK),
     ),
     "push": lambda _: (
         push._push,

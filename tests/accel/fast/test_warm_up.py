@@ -7,11 +7,11 @@ import pytest
 import torch
 from networks import sample, small
 
-from accel import door, fast, loading
+from accel import fast, loading
 from accel.diffusion import create_diffusion
 from accel.fast import ops
 from accel.fast.network import FastNetwork
-from accel.kernels import ancestral_update, linear, split_linear
+from accel.kernels import linear, split_linear
 from accel.network import Network
 from accel.options import FidOptions, GridOptions
 from accel.parallel.layouts import Layout
@@ -56,9 +56,6 @@ def launched(monkeypatch):
     def adaln(x, modulation, shift, scale, branches, update, *more, **how):
         return "adaln", tuple(x.shape), tuple(branch.dtype for branch, _ in branches), update, more, str(how)
 
-    def update(tokens, x, noise, t, coefficients, scale, guided_channels):
-        return "update", tuple(x.shape[1:]), tuple(tokens.shape[1:]), guided_channels
-
     def split_layer(layer, x):
         return "split", x.pair[0, ..., 0].numel(), layer.name.split(".", 2)[2], x.scale is None
 
@@ -70,8 +67,6 @@ def launched(monkeypatch):
     note(ops, "adaln_split", adaln)
     note(ops, "attention", lambda qkv, heads: ("attention", tuple(qkv.shape), qkv.dtype, heads))
     note(ops, "split_attention", lambda qkv, heads: ("attention", tuple(qkv.pair.shape), heads))
-    note(fast, "ancestral_update", update)
-    note(ancestral_update, "ancestral_update", update)
     note(linear.Linear, "prepare", lambda layer, m: ("linear", *layer.shape(m), layer.weight.dtype), method=True)
     note(
         linear.Linear,
@@ -83,11 +78,8 @@ def launched(monkeypatch):
     return seen
 
 
-def load(tier, options, batch):
-    channels = door.guidance_of(options).channels
-    network = fast.load(small().state_dict(), small().to("meta"), tier, CPU, *batch, channels)
-    network.fuses_update = True  # as on a GPU; here by the reference implementation
-    return network
+def load(tier, batch):
+    return fast.load(small().state_dict(), small().to("meta"), tier, CPU, *batch)
 
 
 def noted_run(launched, network, options, pictures, rows):
@@ -102,22 +94,20 @@ def noted_run(launched, network, options, pictures, rows):
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_warmed_up_is_what_runs(case, tier, launched):
     options, batch, pictures, rows = CASES[case]
-    network = load(tier, options, batch)
+    network = load(tier, batch)
     warmed_up = set(launched)
     gemm = "linear" if tier == "fp16" else "split"
-    assert sorted(note[0] for note in warmed_up) == sorted(["embed", "attention", "update", *4 * ["adaln", gemm]])
+    assert sorted(note[0] for note in warmed_up) == sorted(["embed", "attention", *4 * ["adaln", gemm]])
     run = noted_run(launched, network, options, pictures, rows)
     assert run == warmed_up
     launched.clear()
-    assert not loading.overflows(network, loading.Batch([batch], 3, 8, 8), CPU, (500,))
-    assert launched == {note for note in run if note[0] != "update"}
+    assert not loading.overflows(network, loading.Batch([batch], 8, 8), CPU, (500,))
+    assert launched == run
 
 
 class OneOfTwo(Network):
     """A rank that evaluates one of the two batch rows of a guided picture, as accel.parallel.sharded has it; what the
     other rank would send is its own."""
-
-    fuses_update = True
 
     def __init__(self, network):
         super().__init__()
@@ -134,6 +124,6 @@ class OneOfTwo(Network):
 
 def test_a_row_of_a_divided_picture(launched):
     options = GridOptions(**COMMON, labels=(3,), parallel="rows=2").resolve()
-    network = load("fp16", options, Placement(Layout(rows=2), 2).rows(1, 2))
+    network = load("fp16", Placement(Layout(rows=2), 2).rows(1, 2))
     warmed_up = set(launched)
     assert noted_run(launched, OneOfTwo(network), options, 1, slice(None)) == warmed_up
