@@ -14,8 +14,7 @@ def create_diffusion(
     rescale_learned_sigmas: bool = False,
     diffusion_steps: int = 1000,
 ) -> SpacedDiffusion:
-    """
-    The process DiT trains (`timestep_respacing=""`: all steps) and samples with (`"250"`, `"ddim50"`, ...).
+    """The process DiT trains (`timestep_respacing=""`: all steps) and samples with (`"250"`, `"ddim50"`, ...).
 
     timestep_respacing: what `space_timesteps` takes: "250", "10,15,20", "ddim50", a list;
         "" or None: every step.

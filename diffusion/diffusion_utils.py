@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def normal_kl(mean1: Tensor | float, logvar1: Tensor | float, mean2: Tensor | float, logvar2: Tensor | float) -> Tensor:
-    """
-    KL(N(mean1, exp(logvar1)) || N(mean2, exp(logvar2))) in nats, elementwise. All but one may be numbers.
+    """KL(N(mean1, exp(logvar1)) || N(mean2, exp(logvar2))) in nats, elementwise. All but one may be numbers.
 
         KL = 1/2 (log var2 - log var1 - 1 + var1 / var2 + (mean1 - mean2)^2 / var2)
 
@@ -37,8 +36,7 @@ def continuous_gaussian_log_likelihood(x: Tensor, *, means: Tensor, log_scales: 
 
 
 def discretized_gaussian_log_likelihood(x: Tensor, *, means: Tensor, log_scales: Tensor) -> Tensor:
-    """
-    Log probability (nats, elementwise) of the 8-bit level at x: Ho et al. 2020, eq. 13.
+    """Log probability (nats, elementwise) of the 8-bit level at x: Ho et al. 2020, eq. 13.
 
     x: levels of [0, 255] scaled linearly to [-1, 1]; means, log_scales: like x. The mass of N(means, sigma^2)
     within half a level (1/255) of x; the outermost levels take the whole tail.

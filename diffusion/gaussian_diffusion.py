@@ -1,5 +1,4 @@
-"""
-The Gaussian diffusion process: its tables, one reverse step and its variants, the sampling loops, the losses.
+"""The Gaussian diffusion process: its tables, one reverse step and its variants, the sampling loops, the losses.
 
     Ho        Ho et al. 2020, Denoising diffusion probabilistic models, 2006.11239
     Nichol    Nichol & Dhariwal 2021, Improved denoising diffusion probabilistic models, 2102.09672
@@ -26,7 +25,7 @@ from .diffusion_utils import discretized_gaussian_log_likelihood, normal_kl
 
 
 class ModelMeanType(enum.Enum):
-    """What the model predicts."""
+    """The model's prediction."""
 
     PREVIOUS_X = enum.auto()  # the mean of x_{t-1}
     START_X = enum.auto()  # x_0
@@ -63,8 +62,7 @@ def mean_flat(tensor: Tensor) -> Tensor:
 def get_beta_schedule(
     beta_schedule: str, *, beta_start: float, beta_end: float, num_diffusion_timesteps: int
 ) -> np.ndarray:
-    """
-    float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by shape: "linear"; "quad" (linear in
+    """float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by shape: "linear"; "quad" (linear in
     the square root); "warmup10", "warmup50" (linear over the first 10 or 50 %, then constant); "const"
     (beta_end); "jsd" (1/T, 1/(T-1), ..., 1). ValueError for another name.
     """
@@ -86,8 +84,7 @@ def get_beta_schedule(
 
 
 def get_named_beta_schedule(schedule_name: str, num_diffusion_timesteps: int) -> np.ndarray:
-    """
-    The published schedules, float64 (num_diffusion_timesteps,):
+    """The published schedules, float64 (num_diffusion_timesteps,):
 
     "linear": Ho's 1e-4 ... 0.02 for 1000 steps; other lengths scale it by 1000 / T and end as noisy.
     "squaredcos_cap_v2": Nichol eq. 17, abar(u) = cos^2(pi/2 (u + 0.008) / 1.008).
@@ -112,8 +109,7 @@ def betas_for_alpha_bar(
 
 
 class GaussianDiffusion:
-    """
-    betas: (T,), each in (0, 1]; model_mean_type, model_var_type, loss_type: the enums above. Else ValueError.
+    """betas: (T,), each in (0, 1]; model_mean_type, model_var_type, loss_type: the enums above. Else ValueError.
 
     The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and what follows from it;
     float32 copies live on each device they are used on.
@@ -154,7 +150,7 @@ class GaussianDiffusion:
 
         # q(x_{t-1} | x_t, x_0), Ho eq. 6 and 7
         self.posterior_variance = betas * (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
-        # It is 0 at t = 0. What p has there only matters to the likelihood of x_0: the next step's stands in.
+        # It is 0 at t = 0. p takes the next step's there, which only the likelihood of x_0 sees.
         self._first_variance = self.posterior_variance[1] if self.num_timesteps > 1 else betas[0]
         self.posterior_log_variance_clipped = np.log(np.append(self._first_variance, self.posterior_variance[1:]))
         self.posterior_mean_coef1 = betas * np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
@@ -167,9 +163,9 @@ class GaussianDiffusion:
     # ---- tables on the device ----
 
     def prepare(self, device: torch.device | str) -> None:
-        """
-        Uploads the tables to `device`, once; later calls there find them. Whoever captures a step in a CUDA
-        graph, or forbids synchronisation, calls this before. RuntimeError if a capture gets here first.
+        """Upload the tables to `device`, once: before a step is captured in a CUDA graph, or where nothing may wait.
+
+        A capture that comes first raises RuntimeError.
         """
         self._tables(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
 
@@ -178,29 +174,14 @@ class GaussianDiffusion:
         if tables is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f'a CUDA graph is being captured: call diffusion.prepare("{device}") before')
-            with torch.inference_mode(False):  # these outlive the mode of whoever happens to come first
+            with torch.inference_mode(False):  # later callers may be in another mode
                 tables = self._device_tables[device] = self._upload(device)
         return tables
 
     def _upload(self, device):
-        """name -> float32 (T,) on device, in one copy."""
-        tables = {
-            name: getattr(self, name)
-            for name in (
-                "alphas_cumprod",
-                "alphas_cumprod_prev",
-                "alphas_cumprod_next",
-                "sqrt_alphas_cumprod",
-                "sqrt_one_minus_alphas_cumprod",
-                "log_one_minus_alphas_cumprod",
-                "sqrt_recip_alphas_cumprod",
-                "sqrt_recipm1_alphas_cumprod",
-                "posterior_variance",
-                "posterior_log_variance_clipped",
-                "posterior_mean_coef1",
-                "posterior_mean_coef2",
-            )
-        }
+        """Return name -> float32 (T,) on device, copied at once."""
+        own = {name: table for name, table in vars(self).items() if isinstance(table, np.ndarray)}
+        tables = {name: table for name, table in own.items() if len(table) == self.num_timesteps}
         large = self.betas.copy()
         large[0] = self._first_variance
         tables["log_betas"] = np.log(self.betas)
@@ -245,9 +226,7 @@ class GaussianDiffusion:
         return self._posterior_mean(x_start, x_t, t), variance.expand(x_t.shape), log_variance.expand(x_t.shape)
 
     def _posterior_mean(self, x_start, x_t, t):
-        """
-        Ho eq. 7: sqrt(abar_{t-1}) beta_t / (1 - abar_t) x_0 + sqrt(alpha_t) (1 - abar_{t-1}) / (1 - abar_t) x_t
-        """
+        """Ho eq. 7: sqrt(abar_{t-1}) beta_t / (1 - abar_t) x_0 + sqrt(alpha_t) (1 - abar_{t-1}) / (1 - abar_t) x_t"""
         return self._at("posterior_mean_coef1", t, x_t) * x_start + self._at("posterior_mean_coef2", t, x_t) * x_t
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
@@ -261,8 +240,7 @@ class GaussianDiffusion:
         denoised_fn: Callable | None = None,
         model_kwargs: dict | None = None,
     ) -> dict[str, Tensor]:
-        """
-        p(x_{t-1} | x_t), Ho eq. 1.
+        """p(x_{t-1} | x_t), Ho eq. 1.
 
         clip_denoised: clamp the predicted x_0 to [-1, 1]. denoised_fn: applied to it before. A model may
         return a pair (output, extra).
@@ -271,7 +249,7 @@ class GaussianDiffusion:
         """
         if t.shape != x.shape[:1]:
             raise ValueError(f"t: expected one timestep per row of x, ({x.shape[0]},), got {tuple(t.shape)}")
-        output = self._wrap_model(model)(x, t, **(model_kwargs or {}))
+        output = model(x, self.original_timesteps(t), **(model_kwargs or {}))
         output, extra = output if isinstance(output, tuple) else (output, None)
         return {**self._output_mean_variance(output, x, t, clip_denoised, denoised_fn), "extra": extra}
 
@@ -303,7 +281,7 @@ class GaussianDiffusion:
         return output.split(x.shape[1], dim=1) if learned else (output, None)
 
     def _predict_xstart(self, prediction, x, t):
-        """x_0 from what the model predicts (`model_mean_type`)."""
+        """Return x_0 from the model's prediction of `model_mean_type`."""
         if self.model_mean_type is ModelMeanType.EPSILON:
             return self._predict_xstart_from_eps(x, t, prediction)
         if self.model_mean_type is ModelMeanType.START_X:
@@ -347,31 +325,29 @@ class GaussianDiffusion:
         frac = (values + 1) / 2
         return frac * max_log + (1 - frac) * min_log
 
-    def _wrap_model(self, model):
-        """Model or cond_fn as this process calls it: where a process with other timesteps translates them."""
-        return model
+    def original_timesteps(self, t: Tensor) -> Tensor:
+        """Return t (N,) as the model and cond_fn see it: the timesteps of the trained process."""
+        return t
 
     # ---- classifier guidance ----
 
     def condition_mean(
         self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
     ) -> Tensor:
-        """
-        mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t, **model_kwargs) gives that
+        """mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t, **model_kwargs) gives that
         gradient, like x; p_mean_var: p_mean_variance's dict.
         """
-        gradient = self._wrap_model(cond_fn)(x, t, **(model_kwargs or {}))
+        gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
         return p_mean_var["mean"] + p_mean_var["variance"] * gradient
 
     def condition_score(
         self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
     ) -> dict[str, Tensor]:
-        """
-        p_mean_var with pred_xstart and mean of eps - sqrt(1 - abar_t) grad log p(y | x), Dhariwal
+        """p_mean_var with pred_xstart and mean of eps - sqrt(1 - abar_t) grad log p(y | x), Dhariwal
         algorithm 2: guidance for steps that need no noise. cond_fn as in condition_mean.
         """
         eps = self._predict_eps_from_xstart(x, t, p_mean_var["pred_xstart"])
-        gradient = self._wrap_model(cond_fn)(x, t, **(model_kwargs or {}))
+        gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
         eps = eps - (1 - self._at("alphas_cumprod", t, x)).sqrt() * gradient
         pred_xstart = self._predict_xstart_from_eps(x, t, eps)
         mean = self._posterior_mean(pred_xstart, x, t)
@@ -391,8 +367,7 @@ class GaussianDiffusion:
         *,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """
-        Ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
+        """Ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
 
         noise: z, like x; drawn after the model's call if None, at t = 0 too. cond_fn: see condition_mean. The
         rest: see p_mean_variance. Returns a dict: sample (x_{t-1}) and pred_xstart, like x.
@@ -420,8 +395,7 @@ class GaussianDiffusion:
         *,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """
-        DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
+        """DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
 
             x_{t-1} = sqrt(abar') x_0 + sqrt(1 - abar' - sigma^2) eps + sigma z
             sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')    (0 at t = 0, where abar' = 1)
@@ -454,8 +428,7 @@ class GaussianDiffusion:
         model_kwargs: dict | None = None,
         eta: float = 0.0,
     ) -> dict[str, Tensor]:
-        """
-        DDIM's ODE one step towards noise, Song section 4.3, with abar_T = 0:
+        """DDIM's ODE one step towards noise, Song section 4.3, with abar_T = 0:
 
             x_{t+1} = sqrt(abar_{t+1}) x_0 + sqrt(1 - abar_{t+1}) eps
 
@@ -473,28 +446,10 @@ class GaussianDiffusion:
 
     # ---- samplers: all steps ----
 
-    def p_sample_loop(
-        self,
-        model: Callable,
-        shape: tuple[int, ...],
-        noise: Tensor | None = None,
-        clip_denoised: bool = True,
-        denoised_fn: Callable | None = None,
-        cond_fn: Callable | None = None,
-        model_kwargs: dict | None = None,
-        device: torch.device | str | None = None,
-        progress: bool = False,
-    ) -> Tensor:
-        """
-        A sample (shape) by all p_sample steps, from x_T = noise, drawn if None. Draws one x_T, then one
-        normal batch per step, the last included. device: default that of noise, else of model's parameters.
-        progress: show a bar.
-        """
-        return _last_sample(
-            self.p_sample_loop_progressive(
-                model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress
-            )
-        )
+    def p_sample_loop(self, *arguments, **named) -> Tensor:
+        """Make all steps of `p_sample_loop_progressive`, with its arguments, and return the last sample (shape)."""
+        *_, last = self.p_sample_loop_progressive(*arguments, **named)
+        return last["sample"]
 
     def p_sample_loop_progressive(
         self,
@@ -508,32 +463,21 @@ class GaussianDiffusion:
         device: torch.device | str | None = None,
         progress: bool = False,
     ) -> Iterator[dict[str, Tensor]]:
-        """p_sample_loop as a generator of p_sample's dicts, one per step."""
+        """Sample by all p_sample steps from x_T = noise, drawn if None; yield p_sample's dict after each.
+
+        Draws one x_T (shape), then one normal batch per step, the last included. device: default that of noise, else of
+        model's parameters. progress: show a bar. The rest: see p_sample.
+        """
 
         def step(x: Tensor, t: Tensor):
             return self.p_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs)
 
         yield from self._loop(step, model, shape, noise, device, progress)
 
-    def ddim_sample_loop(
-        self,
-        model: Callable,
-        shape: tuple[int, ...],
-        noise: Tensor | None = None,
-        clip_denoised: bool = True,
-        denoised_fn: Callable | None = None,
-        cond_fn: Callable | None = None,
-        model_kwargs: dict | None = None,
-        device: torch.device | str | None = None,
-        progress: bool = False,
-        eta: float = 0.0,
-    ) -> Tensor:
-        """A sample (shape) by all ddim_sample steps; see p_sample_loop, and ddim_sample for eta."""
-        return _last_sample(
-            self.ddim_sample_loop_progressive(
-                model, shape, noise, clip_denoised, denoised_fn, cond_fn, model_kwargs, device, progress, eta
-            )
-        )
+    def ddim_sample_loop(self, *arguments, **named) -> Tensor:
+        """Make all steps of `ddim_sample_loop_progressive`, with its arguments, and return the last sample (shape)."""
+        *_, last = self.ddim_sample_loop_progressive(*arguments, **named)
+        return last["sample"]
 
     def ddim_sample_loop_progressive(
         self,
@@ -548,7 +492,7 @@ class GaussianDiffusion:
         progress: bool = False,
         eta: float = 0.0,
     ) -> Iterator[dict[str, Tensor]]:
-        """ddim_sample_loop as a generator of ddim_sample's dicts, one per step."""
+        """Sample by all ddim_sample steps; yield ddim_sample's dict after each. See p_sample_loop_progressive."""
 
         def step(x: Tensor, t: Tensor):
             return self.ddim_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta)
@@ -556,7 +500,7 @@ class GaussianDiffusion:
         yield from self._loop(step, model, shape, noise, device, progress)
 
     def _loop(self, step, model, shape, noise, device, progress):
-        """Yields step(x, t) for t = T-1 ... 0, each from the sample of the one before."""
+        """Yield step(x, t) for t = T-1 ... 0, each from the last one's sample."""
         if device is None:
             device = _device_of(model) if noise is None else noise.device
         self.prepare(device)
@@ -568,12 +512,12 @@ class GaussianDiffusion:
             x = out["sample"]
 
     def _timesteps(self, batch_size, device, progress=False):
-        """Yields t = T-1 ... 0 as (batch_size,) int64, rows of one tensor made on the device."""
+        """Yield t = T-1 ... 0 as (batch_size,) int64, rows of one tensor on the device."""
         steps = torch.arange(self.num_timesteps - 1, -1, -1, device=device)
         rows = steps[:, None].repeat(1, batch_size)  # (T, batch_size)
         indices = range(self.num_timesteps)
         if progress:
-            from tqdm.auto import tqdm  # for those who want a bar
+            from tqdm.auto import tqdm
 
             indices = tqdm(indices)
         for index in indices:
@@ -584,8 +528,7 @@ class GaussianDiffusion:
     def training_losses(
         self, model: Callable, x_start: Tensor, t: Tensor, model_kwargs: dict | None = None, noise: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """
-        The loss of each row for x_t = q_sample(x_start, t, noise).
+        """The loss of each row for x_t = q_sample(x_start, t, noise).
 
         Returns a dict of (N,): loss; with MSE types also mse and, for a learned variance, vb. The hybrid,
         Nichol eq. 16: vb, the bound's term in bits per dimension, trains the variance alone: the prediction
@@ -600,7 +543,7 @@ class GaussianDiffusion:
             vb = self._vb_term_bpd(p, x_start, x_t, t)
             return {"loss": vb * self.num_timesteps if self.loss_type is LossType.RESCALED_KL else vb}
 
-        output = self._wrap_model(model)(x_t, t, **(model_kwargs or {}))
+        output = model(x_t, self.original_timesteps(t), **(model_kwargs or {}))
         prediction, variance_values = self._split_output(output, x_t)
         if self.model_mean_type is ModelMeanType.EPSILON:
             target = noise
@@ -619,14 +562,8 @@ class GaussianDiffusion:
             vb = vb * (self.num_timesteps / 1000.0)  # 1e-3 of the whole bound, whatever T: Nichol section 3.1
         return {"mse": mse, "vb": vb, "loss": mse + vb}
 
-    def _vb_terms_bpd(self, model, x_start, x_t, t, clip_denoised=True, model_kwargs=None):
-        """The bound's term at t, in bits per dimension: a dict of output (N,) and pred_xstart, like x_start."""
-        p = self.p_mean_variance(model, x_t, t, clip_denoised, model_kwargs=model_kwargs)
-        return {"output": self._vb_term_bpd(p, x_start, x_t, t), "pred_xstart": p["pred_xstart"]}
-
     def _vb_term_bpd(self, p, x_start, x_t, t):
-        """
-        (N,): L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0, L_0 = -log p(x_0 | x_1), Ho eq. 5, over
+        """(N,): L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0, L_0 = -log p(x_0 | x_1), Ho eq. 5, over
         8-bit levels; in bits per dimension. p: dict with mean and log_variance.
         """
         q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start, x_t, t)
@@ -643,8 +580,7 @@ class GaussianDiffusion:
     def calc_bpd_loop(
         self, model: Callable, x_start: Tensor, clip_denoised: bool = True, model_kwargs: dict | None = None
     ) -> dict[str, Tensor]:
-        """
-        The whole variational bound, Ho eq. 5, one draw of noise per step.
+        """The whole variational bound, Ho eq. 5, one draw of noise per step.
 
         Returns a dict: total_bpd (N,) = the sum of vb + prior_bpd; prior_bpd (N,); vb, xstart_mse, mse (of
         the noise), each (N, T) from t = T-1 to 0.
@@ -654,19 +590,14 @@ class GaussianDiffusion:
             noise = torch.randn_like(x_start)
             x_t = self.q_sample(x_start, t, noise=noise)
             with torch.no_grad():
-                out = self._vb_terms_bpd(model, x_start, x_t, t, clip_denoised, model_kwargs)
-            eps = self._predict_eps_from_xstart(x_t, t, out["pred_xstart"])
-            terms["vb"].append(out["output"])
-            terms["xstart_mse"].append(mean_flat((out["pred_xstart"] - x_start) ** 2))
+                p = self.p_mean_variance(model, x_t, t, clip_denoised, model_kwargs=model_kwargs)
+                terms["vb"].append(self._vb_term_bpd(p, x_start, x_t, t))
+            eps = self._predict_eps_from_xstart(x_t, t, p["pred_xstart"])
+            terms["xstart_mse"].append(mean_flat((p["pred_xstart"] - x_start) ** 2))
             terms["mse"].append(mean_flat((eps - noise) ** 2))
         terms = {name: torch.stack(rows, dim=1) for name, rows in terms.items()}  # each (N, T)
         prior_bpd = self._prior_bpd(x_start)
         return {"total_bpd": terms["vb"].sum(dim=1) + prior_bpd, "prior_bpd": prior_bpd, **terms}
-
-
-def _last_sample(steps):
-    *_, last = steps
-    return last["sample"]
 
 
 def _device_of(model):

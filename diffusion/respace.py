@@ -1,6 +1,6 @@
 """Sampling with fewer steps than the process was trained with: Nichol & Dhariwal 2021 (2102.09672), section 4."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -10,8 +10,7 @@ from .gaussian_diffusion import GaussianDiffusion
 
 
 def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[int]:
-    """
-    The set of timesteps to keep of `num_timesteps`.
+    """The set of timesteps to keep of `num_timesteps`.
 
     section_counts: numbers of steps to keep, evenly spaced, in that many equal sections of the process, as a
         list or as a string ("250"; "10,15,20": of 300, ten of the first hundred, fifteen of the second, ...);
@@ -75,8 +74,7 @@ class ByValue:
 
 
 class SpacedDiffusion(ByValue, GaussianDiffusion):
-    """
-    The process restricted to `use_timesteps`: the same marginals there, and betas that lead from
+    """The process restricted to `use_timesteps`: the same marginals there, and betas that lead from
     one kept step to the next.
 
         beta'_i = 1 - abar_{S_i} / abar_{S_{i-1}}    (Nichol & Dhariwal 2021, section 4)
@@ -115,19 +113,5 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         return {**super()._upload(device), "timestep_map": timestep_map}
 
     def original_timesteps(self, t: Tensor) -> Tensor:
-        """t (N,), this process's timesteps, as the original ones (N,) int64, looked up on t's device."""
+        """This process's timesteps t (N,) → the original ones (N,) int64, looked up on t's device."""
         return self._tables(t.device)["timestep_map"][t.long()]
-
-    def _wrap_model(self, model):
-        return model if isinstance(model, _WrappedModel) else _WrappedModel(model, self)
-
-
-class _WrappedModel:
-    """A model, or a cond_fn, that is shown the original timesteps."""
-
-    def __init__(self, model: Callable, diffusion):
-        self.model = model
-        self.diffusion = diffusion
-
-    def __call__(self, x, t, **kwargs):
-        return self.model(x, self.diffusion.original_timesteps(t), **kwargs)

@@ -1,5 +1,4 @@
-"""
-Several ancestral steps by one or two network evaluations, on the noise that they would have drawn anyway.
+"""Several ancestral steps by one or two network evaluations, on the noise that they would have drawn anyway.
 
 Write c_t, d_t for the two coefficients of the posterior mean (Ho et al. 2020, 2006.11239, eq. 7). k steps from x_t are
 
@@ -53,8 +52,7 @@ Kind = tuple[int, int]  # (steps, network evaluations) of a stride
 
 
 class Strides(ByValue):
-    """
-    Ancestral sampling of `diffusion` by strides.
+    """Ancestral sampling of `diffusion` by strides.
 
     moves: the strides of a run, in order. Each is (1, 1), or k > 1 steps by one evaluation, or k > 2 steps by two.
     x (n, C, ...) throughout. t (n,) int64: a timestep of `diffusion`, from which k steps lead to t - k.
@@ -101,15 +99,14 @@ class Strides(ByValue):
         return self._device_tables[kind, device]
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The forecast of x_0 and the values of the learned variance, each like x, before the first stride of a run.
-        That stride must be one step: there is nothing yet to forecast from."""
+        """Return the forecast of x_0 and the values of the learned variance, each like x, before the first stride,
+        which must be one step: nothing can be forecast yet."""
         return torch.zeros_like(x), torch.zeros_like(x)
 
     def stride(
         self, model: Callable, x: Tensor, t: Tensor, m: Tensor, values: Tensor, noise: Tensor, evaluations: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """
-        k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
+        """k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
 
         m, values: of the stride before, or of `start` with k = 1. noise (k, n, C, ...): the draw of each step; that of
         t = 0 is masked. Returns x_{t-k} and the next m and values, each like x.
@@ -151,7 +148,7 @@ class Strides(ByValue):
         return (at - noise * eps) / root, values
 
     def _advance(self, x, t, x0, values, noise):
-        """Eq. 1 with x_0 given, and eq. 6: x_{t-1}, and by how much its noise moves x_0."""
+        """Return x_{t-1} of eq. 1 with x_0 given, and the change of x_0 that its noise makes, eq. 6."""
         d = self.diffusion
         log_variance = d._range_log_variance(values, x, t)
         not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))

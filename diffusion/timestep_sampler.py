@@ -1,4 +1,4 @@
-"""Which timesteps to train on: uniformly, or more often where the loss is large."""
+"""Distributions of the timesteps to train on: uniform, or by the size of the loss."""
 
 from abc import ABC, abstractmethod
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def create_named_schedule_sampler(name: str, diffusion) -> "ScheduleSampler":
-    """name: "uniform" or "loss-second-moment", else ValueError; diffusion: whose num_timesteps to draw from."""
+    """Make a sampler of the timesteps of `diffusion`. name: "uniform" or "loss-second-moment", else ValueError."""
     if name == "uniform":
         return UniformSampler(diffusion)
     if name == "loss-second-moment":
@@ -25,8 +25,7 @@ class ScheduleSampler(ABC):
         """(num_timesteps,) numpy array, positive, not necessarily normalised."""
 
     def sample(self, batch_size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """
-        Importance-sampled timesteps: t (batch_size,) int64 with P(t) = p_t, and weights (batch_size,)
+        """Importance-sampled timesteps: t (batch_size,) int64 with P(t) = p_t, and weights (batch_size,)
         float32, 1 / (num_timesteps p_t). Drawn from numpy's global generator.
         """
         p = self.weights()
@@ -49,28 +48,15 @@ class LossAwareSampler(ScheduleSampler):
     """A sampler that follows the losses; every rank of a process group sees all of them, in the same order."""
 
     def update_with_local_losses(self, local_ts: Tensor, local_losses: Tensor) -> None:
-        """
-        local_ts (N,) integers and local_losses (N,) of this rank's batch; N may differ between ranks.
+        """local_ts (N,) integers and local_losses (N,) of this rank's batch; N may differ between ranks.
         Collective when a process group is initialised.
         """
         batches = [(local_ts.tolist(), local_losses.tolist())]
         if dist.is_available() and dist.is_initialized():
-            sizes = [local_ts.new_zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-            dist.all_gather(sizes, torch.full_like(sizes[0], len(local_ts)))
-            sizes = [int(size) for size in sizes]
-            # all_gather needs one shape: pad to the longest, cut after.
-            gathered = []
-            for local in (local_ts.to(torch.int64), local_losses.detach().to(torch.float64)):
-                padded = local.new_zeros(max(sizes))
-                padded[: len(local)] = local
-                rows = [torch.empty_like(padded) for _ in sizes]
-                dist.all_gather(rows, padded)
-                gathered.append([row[:size].tolist() for row, size in zip(rows, sizes)])
-            batches = zip(*gathered)
-        batches = list(batches)
-        self.update_with_all_losses(
-            [t for ts, _ in batches for t in ts], [loss for _, losses in batches for loss in losses]
-        )
+            batches = batches * dist.get_world_size()
+            dist.all_gather_object(batches, batches[0])
+        ts, losses = (sum(lists, []) for lists in zip(*batches))
+        self.update_with_all_losses(ts, losses)
 
     @abstractmethod
     def update_with_all_losses(self, ts: list[int], losses: list[float]) -> None:
@@ -78,8 +64,7 @@ class LossAwareSampler(ScheduleSampler):
 
 
 class LossSecondMomentResampler(LossAwareSampler):
-    """
-    p_t proportional to sqrt(E[L_t^2]) over the last `history_per_term` losses of each t, mixed with a share
+    """p_t proportional to sqrt(E[L_t^2]) over the last `history_per_term` losses of each t, mixed with a share
     `uniform_prob` of the uniform distribution (Nichol & Dhariwal 2021, eq. 18). Uniform
     until every t has its history.
     """

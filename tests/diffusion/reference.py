@@ -11,6 +11,10 @@ from fractions import Fraction
 import torch
 from torch.distributions import Normal, kl_divergence
 
+from diffusion import create_diffusion
+from diffusion import gaussian_diffusion as gd
+from diffusion.respace import SpacedDiffusion
+
 
 def linear_betas(steps):
     first, last = 0.1 / steps, 20.0 / steps  # Ho, section 4: 1e-4 and 0.02 of 1000 steps
@@ -70,17 +74,26 @@ class Reference:
     def x0(self, xt, t, eps):
         return (xt - math.sqrt(1 - self.abar(t)) * eps) / math.sqrt(self.abar(t))
 
+    def x0_of(self, mean, prediction, xt, t):
+        """x_0 from a model's prediction of "EPSILON", "START_X" or "PREVIOUS_X"."""
+        if mean == "EPSILON":
+            return self.x0(xt, t, prediction)
+        if mean == "START_X":
+            return prediction
+        at_zero, at_one = (self.posterior(torch.full_like(xt, v), xt, t)[0] for v in (0.0, 1.0))
+        return (prediction - at_zero) / (at_one - at_zero)  # the posterior's mean is linear in x_0
+
     def eps(self, xt, t, x0):
         return (xt - math.sqrt(self.abar(t)) * x0) / math.sqrt(1 - self.abar(t))
 
     def log_variance(self, kind, t, v=None):
-        """kind: "range" (v in [-1, 1] between the posterior's and beta), "log" (v itself), "small", "large"."""
+        """kind: of ModelVarType; v: the model's values."""
         small = math.log(self.posterior_variance(max(t, 1)))  # t = 0: its neighbour's
-        if kind == "range":
+        if kind == "LEARNED_RANGE":
             return (1 + v) / 2 * math.log(self.beta(t)) + (1 - v) / 2 * small
-        if kind == "log":
+        if kind == "LEARNED":
             return v
-        return small if kind == "small" or t == 0 else math.log(self.beta(t))
+        return small if kind == "FIXED_SMALL" or t == 0 else math.log(self.beta(t))
 
     def guided_eps(self, xt, t, x0, gradient):
         """The prediction whose score has a classifier's gradient added."""
@@ -121,23 +134,40 @@ def level_log_probability(x, mean, sigma):
 # ---- models in closed form: nonlinear in x and dependent on t and y, so that a wrong timestep or label shows ----
 
 
-def columns(t, x):
-    return t.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
-
-
 def wavy(x, t, y=0.3):
     """(N, 2C, ...): a prediction and variance values in [-1, 1]."""
-    t = columns(t, x) / 1000
+    t = t.to(x.dtype).view(-1, *[1] * (x.ndim - 1)) / 1000
     prediction = torch.sin(1.3 * x + 2 * t) + 0.2 * x * t + y
     values = torch.cos(2.1 * x - 3 * t + y)
     return torch.cat([prediction, values], dim=1)
 
 
-def wavy_mean(x, t, y=0.3):
-    """(N, C, ...): the prediction alone."""
-    return wavy(x, t, y)[:, : x.shape[1]]
-
-
 def slope(x, t, y=0.3):
     """A cond_fn: a gradient like x."""
-    return torch.cos(x + columns(t, x) / 500) * y
+    return torch.cos(x + t.to(x.dtype).view(-1, 1, 1, 1) / 500) * y
+
+
+# ---- processes, with their references ----
+
+
+def process(respacing="250", variance="LEARNED_RANGE", mean="EPSILON", loss="MSE"):
+    kept, betas = create_diffusion(respacing).timestep_map, linear_betas(1000)
+    kinds = dict(
+        model_mean_type=gd.ModelMeanType[mean], model_var_type=gd.ModelVarType[variance], loss_type=gd.LossType[loss]
+    )
+    return SpacedDiffusion(use_timesteps=kept, betas=betas, **kinds), Reference(betas, kept)
+
+
+def batch(d, seed=0):
+    """t at the first, second, middle and last step; x, x_0 at 8-bit levels and noise, each (N, 3, 4, 4) float64."""
+    t = torch.tensor(sorted({0, min(1, d.num_timesteps - 1), d.num_timesteps // 2, d.num_timesteps - 1}))
+    generator = torch.Generator().manual_seed(seed)
+    x, noise = torch.randn(2, len(t), 3, 4, 4, generator=generator, dtype=torch.float64)
+    levels = torch.randint(0, 256, x.shape, generator=generator)
+    levels[:, 0, 0, :2] = torch.tensor([0, 255])  # both ends, where a level is the whole tail
+    return t, x, levels.double() / 127.5 - 1, noise
+
+
+def rows(t, function, *tensors):
+    """The reference's function of one timestep, row by row."""
+    return torch.stack([torch.as_tensor(function(int(t[i]), *(a[i] for a in tensors))) for i in range(len(t))])

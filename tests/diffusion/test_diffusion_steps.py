@@ -1,123 +1,81 @@
+"""Steps, losses and the bound against the reference, row by row in float64."""
+
+import numpy as np
 import pytest
 import torch
-from reference import Reference, level_log_probability, linear_betas, slope, wavy, wavy_mean
+from reference import batch, level_log_probability, process, rows, slope, wavy
 
 from diffusion import create_diffusion, diffusion_utils
 from diffusion import gaussian_diffusion as gd
-from diffusion.respace import SpacedDiffusion
+from diffusion.timestep_sampler import LossSecondMomentResampler, create_named_schedule_sampler
 
 # Tables are float32: at the noisy end x_0 = 157 x_t - 157 eps magnifies their last bit.
 CLOSE = dict(rtol=3e-6, atol=3e-5)
 RESPACINGS = ["", "250", "ddim50", "10,15,20", "1"]
-VARIANCES = {
-    "range": gd.ModelVarType.LEARNED_RANGE,
-    "log": gd.ModelVarType.LEARNED,
-    "small": gd.ModelVarType.FIXED_SMALL,
-    "large": gd.ModelVarType.FIXED_LARGE,
-}
+MEANS, VARIANCES, LOSSES = ([kind.name for kind in kinds] for kinds in (gd.ModelMeanType, gd.ModelVarType, gd.LossType))
 
 
-def process(respacing="250", variance="range", mean=gd.ModelMeanType.EPSILON):
-    d = create_diffusion(respacing)
-    d = SpacedDiffusion(
-        use_timesteps=d.timestep_map,
-        betas=linear_betas(1000),
-        model_mean_type=mean,
-        model_var_type=VARIANCES[variance],
-        loss_type=gd.LossType.MSE,
-    )
-    return d, Reference(linear_betas(1000), d.timestep_map)
+def close(got, want, **how):
+    torch.testing.assert_close(got.double(), want, **{**CLOSE, **how})
 
 
-def batch(d, seed=0, shape=(3, 4, 4)):
-    """One row at each of the timesteps where something is special, and in between."""
-    t = torch.tensor(sorted({0, min(1, len(d.betas) - 1), d.num_timesteps // 2, d.num_timesteps - 1}))
-    generator = torch.Generator().manual_seed(seed)
-    x, x0, noise = torch.randn(3, len(t), *shape, generator=generator, dtype=torch.float64)
-    return t, x, 0.5 * x0, noise
-
-
-def rows(t, function, *tensors):
-    """The reference, which knows one timestep: row by row."""
-    return torch.stack([torch.as_tensor(function(int(t[i]), *(a[i] for a in tensors))) for i in range(len(t))])
-
-
-def reference_model(d, model, x, t):
-    """The model at the original timesteps: its prediction and variance values."""
-    out = model(x, torch.tensor(d.timestep_map)[t])
-    return out[:, : x.shape[1]], out[:, x.shape[1] :] if out.shape[1] > x.shape[1] else x
+def outputs(d, variance, x, t):
+    """A model, its prediction at the original timesteps, and its variance values (x where it has none)."""
+    learned = variance.startswith("LEARNED")
+    out = wavy(x, torch.tensor(d.timestep_map)[t])
+    model = wavy if learned else lambda x, t: wavy(x, t)[:, : x.shape[1]]
+    return model, out[:, :3], out[:, 3:] if learned else x
 
 
 @pytest.mark.parametrize("respacing", RESPACINGS)
 def test_noising_and_its_posterior(respacing):
     d, ref = process(respacing)
     t, x, x0, noise = batch(d)
-    torch.testing.assert_close(
-        d.q_sample(x0, t, noise=noise), rows(t, lambda t, x, n: ref.noised(x, t, n), x0, noise), **CLOSE
-    )
+    close(d.q_sample(x0, t, noise=noise), rows(t, lambda t, x, n: ref.noised(x, t, n), x0, noise))
     mean, variance, log_variance = d.q_mean_variance(x0, t)
     spread = rows(t, lambda t, x: (1 - ref.abar(t)) * torch.ones_like(x), x0)
-    torch.testing.assert_close(mean, rows(t, lambda t, x: ref.noised(x, t, 0 * x), x0), **CLOSE)
-    torch.testing.assert_close(variance.double(), spread, rtol=1e-3, atol=1e-7)  # 1 - abar in float32, at 1e-4
-    torch.testing.assert_close(log_variance.double(), spread.log(), **CLOSE)
-
+    close(mean, rows(t, lambda t, x: ref.noised(x, t, 0 * x), x0))
+    close(variance, spread, rtol=1e-3, atol=1e-7)  # 1 - abar in float32, at 1e-4
+    close(log_variance, spread.log())
     mean, variance, log_variance = d.q_posterior_mean_variance(x0, x, t)
-    torch.testing.assert_close(mean, rows(t, lambda t, x0, x: ref.posterior(x0, x, t)[0], x0, x), **CLOSE)
-    torch.testing.assert_close(variance.double(), rows(t, lambda t, x: ref.posterior_variance(t) + 0 * x, x), **CLOSE)
-    assert variance.shape == log_variance.shape == x.shape
+    close(mean, rows(t, lambda t, x0, x: ref.posterior(x0, x, t)[0], x0, x))
+    close(variance, rows(t, lambda t, x: ref.posterior_variance(t) + 0 * x, x))
     if d.num_timesteps > 1:
-        torch.testing.assert_close(
-            log_variance.double(), rows(t, lambda t, x: ref.log_variance("small", t) + 0 * x, x), **CLOSE
-        )
+        close(log_variance, rows(t, lambda t, x: ref.log_variance("FIXED_SMALL", t) + 0 * x, x))
 
 
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("mean", gd.ModelMeanType)
+@pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("variance", VARIANCES)
-@pytest.mark.parametrize("respacing", ["", "250", "10,15,20"])
+@pytest.mark.parametrize("respacing", ["", "10,15,20"])
 def test_p_mean_variance_and_ancestral_step(respacing, variance, mean, clip):
     d, ref = process(respacing, variance, mean)
     t, x, _, noise = batch(d)
-    if mean is gd.ModelMeanType.PREVIOUS_X:
+    how = {}
+    if mean == "PREVIOUS_X":
+        how = dict(atol=3e-4)
         t, x, noise = t[:2], x[:2], noise[:2]  # solving its mean for x_0 divides by coefficients near 0 at the end
-    model = wavy if variance in ("range", "log") else wavy_mean
-    prediction, values = reference_model(d, model, x, t)
-
-    def x0(t, x, prediction):
-        if mean is gd.ModelMeanType.EPSILON:
-            x0 = ref.x0(x, t, prediction)
-        elif mean is gd.ModelMeanType.START_X:
-            x0 = prediction
-        else:  # the x_0 whose posterior, linear in it, has this mean
-            at_zero, at_one = (ref.posterior(torch.full_like(x, v), x, t)[0] for v in (0.0, 1.0))
-            x0 = (prediction - at_zero) / (at_one - at_zero)
-        return x0.clamp(-1, 1) if clip else x0
-
-    expected_x0 = rows(t, x0, x, prediction)
+    model, prediction, values = outputs(d, variance, x, t)
+    x0 = rows(t, lambda t, x, prediction: ref.x0_of(mean, prediction, x, t), x, prediction)
+    x0 = x0.clamp(-1, 1) if clip else x0
     log_variance = rows(t, lambda t, v: ref.log_variance(variance, t, v) + 0 * v, values)
-    expected_mean = rows(t, lambda t, x0, x: ref.posterior(x0, x, t)[0], expected_x0, x)
-    if mean is gd.ModelMeanType.PREVIOUS_X:
-        expected_mean = prediction
-    tolerance = dict(rtol=3e-6, atol=3e-4) if mean is gd.ModelMeanType.PREVIOUS_X else CLOSE
-
+    want = rows(t, lambda t, x0, x: ref.posterior(x0, x, t)[0], x0, x)
+    want = prediction if mean == "PREVIOUS_X" else want
     out = d.p_mean_variance(model, x, t, clip_denoised=clip)
     assert set(out) == {"mean", "variance", "log_variance", "pred_xstart", "extra"} and out["extra"] is None
-    torch.testing.assert_close(out["pred_xstart"], expected_x0, **tolerance)
-    torch.testing.assert_close(out["mean"], expected_mean, **tolerance)
-    torch.testing.assert_close(out["log_variance"].double(), log_variance, **CLOSE)
-    expected_variance = log_variance.exp()
-    if variance == "small":
-        expected_variance = rows(t, lambda t, x: ref.posterior_variance(t) + 0 * x, x)
-    torch.testing.assert_close(out["variance"].double(), expected_variance, **CLOSE)
-
+    close(out["pred_xstart"], x0, **how)
+    close(out["mean"], want, **how)
+    close(out["log_variance"], log_variance)
+    spread = log_variance.exp()
+    if variance == "FIXED_SMALL":
+        spread = rows(t, lambda t, x: ref.posterior_variance(t) + 0 * x, x)
+    close(out["variance"], spread)
     for cond_fn in (None, slope):  # guidance moves the mean (Dhariwal, algorithm 1)
         step = d.p_sample(model, x, t, clip_denoised=clip, cond_fn=cond_fn, noise=noise)
-        assert set(step) == {"sample", "pred_xstart"}
         if cond_fn:
-            expected_mean = expected_mean + expected_variance * slope(x, torch.tensor(d.timestep_map)[t])
-        last = (t == 0).view(-1, 1, 1, 1)
-        expected = torch.where(last, expected_mean, expected_mean + (log_variance / 2).exp() * noise)
-        torch.testing.assert_close(step["sample"], expected, **tolerance)
+            want = want + spread * slope(x, torch.tensor(d.timestep_map)[t])
+        moved = (t > 0).view(-1, 1, 1, 1) * (log_variance / 2).exp() * noise
+        close(step["sample"], want + moved, **how)
 
 
 @pytest.mark.parametrize("guided", [False, True])
@@ -128,7 +86,7 @@ def test_ddim_step(respacing, eta, clip, guided):
     """Guidance is of the score (Dhariwal, algorithm 2)."""
     d, ref = process(respacing)
     t, x, _, noise = batch(d)
-    prediction, _ = reference_model(d, wavy, x, t)
+    _, prediction, _ = outputs(d, "LEARNED_RANGE", x, t)
     x0 = rows(t, lambda t, x, e: ref.x0(x, t, e), x, prediction)
     x0 = x0.clamp(-1, 1) if clip else x0
     if guided:
@@ -136,128 +94,160 @@ def test_ddim_step(respacing, eta, clip, guided):
         x0 = rows(t, lambda t, x, x0, g: ref.x0(x, t, ref.guided_eps(x, t, x0, g)), x, x0, gradient)
     how = dict(clip_denoised=clip, cond_fn=slope if guided else None)
     out = d.ddim_sample(wavy, x, t, eta=eta, noise=noise, **how)
-    torch.testing.assert_close(out["pred_xstart"], x0, **CLOSE)
+    close(out["pred_xstart"], x0)
     # 1 - abar of a float32 table has 4 digits left at t = 1, and sigma with it: so it is in every published picture.
-    torch.testing.assert_close(
-        out["sample"], rows(t, lambda t, x, x0, n: ref.ddim(x, t, x0, eta, n), x, x0, noise), rtol=1e-5, atol=5e-4
-    )
+    want = rows(t, lambda t, x, x0, n: ref.ddim(x, t, x0, eta, n), x, x0, noise)
+    close(out["sample"], want, rtol=1e-5, atol=5e-4)
     up = d.ddim_reverse_sample(wavy, x, t, **how)
-    torch.testing.assert_close(
-        up["sample"], rows(t, lambda t, x, x0: ref.ddim_up(x, t, x0), x, x0), rtol=1e-5, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("sampler", ["p_sample", "ddim_sample"])
-def test_float32_arithmetic_in_the_published_order(sampler):
-    # Bit for bit: pictures of old seeds depend on it.
-    d = create_diffusion("250")
-    x, noise = torch.randn(2, 5, 4, 6, 6, generator=torch.Generator().manual_seed(2))
-    t = torch.tensor([0, 1, 77, 180, 249])
-
-    def table(values):
-        return torch.from_numpy(values)[t].float().view(-1, 1, 1, 1)
-
-    eps, v = wavy(x, torch.tensor(d.timestep_map)[t]).split(4, dim=1)
-    x0 = table(d.sqrt_recip_alphas_cumprod) * x - table(d.sqrt_recipm1_alphas_cumprod) * eps
-    mask = torch.tensor([0.0, 1, 1, 1, 1]).view(-1, 1, 1, 1)
-    if sampler == "p_sample":
-        mean = table(d.posterior_mean_coef1) * x0 + table(d.posterior_mean_coef2) * x
-        frac = (v + 1) / 2
-        log_variance = frac * table(torch.from_numpy(d.betas).log().numpy())
-        log_variance = log_variance + (1 - frac) * table(d.posterior_log_variance_clipped)
-        expected = mean + mask * torch.exp(0.5 * log_variance) * noise
-        got = d.p_sample(wavy, x, t, clip_denoised=False, noise=noise)
-    else:
-        again = (table(d.sqrt_recip_alphas_cumprod) * x - x0) / table(d.sqrt_recipm1_alphas_cumprod)
-        now, before = table(d.alphas_cumprod), table(d.alphas_cumprod_prev)
-        sigma = 0.7 * torch.sqrt((1 - before) / (1 - now)) * torch.sqrt(1 - now / before)
-        expected = x0 * torch.sqrt(before) + torch.sqrt(1 - before - sigma**2) * again + mask * sigma * noise
-        got = d.ddim_sample(wavy, x, t, clip_denoised=False, eta=0.7, noise=noise)
-    assert got["sample"].dtype == torch.float32
-    assert torch.equal(got["pred_xstart"], x0)
-    assert torch.equal(got["sample"], expected)
+    close(up["sample"], rows(t, lambda t, x, x0: ref.ddim_up(x, t, x0), x, x0), rtol=1e-5, atol=1e-4)
 
 
 def test_denoised_fn_comes_before_the_clip():
     d, _ = process()
     t, x, _, _ = batch(d)
     free = d.p_mean_variance(wavy, x, t, clip_denoised=False)["pred_xstart"]
-    out = d.p_mean_variance(wavy, x, t, clip_denoised=True, denoised_fn=lambda x0: 3 * x0 + 0.1)
-    assert torch.equal(out["pred_xstart"], (3 * free + 0.1).clamp(-1, 1))
     for sample in (d.p_sample, d.ddim_sample, d.ddim_reverse_sample):
-        assert torch.equal(sample(wavy, x, t, denoised_fn=lambda x0: 3 * x0 + 0.1)["pred_xstart"], out["pred_xstart"])
+        got = sample(wavy, x, t, denoised_fn=lambda x0: 3 * x0 + 0.1)["pred_xstart"]
+        assert torch.equal(got, (3 * free + 0.1).clamp(-1, 1))
 
 
-def test_model_sees_original_timesteps_once_and_kwargs():
-    d, _ = process("10,15,20")
-    t = torch.tensor([0, 20, 44])
-    x = torch.randn(3, 2, 2, 2)
-    seen = []
+def test_model_and_classifier_see_original_timesteps_and_kwargs():
+    d, seen = process("10,15,20")[0], []
+    t, x = torch.tensor([0, 20, 44]), torch.randn(3, 2, 2, 2)
 
-    def model(x, t, y, cfg_scale):
-        seen.append((t.tolist(), y, cfg_scale))
+    def model(x, t, y, scale):
+        seen.append((t.tolist(), y, scale))
         return wavy(x, t)
 
-    def cond_fn(x, t, y, cfg_scale):
-        seen.append((t.tolist(), y, cfg_scale))
-        return 0 * x
+    def cond_fn(x, t, y, scale):
+        return model(x, t, y, scale)[:, :2]
 
-    kwargs = dict(y="label", cfg_scale=4.0)
-    original = [0, d.timestep_map[20], 999]
+    kwargs = dict(y="label", scale=4.0)
     d.p_sample(model, x, t, cond_fn=cond_fn, model_kwargs=kwargs)
-    d.ddim_sample(d._wrap_model(model), x, t, cond_fn=cond_fn, model_kwargs=kwargs)  # wrapped once, not twice
+    d.ddim_sample(model, x, t, cond_fn=cond_fn, model_kwargs=kwargs)
     d.training_losses(model, x, t, kwargs)
-    assert seen == [(original, "label", 4.0)] * 5
+    assert seen == [([0, d.timestep_map[20], 999], "label", 4.0)] * 5
 
 
 def test_extra_of_a_pair_and_shapes_that_do_not_fit():
     d, _ = process()
     t, x, _, _ = batch(d)
     assert d.p_mean_variance(lambda x, t: (wavy(x, t), "attention"), x, t)["extra"] == "attention"
-    with pytest.raises(ValueError, match="6 channels"):
-        d.p_mean_variance(wavy_mean, x, t)
-    with pytest.raises(ValueError, match="3 channels"):
-        process(variance="small")[0].training_losses(wavy, x, t)
-    with pytest.raises(ValueError, match="6 channels"):
-        d.training_losses(lambda x, t: wavy(x, t)[..., :2], x, t)
-    with pytest.raises(ValueError, match="eta"):
-        d.ddim_reverse_sample(wavy, x, t, eta=0.5)
-    with pytest.raises(ValueError, match="one timestep per row"):
-        d.p_mean_variance(wavy, x, t[:1])
+    for call, words in (
+        (lambda: d.p_mean_variance(lambda x, t: x, x, t), "6 channels"),
+        (lambda: process(variance="FIXED_SMALL")[0].training_losses(wavy, x, t), "3 channels"),
+        (lambda: d.training_losses(lambda x, t: wavy(x, t)[..., :2], x, t), "6 channels"),
+        (lambda: d.ddim_reverse_sample(wavy, x, t, eta=0.5), "eta"),
+        (lambda: d.p_mean_variance(wavy, x, t[:1]), "one timestep per row"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_gaussian_densities():
-    generator = torch.Generator().manual_seed(6)
-    m1, v1, m2, v2 = torch.randn(4, 50, generator=generator, dtype=torch.float64)
+    m1, v1, m2, v2 = torch.randn(4, 50, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     normal = torch.distributions.Normal
     for a, b, c, e in ((m1, v1, m2, v2), (m1, v1, 0.0, 0.0), (0.0, -1.0, m2, v2)):
-        expected = torch.distributions.kl_divergence(
-            normal(torch.as_tensor(a), torch.exp(torch.as_tensor(b) / 2)),
-            normal(torch.as_tensor(c), torch.exp(torch.as_tensor(e) / 2)),
-        )
-        torch.testing.assert_close(diffusion_utils.normal_kl(a, b, c, e), expected.double(), rtol=1e-6, atol=1e-7)
+        first, second = (normal(torch.as_tensor(m), torch.exp(torch.as_tensor(v) / 2)) for m, v in ((a, b), (c, e)))
+        want = torch.distributions.kl_divergence(first, second).double()
+        close(diffusion_utils.normal_kl(a, b, c, e), want, rtol=1e-6, atol=1e-7)
     with pytest.raises(TypeError, match="tensor"):
         diffusion_utils.normal_kl(0.0, 0.0, 0.0, 0.0)
-
-    x = torch.linspace(-5, 5, 1001, dtype=torch.float64)
-    assert (diffusion_utils.approx_standard_normal_cdf(x) - torch.special.ndtr(x)).abs().max() < 2e-4
-    torch.testing.assert_close(
-        diffusion_utils.continuous_gaussian_log_likelihood(m1, means=m2, log_scales=v1),
-        normal(m2, v1.exp()).log_prob(m1),
-    )
-
+    got = diffusion_utils.continuous_gaussian_log_likelihood(m1, means=m2, log_scales=v1)
+    close(got, normal(m2, v1.exp()).log_prob(m1), rtol=1e-9, atol=0)
     levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
     for mean, sigma in ((0.1, 0.3), (-0.9, 0.2), (0.98, 0.05)):
         mean, sigma = torch.full_like(levels, mean), torch.full_like(levels, sigma)
         log_p = diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean, log_scales=sigma.log())
         assert log_p.exp().sum() == pytest.approx(1, abs=1e-9)  # 256 levels and nothing else
-        torch.testing.assert_close(log_p.exp(), level_log_probability(levels, mean, sigma).exp(), rtol=0, atol=2e-3)
-    assert (
-        diffusion_utils.discretized_gaussian_log_likelihood(
-            levels[:1], means=levels[-1:], log_scales=torch.full((1,), -5.0)
-        )
-        .isfinite()
-        .all()
-    )
+        close(log_p.exp(), level_log_probability(levels, mean, sigma).exp(), rtol=0, atol=2e-3)
+    far = dict(means=levels[-1:], log_scales=torch.full((1,), -5.0))
+    assert diffusion_utils.discretized_gaussian_log_likelihood(levels[:1], **far).isfinite().all()
     with pytest.raises(ValueError, match="one shape"):
         diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean[:1], log_scales=sigma)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("variance", VARIANCES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_training_losses(loss, variance, mean):
+    """On a model that misses its target by little: no log probability is lost in the far tails."""
+    d, ref = process("100", variance, mean, loss)
+    t, _, x0, noise = batch(d)
+    xt = rows(t, lambda t, x0, noise: ref.noised(x0, t, noise), x0, noise)
+    posterior = rows(t, lambda t, x0, xt: ref.posterior(x0, xt, t)[0], x0, xt)
+    target = dict(EPSILON=noise, START_X=x0, PREVIOUS_X=posterior)[mean]
+    _, off, values = outputs(d, variance, xt, t)
+    prediction, learned = target + (0.1 if mean == "EPSILON" else 0.003) * off, variance.startswith("LEARNED")
+    out = torch.cat([prediction, values], 1) if learned else prediction
+
+    def bound(t, x0, xt, prediction, values):
+        at = ref.posterior(ref.x0_of(mean, prediction, xt, t), xt, t)[0] if mean != "PREVIOUS_X" else prediction
+        return ref.bound_term(x0, xt, t, at, ref.log_variance(variance, t, values))
+
+    want, terms = rows(t, bound, x0, xt, prediction, values), d.training_losses(lambda *_: out, x0, t, noise=noise)
+
+    def check_bound(got, scale):
+        close(got[1:], scale * want[1:], rtol=1e-3, atol=2e-6 * scale)
+        assert got[0] == pytest.approx(scale * want[0].item(), rel=0.02)  # tanh for erf
+
+    if "KL" in loss:
+        assert set(terms) == {"loss"}
+        return check_bound(terms["loss"], 100 if loss == "RESCALED_KL" else 1)
+    close(terms["mse"], ((target - prediction) ** 2).mean(dim=(1, 2, 3)), rtol=1e-4, atol=1e-6)
+    assert set(terms) == ({"mse", "vb", "loss"} if learned else {"mse", "loss"})
+    if learned:
+        check_bound(terms["vb"], 100 / 1000 if loss == "RESCALED_MSE" else 1)
+    assert torch.equal(terms["loss"], terms["mse"] + terms.get("vb", 0))
+
+
+def test_each_term_trains_its_own_half_of_the_output():
+    """And nothing else (Nichol, section 3.1)."""
+    d, _ = process("")
+    t, _, x0, noise = batch(d)
+    halves = (noise + 0.05 * torch.sin(7 * x0)).requires_grad_(), (0.8 * torch.cos(5 * x0)).requires_grad_()
+    terms = d.training_losses(lambda x, t: torch.cat(halves, 1), x0, t, noise=noise)
+    for name, own in (("mse", 0), ("vb", 1)):
+        gradients = torch.autograd.grad(terms[name].sum(), halves, retain_graph=True)
+        assert gradients[own].abs().max() > 1e-6 and not gradients[1 - own].any()
+
+
+def test_bits_per_dimension():
+    """The bound's terms are those of training, at every timestep."""
+    d, ref = process("40", loss="KL")
+    _, _, x0, _ = batch(d)
+    torch.manual_seed(11)
+    out = d.calc_bpd_loop(wavy, x0, clip_denoised=False)
+    assert set(out) == {"total_bpd", "prior_bpd", "vb", "xstart_mse", "mse"}
+    torch.manual_seed(11)
+    for column, t in enumerate(torch.arange(39, -1, -1)[:, None].repeat(1, 4)):
+        noise = torch.randn_like(x0)
+        xt = d.q_sample(x0, t, noise)
+        eps, x = wavy(xt, d.original_timesteps(t))[:, :3], d.p_mean_variance(wavy, xt, t, False)["pred_xstart"]
+        assert torch.equal(out["vb"][:, column], d.training_losses(wavy, x0, t, noise=noise)["loss"])
+        close(out["xstart_mse"][:, column], ((x - x0) ** 2).mean((1, 2, 3)))
+        close(out["mse"][:, column], ((eps - noise) ** 2).mean((1, 2, 3)), rtol=2e-3)
+    close(out["prior_bpd"], torch.stack([ref.prior_term(x) for x in x0]), rtol=1e-3, atol=1e-7)
+    close(out["total_bpd"], out["vb"].sum(1) + out["prior_bpd"])
+
+
+def test_timesteps_to_train_on():
+    uniform = create_named_schedule_sampler("uniform", create_diffusion("20"))
+    np.random.seed(0)
+    t, weights = uniform.sample(20_000, "cpu")
+    assert t.dtype == torch.int64 and torch.equal(weights, torch.ones(20_000))
+    assert (torch.bincount(t, minlength=20) - 1000).abs().max() < 150
+    with pytest.raises(ValueError, match="importance"):
+        create_named_schedule_sampler("importance", create_diffusion("20"))
+    assert isinstance(create_named_schedule_sampler("loss-second-moment", uniform.diffusion), LossSecondMomentResampler)
+    sampler = LossSecondMomentResampler(create_diffusion("4"), history_per_term=2, uniform_prob=0.1)
+    sampler.update_with_local_losses(torch.tensor([0, 0, 1, 1, 2, 2, 3]), torch.tensor([9.0, 1, 2, 2, 0, 0, 1]))
+    assert (sampler.weights() == 1).all()  # t = 3 still lacks one
+    sampler.update_with_local_losses(torch.tensor([3, 0]), torch.tensor([7.0, 3]))  # 9 leaves the history of t = 0
+    root = np.array([5.0, 4.0, 0.0, 25.0]) ** 0.5
+    np.testing.assert_allclose(sampler.weights(), 0.9 * root / root.sum() + 0.1 / 4)
+    np.random.seed(1)
+    t, weights = sampler.sample(100_000, "cpu")
+    loss = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    assert (loss[t] * weights).mean() == pytest.approx(loss.mean().item(), abs=0.03)  # weighted: the uniform mean
+    assert torch.bincount(t, minlength=4).numpy() / 1e5 == pytest.approx(sampler.weights(), abs=0.01)

@@ -85,23 +85,13 @@ def by_hand(diffusion, model, x, t, m, values, noise, evaluations):
     return x, m, fresh
 
 
-@pytest.mark.parametrize(
-    "t, k, evaluations",
-    (
-        (19, 1, 1),
-        (19, 4, 1),
-        (11, 3, 1),
-        (5, 2, 1),
-        (2, 3, 1),
-        (0, 1, 1),
-        (19, 4, 2),
-        (11, 3, 2),
-        (14, 6, 2),
-        (6, 3, 2),
-    ),
-)
-def test_equations(t, k, evaluations):
-    diffusion = create_diffusion(str(STEPS))
+CASES = [(20, 19, 1, 1), (20, 19, 4, 1), (20, 5, 2, 1), (20, 2, 3, 1), (20, 0, 1, 1), (20, 19, 4, 2), (20, 6, 3, 2)]
+CASES += [(100, 27, 3, 1), (100, 16, 3, 2)]  # where the nearest level is another one by its logarithm
+
+
+@pytest.mark.parametrize("steps, t, k, evaluations", CASES)
+def test_equations(steps, t, k, evaluations):
+    diffusion = create_diffusion(str(steps))
     generator = torch.Generator().manual_seed(10 * t + k)
     x, m, values, *noise = (torch.randn(3, 4, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3 + k))
     values = values.tanh()
