@@ -1,7 +1,4 @@
-"""What a GPU is: its generation, its name, and whether the installed torch has code for it.
-
-Every choice that depends on a GPU's generation asks `capability`. `seen_as` lets tests and benchmarks see another one.
-"""
+"""A GPU's generation and name, and whether the installed torch has code for it."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,21 +10,21 @@ _seen_as = None  # a capability in place of the GPUs' own
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU; (0, 0) for other devices."""
+    """Return the compute capability of a GPU, by which every choice of a backend goes; (0, 0) for other devices."""
     if device.type != "cuda":
         return 0, 0
     return _seen_as or torch.cuda.get_device_capability(device)
 
 
 def name(device: torch.device) -> str:
-    """The kind of GPU. What was measured on a kind is kept under this name."""
+    """Return the kind of GPU, under which measurements are kept."""
     kind = torch.cuda.get_device_name(device)
     return kind if _seen_as is None else f"{kind} as {_seen_as[0]}.{_seen_as[1]}"
 
 
 @contextmanager
 def seen_as(other: tuple[int, int]) -> Iterator[None]:
-    """Inside, every GPU counts as one of compute capability `other`. For tests and benchmarks only."""
+    """Treat every GPU as one of compute capability `other`. For tests and benchmarks only."""
     global _seen_as  # noqa: PLW0603
     before, _seen_as = _seen_as, other
     try:
@@ -37,7 +34,7 @@ def seen_as(other: tuple[int, int]) -> Iterator[None]:
 
 
 def missing_code(device: torch.device) -> str | None:
-    """Where the installed torch has no code for a GPU: what to install. None where it has."""
+    """Return the torch to install if the installed one has no code for a GPU, else None."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, many lines long
         major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of a step are recorded once and launched as one, so that the host never holds the GPU up."""
+"""CUDA graphs: a step's kernels are recorded once and launched as one, so that the GPU never waits for the host."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -10,12 +10,10 @@ from accel.kernels import cuda
 
 
 def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
-    """Record `step` on the current GPU and return its replay.
+    """Record `step` on the current GPU and return its replay, which gives the same bits unless it draws random numbers.
 
-    step: takes no arguments, works on tensors at fixed addresses and never waits for the device. It makes so many
-    `runs` before it is recorded (the first compiles kernels and chooses algorithms), so undo what they change. A replay
-    launches the same kernels in the same order: the same bits, unless random numbers are drawn. All memory that it
-    works in belongs to the caller or to the graph.
+    step: takes no arguments, works on tensors at fixed addresses and never waits for the device. It is run `runs` times
+    before it is recorded, to compile kernels and choose algorithms.
     """
     stream = torch.cuda.Stream()  # torch's own capture stream would stay on the GPU of the first capture
     stream.wait_stream(torch.cuda.current_stream())
@@ -24,24 +22,24 @@ def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # torch keeps a workspace of cuBLAS for each stream, and a graph has its address. What is left of an earlier graph's
-    # memory would serve here, and is freed with that graph or by torch.compile: each graph makes its own.
+    # torch keeps a workspace of cuBLAS for each stream, whose address a graph records. An earlier graph's is freed with
+    # that graph, or by torch.compile: each graph makes its own.
     torch._C._cuda_clearCublasWorkspaces()
     with cuda.recording(graph, stream):
         step()
-    torch._C._cuda_clearCublasWorkspaces()  # nobody else works in this graph's memory
+    torch._C._cuda_clearCublasWorkspaces()  # later work must not use this graph's
     return graph.replay
 
 
 class Latest(OrderedDict):
-    """The entries that were used last, at most `most` of them."""
+    """A cache of the entries used last, at most `most`."""
 
     def __init__(self, most: int | None = None):
         super().__init__()
         self.most = most
 
     def obtain(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The entry of `key`. Where there is none it is made, after the one unused for longest has gone."""
+        """Return the entry of `key`; make it if absent, after dropping the one unused for longest."""
         if key not in self:
             while self.most is not None and len(self) >= self.most:
                 self.popitem(last=False)
@@ -53,9 +51,8 @@ class Latest(OrderedDict):
 class Replayed:
     """A function of tensors that returns a tensor or a tuple of them, captured at its first call and replayed after.
 
-    There is one graph for each combination of shapes, dtypes and other arguments. Each holds the memory of its tensors:
-    only the `kept` that were used last are kept, by default all. They are one set for all callers: call from one thread
-    and on one stream at a time.
+    There is one graph for each combination of shapes, dtypes and other arguments, which holds its tensors;
+    the `kept` used last are kept, by default all. Call from one thread and on one stream at a time.
     """
 
     def __init__(self, function: Callable, kept: int | None = None):

@@ -1,7 +1,7 @@
-"""The Network protocol: all that the sampling loop and the ranks know of a network.
+"""The Network protocol: the interface between networks and the sampling loop or the ranks.
 
-An accelerated network (accel/fast), a reference model (Plain below) and a network that several GPUs share
-(accel/parallel) all look alike from outside. A network knows nothing of guidance: its batch rows are rows like others.
+Accelerated networks (accel/fast), reference models (Plain below) and networks shared by GPUs (accel/parallel) have it.
+A network knows nothing of guidance.
 
 Shapes: N batch rows, n latents (N is a multiple of n), C latent channels, H = W latent side, p patch side,
 T = (H/p)² tokens, D width.
@@ -20,18 +20,18 @@ import torch
 
 from accel.graphs import Latest, Replayed
 
-KEPT = 4  # captured moves: of another guidance or number of steps, each is another
+KEPT = 4  # graphs kept, one per (process, guidance)
 
 
 def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Tokens (N, T, p·p·C) of a square picture → (N, C, H, W); inside a token the order is (p, p, C)."""
+    """Tokens (N, T, p·p·C) of a square picture → (N, C, H, W). The order inside a token is (p, p, C)."""
     side, p = round(tokens.shape[1] ** 0.5), patch_size
     x = tokens.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DataParallel, DistributedDataParallel and torch.compile."""
+    """Return the model inside DataParallel, DistributedDataParallel and torch.compile."""
     wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod
@@ -39,15 +39,15 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def family_module(model: torch.nn.Module, name: str) -> ModuleType:
-    """The module `name` beside the one that defines a network's class, or a class that it derives from."""
+    """Return the module `name` of the family whose folder defines a model's class, or a base class."""
     packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
     names = (f"{package}.{name}" for package in packages if package.startswith("accel.families."))
     return import_module(next(name for name in names if find_spec(name)))
 
 
 class Part(NamedTuple):
-    """The part of every GEMM's weights that a rank holds: heads and hidden width are divided (Shoeybi et al. 2019,
-    arXiv:1909.08053, section 3)."""
+    """A rank's part of every GEMM's weights: heads and hidden width are divided (Shoeybi et al. 2019, arXiv:1909.08053,
+    section 3)."""
 
     rank: int = 0
     ranks: int = 1
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     group: Any = None  # the ranks' process group; None on a rank that is left idle
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x, summed over the ranks in place."""
+        """Sum x over the ranks, in place, and return it."""
         if self.ranks > 1:
             self.all_reduce(x)
         return x
@@ -65,19 +65,18 @@ WHOLE = Part()
 
 
 class Network(ABC):
-    """A network that is ready to sample. A subclass gives `tokens` and `schedule`; the rest has defaults."""
+    """A network that is ready to sample. Subclasses define `tokens` and `schedule`; the rest has defaults."""
 
     patch_size: int
     in_channels: int
-    captures = False  # whether the sampling loop should record a move as a CUDA graph
+    captures = False  # whether the sampling loop captures a move as a CUDA graph
 
     def __init__(self):
         self._replayed = Latest(KEPT)
 
     @abstractmethod
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x (n, C, H, W), t (N,), y (N,) → the last layer's tokens (N, T, p·p·C'). N is a multiple of n: the latents
-        are repeated."""
+        """x (n, C, H, W), repeated to N batch rows, t (N,), y (N,) → the last layer's tokens (N, T, p·p·C')."""
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -88,33 +87,30 @@ class Network(ABC):
     def schedule(
         self, times: list[float], labels: list[int], at_once: int = 1
     ) -> tuple["Network", Callable[..., None]]:
-        """A sampling run is about to begin → (this network, which takes the index of an evaluation for its time;
-        `advance`). advance(i, …) has to come before the evaluations i, … of the run.
+        """Prepare a sampling run → (this network, whose t is the index of an evaluation; `advance`).
 
-        times: of each evaluation, in order; labels: all that occur; at_once: the most evaluations that one call of
-        `advance` announces. Another run may follow, and not at the same time.
+        advance(i, …) must precede the evaluations i, … of the run. times: of each evaluation, in order; labels: all of
+        them; at_once: the most evaluations in one call of `advance`. One run at a time.
         """
 
     def replayed(self, key: Hashable, step: Callable) -> Callable:
-        """`step` as a CUDA graph, kept under `key`: of steps with equal keys the first is kept and serves all. Each
-        holds memory: only the KEPT that were used last are kept."""
+        """Return `step` as a CUDA graph. The first step of a key serves all later ones; the last KEPT keys are kept."""
         return self._replayed.obtain(key, lambda: Replayed(step))
 
     def tune(self, row_tokens: Iterable[int]) -> None:
-        """Choose the fastest GEMMs for each of `row_tokens`: batch rows × tokens of a row. Here: nothing to choose."""
+        """Choose the fastest GEMMs for each of `row_tokens`, batch rows × tokens of a row. Here: no-op."""
         return None
 
     def overflowed(self) -> str | None:
-        """The first layer whose values left the range of the number format, in any evaluation so far, or None."""
+        """Return the first layer whose values left the number format's range in any evaluation so far, or None."""
         return None
 
 
 class BlockNetwork(Network):
     """A network of transformer blocks, which ranks can share by batch rows or by tokens.
 
-    attention(qkv, num_heads): its own attention, packed (N, T, 3·D) → (N, T, D), for tokens that are all on this
-    device. exchanges: names of the token exchanges (accel/parallel/exchanges.py) that keep its accuracy, the fastest
-    first.
+    attention(qkv, num_heads): packed (N, T, 3·D) → (N, T, D), all tokens on this device. exchanges: names of the token
+    exchanges (accel/parallel/exchanges.py) that keep the accuracy, the fastest first.
     """
 
     depth: int
@@ -126,12 +122,12 @@ class BlockNetwork(Network):
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.Tensor]:
-        """All tensors that depend on the weights, in the layout and precision that they are computed with."""
+        """All tensors that depend on the weights, in their layout and precision of computation."""
 
     @torch.no_grad()
     def exchange(self, other: "BlockNetwork") -> None:
-        """Exchange the weights with those of another network of the same tier, in place: what was captured of either
-        stays valid. A sampling run computes its conditioning afresh. Raises ValueError for one of another shape."""
+        """Exchange the weights with another network of the same tier, in place: captured graphs of both stay valid.
+        Raises ValueError for a network of another shape."""
         pairs = list(zip_longest(self.parameters(), other.parameters()))
         alike = all(None not in pair and pair[0].shape == pair[1].shape for pair in pairs)
         if not alike or self.num_heads != other.num_heads:
@@ -143,11 +139,11 @@ class BlockNetwork(Network):
 
     @abstractmethod
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
-        """Latents (n, C, H, W) → the part `tokens` of their tokens (copies·n, t, D), the batch `copies` times over."""
+        """Latents (n, C, H, W) → their tokens (copies·n, t, D) in the slice `tokens`, the batch `copies` times."""
 
     @abstractmethod
     def condition(self, t: torch.Tensor, y: torch.Tensor) -> Any:
-        """What the blocks need to know of timesteps t (N,) and labels y (N,)."""
+        """Timesteps t (N,) and labels y (N,) → the blocks' conditioning."""
 
     @abstractmethod
     def forward_blocks(
@@ -155,18 +151,17 @@ class BlockNetwork(Network):
     ) -> torch.Tensor:
         """All blocks and the final layer: h (N, t, D), which may be overwritten → (N, t, p·p·C').
 
-        attend: `attention`, or an exchange where the other tokens are on other devices. tokens: which tokens of each
-        row h holds.
+        attend: `attention`, or an exchange with other devices' tokens. tokens: the slice of each row that h holds.
         """
 
     def shallow(self, depth: int) -> "BlockNetwork":
-        """This network with its first `depth` blocks only, sharing the weights; for measurements."""
+        """Return the network of the first `depth` blocks, sharing the weights; for measurements."""
         network = copy.copy(self)
         network.depth, network._replayed = depth, Latest(KEPT)
         return network
 
     def describe(self) -> str:
-        """What its speed depends on, in words. A kept measurement is looked up by it."""
+        """Describe the properties that speed depends on: the key of kept measurements."""
         return f"{type(self).__name__} of {self.depth} blocks of {self.width}, {self.dtype}"
 
     @torch.no_grad()
@@ -179,15 +174,15 @@ class BlockNetwork(Network):
         return self.conditioned(lambda index, y: self.condition(table[index], y)), lambda *evaluations: None
 
     def conditioned(self, condition: Callable[[torch.Tensor, torch.Tensor], Any]) -> "BlockNetwork":
-        """This network with another `condition`."""
+        """Return this network with another `condition`."""
         network = copy.copy(self)
         network.condition = condition
         return network
 
 
 class Plain(BlockNetwork):
-    """A reference network behind the protocol, tiers fp32 and tf32: a module that shows `embed`, `condition`, `blocks`,
-    `transform`, `head` and `attend`."""
+    """A reference network, tiers fp32 and tf32: a module with `embed`, `condition`, `blocks`, `transform`, `head` and
+    `attend`."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a run shows of itself: seconds by phase, and a bar of its steps."""
+"""Seconds by phase, and a bar of a run's steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,10 +28,8 @@ class Stopwatch:
 
 @contextmanager
 def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[[int], None]]:
-    """A tqdm bar of `total` steps. Yields a function to call with the index of each step that has been queued.
-
-    The bar advances when the device has finished the step, and asks without making anything wait for the answer.
-    """
+    """Show a tqdm bar of `total` steps. Yields a function to call with the index of each step that has been queued; the
+    bar advances when the device has finished it, and nothing waits."""
     from tqdm import tqdm
 
     with tqdm(total=total, unit="step", **options) as bar:

@@ -1,10 +1,9 @@
-"""The accelerated networks: weights of any family, laid out for the ops of a tier, and how one is loaded."""
+"""Accelerated networks: weights of any family, laid out for the ops of a tier."""
 
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import ModuleType
 
 import torch
 
@@ -15,19 +14,14 @@ from accel.kernels.linear import Tuner
 from accel.network import WHOLE, Part, family_module
 
 
-def family_of(model: torch.nn.Module) -> ModuleType:
-    """The module that lays out the weights of a model: lay_out(read, model, ops) → Layout."""
-    return family_module(model, "fast")
-
-
 def laid_out(state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split) -> FastNetwork:
-    """The accelerated network with the weights `state`, on any device, computed with `ops`.
+    """Make the accelerated network of the weights `state`, on any device, computed with `ops`.
 
-    model: the module, for its heads, sizes and the embedding that it gives a timestep; it may be without values. Raises
-    ValueError, naming the layer, for weights that the tier cannot hold.
+    model: the module, with or without values, for heads, sizes and the timestep's embedding. Raises ValueError, naming
+    the layer, for weights that the tier cannot hold.
     """
     read = Reader(state, ops.device, ops.stream, ops.part)
-    return FastNetwork(family_of(model).lay_out(read, model, ops), ops)
+    return FastNetwork(family_module(model, "fast").lay_out(read, model, ops), ops)
 
 
 def build(

@@ -20,11 +20,18 @@ from torch import Tensor
 
 from accel.files import cache_folder, read_small
 from accel.gpu import capability  # noqa: F401 (every choice of a backend asks cuda.capability)
-from accel.kernels import keep
+from accel.kernels import check_backend, keep
 
 HAS_TRITON = find_spec("triton") is not None  # not on Windows and macOS
+BACKENDS = ("auto", "triton", "torch")  # of ops with a Triton kernel; "torch" is the reference
 HALF = {torch.float16: "f16", torch.bfloat16: "bf16"}  # as PTX names them
 OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
+
+
+def by_triton(op: str, backend: str, x: Tensor) -> bool:
+    """Whether `op` computes x with its Triton kernel. backend: one of BACKENDS; "auto": on a GPU, but for float64."""
+    check_backend(op, backend, BACKENDS)
+    return HAS_TRITON and x.is_cuda and x.dtype != torch.float64 if backend == "auto" else backend == "triton"
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -48,8 +55,7 @@ def writes_to_peer(index: int, peer: int) -> bool:
 
 @lru_cache(None)
 def _bindings(name):
-    """cuda.bindings' driver or nvrtc, imported when first used: CPUs and older GPUs do without, and who finds every
-    kernel in the cache does without the compiler."""
+    """Import cuda.bindings' driver or nvrtc on first use: older GPUs need neither, and a full cache no compiler."""
     try:
         return import_module(f"cuda.bindings.{name}")
     except ImportError:
@@ -57,7 +63,8 @@ def _bindings(name):
 
 
 def call(function: Callable, *arguments: Any) -> Any:
-    """A function of cuda.bindings, which returns (status, *values): its one value, or None. Raises RuntimeError."""
+    """Call a function of cuda.bindings, which returns (status, *values); return its one value, or None. Raises
+    RuntimeError for a status other than success."""
     status, *values = function(*arguments)
     if status:
         raise RuntimeError(f"{function.__name__} failed: {status.name}")
@@ -66,9 +73,9 @@ def call(function: Callable, *arguments: Any) -> Any:
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture into `graph` on `stream` what is launched inside. Other threads may load and save meanwhile.
+    """Capture all launches inside the block into `graph` on `stream`. Other threads may load and save meanwhile.
 
-    The garbage collector rests: an old graph that it frees on this thread would void the one that is being captured.
+    The garbage collector is off: an old graph that it frees on this thread would void the capture.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -132,8 +139,8 @@ def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
 
 
 def source(files: tuple[Path, ...], config: NamedTuple, functions: tuple[str, ...], **constants: Any) -> str:
-    """The whole text of a kernel: the fields of `config` and the constants as macros, generated functions, hopper.cuh,
-    and its own files."""
+    """Return a kernel's whole text: the fields of `config` and the constants as macros, generated functions,
+    hopper.cuh, and its own files."""
     macros = {**{name.upper(): value for name, value in config._asdict().items()}, **constants}
     defines = [f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in macros.items()]
     shared = Path(__file__).with_name("hopper.cuh")
@@ -162,15 +169,15 @@ def compile_cubin(text: str, name: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def cached_cubin(text: str, name: str, anew: bool = False) -> bytes:
+def cached_cubin(text: str, name: str) -> bytes:
     """`compile_cubin`, kept on disk behind its SHA-256, under a name that changes with text and compiler.
 
-    What does not match its digest is compiled again, as everything is with `anew`.
+    A file that does not match its digest is compiled again.
     """
     key = hashlib.sha256(b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))).hexdigest()[:16]
     file = cache_folder() / f"{name}-{key}.cubin"
     try:
-        kept = b"" if anew else read_small(file)
+        kept = read_small(file)
     except OSError:
         kept = b""
     if kept[:32] == hashlib.sha256(kept[32:]).digest():
@@ -193,9 +200,7 @@ class Kernel:
         driver = _bindings("driver")
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes the device's context
-            error, module = driver.cuModuleLoadData(cached_cubin(text, name))
-            if error:
-                module = call(driver.cuModuleLoadData, cached_cubin(text, name, anew=True))
+            module = call(driver.cuModuleLoadData, cached_cubin(text, name))
             self.function = call(driver.cuModuleGetFunction, module, name.encode())
             # All kernels have one carve-out: with another, a kernel could not be set up while its predecessor runs.
             settings = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": shared_bytes, "PREFERRED_SHARED_MEMORY_CARVEOUT": 100}
@@ -232,10 +237,10 @@ def _argument(value):
 def tensor_map(
     tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> Any:
-    """What TMA needs to know of a half tensor's memory.
+    """Describe a half tensor's memory to TMA.
 
-    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost. box: what one copy
-    takes. swizzle: bytes that the box's lines are swizzled over, 0 for none.
+    sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost. box: the size of one
+    copy. swizzle: bytes that the box's lines are swizzled over, 0 for none.
     """
     driver = _bindings("driver")
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import check_backend
+from accel.kernels import cuda
+from accel.kernels.cuda import BACKENDS
 
 try:
     import triton
@@ -18,41 +19,24 @@ try:
 except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
-BACKENDS = ("auto", "triton", "torch")
+__all__ = ["BACKENDS", "patch_embed"]
 TOKENS, COLUMNS = 16, 128  # of a program
 
 
 def patch_embed(
-    x: Tensor,
-    weight: Tensor,
-    position: Tensor,
-    first: int = 0,
-    copies: int = 1,
-    backend: str = "auto",
+    x: Tensor, weight: Tensor, position: Tensor, first: int = 0, copies: int = 1, backend: str = "auto"
 ) -> Tensor:
     """x (n, C, H, W), weight (D, C·p·p) as a convolution's → tokens (copies·n, T, D), the batch `copies` times.
 
-    The T tokens are those from `first` on; their positions are position (T, D). backend: "triton" (float32,
-    contiguous), "torch" (the reference, any dtype), or "auto": triton for float32 on a GPU.
+    The T tokens are those from `first` on; their positions are position (T, D). Triton's kernel takes contiguous
+    float32, the reference any dtype.
     """
-    check_backend("patch_embed", backend, BACKENDS)
-    if backend == "auto":
-        backend = "triton" if triton and x.is_cuda and x.dtype == torch.float32 else "torch"
-    patch = round((weight.shape[1] / x.shape[1]) ** 0.5)
-    return (_triton if backend == "triton" else _torch)(x, weight, position, first, copies, patch)
-
-
-def _torch(x, weight, position, first, copies, patch):
-    patches = F.pixel_unshuffle(x, patch).flatten(2).transpose(1, 2)[:, first : first + len(position)]  # (n, T, C·p·p)
-    tokens = F.linear(patches, weight)
-    return (tokens.expand(copies, *tokens.shape) + position).flatten(0, 1)
-
-
-def _triton(x, weight, position, first, copies, patch):
-    if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in (x, weight, position)):
-        raise TypeError("patch_embed: backend 'triton' takes contiguous float32 tensors")
     n, channels, height, width = x.shape
-    tokens, columns = position.shape
+    (tokens, columns), patch = position.shape, round((weight.shape[1] / channels) ** 0.5)
+    if not cuda.by_triton("patch_embed", backend, x):
+        patches = F.pixel_unshuffle(x, patch).flatten(2).transpose(1, 2)[:, first : first + tokens]  # (n, T, C·p·p)
+        out = F.linear(patches, weight)
+        return (out.expand(copies, *out.shape) + position).flatten(0, 1)
     out = torch.empty(copies * n, tokens, columns, device=x.device)
     shape = dict(CHANNELS=channels, HEIGHT=height, WIDTH=width, PATCH=patch, D=columns, COPIES=copies)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU

@@ -21,16 +21,13 @@ def push(part: Tensor, buffers: Tensor, flags: Tensor, rank: int, offset: int, p
     """Write part (N, t, W) as tokens rank·t … of every rank's gathered (N, world·t, W), and wait until all parts are
     there.
 
-    part: tokens of W contiguous elements, at any stride; W elements are a multiple of 16 bytes. buffers, flags:
+    part: tokens of W contiguous elements, all at one stride; they begin at multiples of 16 bytes. buffers, flags:
     (world,) int64 addresses by rank: of a buffer, at whose byte `offset` the gathered tensor starts, and of world ·
     programs int32 flags, zero at first. `reference` gives what is gathered.
     """
     n, t, width = part.shape
     unit = 8 // part.element_size()
-    if part.stride(2) != 1 or width % (2 * unit) or part.stride(1) % (2 * unit) or part.data_ptr() % 16:
-        raise ValueError("push: takes tokens that start at multiples of 16 bytes")
-    if n > 1 and part.stride(0) != t * part.stride(1):
-        raise ValueError("push: takes tokens at one stride")
+    assert not (width % (2 * unit) or part.stride(1) % (2 * unit) or part.data_ptr() % 16), "tokens start at 16 bytes"
     numbers = rank, offset // 8, n * t, t, part.stride(1) // unit
     turns = -(-(n * t * width // unit) // (programs * BLOCK))
     constants = dict(WIDTH=width // unit, WORLD=len(buffers), BLOCK=BLOCK, TURNS=turns, num_warps=WARPS)

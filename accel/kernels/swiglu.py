@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
 from accel.kernels.split_linear import HighLow, split
-from accel.kernels.split_linear.high_low import new_stack
+from accel.kernels.split_linear.high_low import new_pair
 
 try:
     import triton
@@ -21,32 +21,29 @@ try:
 except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
-BACKENDS = ("auto", "triton", "torch")
 BLOCK = 1024
 
 
 def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
-    """x (…, 2·F), a and b side by side → silu(a)·b (…, F) in x's dtype, computed in float32 or wider.
-
-    backend: "triton" (half precision or float32, contiguous), "torch" (the reference, any dtype), or "auto": triton on
-    a GPU.
-    """
-    return (_triton if _chosen("swiglu", backend, x) == "triton" else _torch)(x)
+    """x (…, 2·F), a and b side by side, contiguous → silu(a)·b (…, F) in x's dtype, computed in float32 or wider."""
+    if not cuda.by_triton("swiglu", backend, x):
+        return _torch(x)
+    width = x.shape[-1] // 2
+    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
+    with torch.cuda.device_of(x):  # Triton launches on the current GPU
+        grid = x.numel() // x.shape[-1], triton.cdiv(width, BLOCK)
+        _swiglu[grid](x, out, WIDTH=width, BLOCK=BLOCK, START_NEXT=start_next)
+    return out
 
 
 def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighLow:
     """As `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low with a power of two a token. stack: in the
     layout that cuBLAS's split GEMM takes."""
-    if _chosen("swiglu_split", backend, x) == "torch":
+    if not cuda.by_triton("swiglu_split", backend, x):
         return split(_torch(x))
-    if x.dtype != torch.float32 or not x.is_contiguous():
-        raise TypeError("swiglu_split: backend 'triton' takes a contiguous tensor in float32")
     *shape, width = *x.shape[:-1], x.shape[-1] // 2
-    if stack:
-        pair = new_stack(*shape, width, device=x.device)
-    else:
-        pair = torch.empty(2, *shape, width, dtype=torch.float16, device=x.device)
-    scale = torch.empty(shape, device=x.device)
+    pair, scale = new_pair(*shape, width, device=x.device, stack=stack), torch.empty(shape, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
         _swiglu_split[(scale.numel(),)](x, pair, scale, scale.numel() * width, STACK=stack, **split_config(width))
     return HighLow(pair, scale)
@@ -58,29 +55,9 @@ def split_config(width: int) -> dict[str, int]:
     return dict(WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // 512)))
 
 
-def _chosen(op, backend, x):
-    """The backend's name, also for "auto"."""
-    check_backend(op, backend, BACKENDS)
-    if backend == "auto":
-        return "triton" if triton and x.is_cuda and x.dtype != torch.float64 else "torch"
-    return backend
-
-
 def _torch(x):
     a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return (F.silu(a) * b).to(x.dtype)
-
-
-def _triton(x):
-    if x.dtype not in (*cuda.HALF, torch.float32) or not x.is_contiguous():
-        raise TypeError("swiglu: backend 'triton' takes a contiguous tensor in half precision or float32")
-    width = x.shape[-1] // 2
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
-    start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
-    with torch.cuda.device_of(x):  # Triton launches on the current GPU
-        grid = x.numel() // x.shape[-1], triton.cdiv(width, BLOCK)
-        _swiglu[grid](x, out, WIDTH=width, BLOCK=BLOCK, START_NEXT=start_next)
-    return out
 
 
 if triton:

@@ -60,7 +60,7 @@ class Decoder:
         sys.setswitchinterval(1e-4)  # imports are long stretches of Python; the loop that feeds the GPU goes first
         try:
             if self.precision == "fp16":
-                from accel.kernels.group_norm import compile_ahead
+                from accel.kernels.group_norm.triton import compile_ahead
 
                 compile_ahead(self.device)
             return files.load(self.space, "cpu")

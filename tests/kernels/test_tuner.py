@@ -8,7 +8,6 @@ import pytest
 import torch
 from test_linear import case, formula
 
-from accel.fast.network import FastNetwork
 from accel.files import cache_folder
 from accel.kernels import keep
 from accel.kernels.linear import Linear, cublaslt, tuner
@@ -65,17 +64,6 @@ def test_a_choice_is_made_once(measured, tmp_path):
     assert file.name == "products-GPU-1-2-cublaslt-1.json"
     assert json.loads(file.read_text()) == {"8x8x8 float16": [WORDS, 1]}
     assert Tuner([]).choose(*GEMM).algorithm.workspace == 2  # no folder: measured by every process
-
-
-def test_a_network_says_what_was_measured(measured, capsys):
-    """Once: the same network and later processes find it."""
-    layers = [SimpleNamespace(backend="tuned", shape=lambda m, n=n: (m, n, 8, False)) for n in (8, 16)]
-    network = SimpleNamespace(blocks=[SimpleNamespace(gemms=layers)], dtype=GEMM[4], device=GEMM[5], tuner=Tuner())
-    for tuner_of_a_process in (network.tuner, network.tuner, Tuner()):
-        network.tuner = tuner_of_a_process
-        FastNetwork.tune(network, [8])
-    line = "GEMMs measured for this GPU: 2 in 0.0 s; later runs find what was chosen\n"
-    assert capsys.readouterr().out == line and len(measured) == 2
 
 
 def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):

@@ -6,26 +6,24 @@ adaLN-Zero (Peebles & Xie 2023, arXiv:2212.09748, section 3.2) puts between two 
 
 As separate operations this reads and writes the float32 residual stream many times. Here an element is loaded once. The
 sum and both statistics stay in registers; the variance is taken of centred values, since E[x²] − mean² cancels. h
-leaves in the next GEMM's dtype, or split into high and low. Shifts, scales and gates come from a table by an index on
-the device, so that one captured graph serves every step.
+leaves in the next GEMM's dtype, or split into high and low. An index on the device selects shifts, scales and gates
+from a table, so that one captured graph serves every step.
 
 With `rms_eps` the norm is x / √(mean(x²) + ε) (Zhang & Sennrich 2019, arXiv:1910.07467). Its weight belongs in scale's
-projection.
-
-    triton      any GPU: x and table float32
-    torch       the reference, any dtype and device
-    auto        triton for float32 on a GPU, else torch
+projection. Triton's kernel takes x and table in float32, the reference any dtype.
 """
 
 import torch
 from torch import Tensor
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
 from accel.kernels.adaln import reference
 from accel.kernels.adaln.reference import Branches, Modulation
+from accel.kernels.cuda import BACKENDS
 from accel.kernels.split_linear import HighLow, split
+from accel.kernels.split_linear.high_low import new_pair
 
-BACKENDS = ("auto", "triton", "torch")
+__all__ = ["BACKENDS", "Branches", "Modulation", "adaln", "adaln_split"]
 
 
 def adaln(
@@ -45,13 +43,14 @@ def adaln(
     the gates are vector indices into the modulation's table. update: the sum is written back to x. All are contiguous.
     rms_eps: RMSNorm with this ε in LayerNorm's place.
     """
-    check_backend("adaln", backend, BACKENDS)
-    dtype = dtype or x.dtype
-    if (_portable(x) if backend == "auto" else backend) == "triton":
-        from accel.kernels.adaln import triton
+    arguments = x, modulation, shift, scale, branches, update, rms_eps
+    if not cuda.by_triton("adaln", backend, x):
+        return reference.adaln(*arguments).to(dtype or x.dtype)
+    from accel.kernels.adaln import triton
 
-        return triton.adaln(x, modulation, shift, scale, branches, update, dtype, rms_eps)
-    return reference.adaln(x, modulation, shift, scale, branches, update, rms_eps).to(dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    triton.launch(*arguments, out)
+    return out
 
 
 def adaln_split(
@@ -65,15 +64,13 @@ def adaln_split(
     rms_eps: float | None = None,
     stack: bool = False,
 ) -> HighLow:
-    """As `adaln`, x float32, the result split into high and low with a power of two a token; "triton" or "torch".
-    stack: in the layout that cuBLAS's split GEMM takes."""
-    check_backend("adaln_split", backend, BACKENDS)
-    if (_portable(x) if backend == "auto" else backend) == "torch":
-        return split(reference.adaln(x, modulation, shift, scale, branches, update, rms_eps))
+    """As `adaln`, x float32, the result split into high and low with a power of two a token. stack: in the layout that
+    cuBLAS's split GEMM takes."""
+    arguments = x, modulation, shift, scale, branches, update, rms_eps
+    if not cuda.by_triton("adaln_split", backend, x):
+        return split(reference.adaln(*arguments))
     from accel.kernels.adaln import triton
 
-    return HighLow(*triton.adaln_split(x, modulation, shift, scale, branches, update, rms_eps, stack))
-
-
-def _portable(x):
-    return "triton" if cuda.HAS_TRITON and x.is_cuda and x.dtype == torch.float32 else "torch"
+    out = HighLow(new_pair(*x.shape, device=x.device, stack=stack), torch.empty(x.shape[:2], device=x.device))
+    triton.launch(*arguments, *out, stack)
+    return out

@@ -8,27 +8,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from accel.kernels import cuda
 from accel.kernels.adaln.reference import EPS, Branches, Modulation
-from accel.kernels.split_linear.high_low import new_stack
 from accel.kernels.split_linear.triton import row_scale, store_high_low, store_stack
 
 
-def adaln(
-    x: Tensor,
-    modulation: Modulation,
-    shift: int,
-    scale: int,
-    branches: Branches,
-    update: bool,
-    dtype: torch.dtype,
-    rms_eps: float | None = None,
-) -> Tensor:
-    """As accel.kernels.adaln.adaln, for a float32 x and table."""
-    out = torch.empty_like(x, dtype=dtype)
-    _launch(x, modulation, shift, scale, branches, update, out, out, False, rms_eps)
-    return out
-
-
-def adaln_split(
+def launch(
     x: Tensor,
     modulation: Modulation,
     shift: int,
@@ -36,30 +19,21 @@ def adaln_split(
     branches: Branches,
     update: bool,
     rms_eps: float | None,
-    stack: bool,
-) -> tuple[Tensor, Tensor]:
-    """As `adaln` → high and low (2, N, T, D) float16, a `new_stack` if so asked; scales (N, T) float32."""
-    if stack:
-        pair = new_stack(*x.shape, device=x.device)
-    else:
-        pair = torch.empty(2, *x.shape, dtype=torch.float16, device=x.device)
-    scales = torch.empty(x.shape[:2], device=x.device)
-    _launch(x, modulation, shift, scale, branches, update, pair, scales, True, rms_eps, stack)
-    return pair, scales
+    out: Tensor,
+    scales: Tensor | None = None,
+    stack: bool = False,
+) -> None:
+    """As accel.kernels.adaln.adaln, for a float32 x and table, into `out`, like x.
 
-
-def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low, rms_eps=None, stack=False):
+    With scales (N, T) float32 as adaln_split: into the pair `out`, a `new_stack` with `stack`.
+    """
     table, entry = modulation
-    if x.dtype != torch.float32 or table.dtype != torch.float32:
-        raise TypeError(f"adaln: backend 'triton' takes a float32 residual and table, got {x.dtype} and {table.dtype}")
-    if not all(tensor.is_contiguous() for tensor in (x, table, *(branch for branch, _ in branches))):
-        raise ValueError("adaln: backend 'triton' takes contiguous tensors")
     n, tokens, width = x.shape
     (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
-    tensors = x, first, second, out, scales, table, entry
+    tensors = x, first, second, out, out if scales is None else scales, table, entry
     numbers = tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2
     norm = dict(EPS=EPS, CENTRE=True) if rms_eps is None else dict(EPS=rms_eps, CENTRE=False)
-    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=high_low, STACK=stack, **norm)
+    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=scales is not None, STACK=stack, **norm)
     config = tile_config(width, n * tokens)
     start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -68,7 +42,7 @@ def _launch(x, modulation, shift, scale, branches, update, out, scales, high_low
 
 
 def tile_config(width: int, tokens: int = 16384) -> dict[str, int]:
-    """Launch constants for so many tokens of all samples.
+    """Launch constants for `tokens` tokens of all samples.
 
     Two power-of-two tiles cover a token, 1152 = 1024 + 128: one of 2048 would leave 44 % of the lanes idle. One warp to
     1024 columns: sums need no barrier, and many tokens are in flight on a multiprocessor. A program computes two tokens

@@ -13,14 +13,23 @@ Every backend but "torch" keeps softmax's statistics in float32 and never stores
                                 efficient on older GPUs and for float32; flash on Blackwells and CPUs
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel.kernels import check_backend, cuda
-from accel.kernels.attention import hopper, reference, sdpa
+from accel.kernels.attention import hopper
 
-GENERATIONS = {"hopper": "9.0", "triton": "8.0 to 8.9"}  # the capabilities that our kernels are for
-BACKENDS = ("auto", *GENERATIONS, *sdpa.KERNELS, "torch")
+SDPA = {  # torch's kernels, on views with strides
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+BACKENDS = ("auto", "hopper", "triton", *SDPA, "torch")
+MAJOR = {"hopper": (9,), "triton": (8, 0)}  # of the capabilities that our kernels are for; 0: Triton's interpreter
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
@@ -42,43 +51,40 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
         return "torch"
     if dtype not in cuda.HALF or capability < (8, 0):
         return "efficient"
-    ours = dim == hopper.HEAD_DIM  # which libraries pad to 96
+    ours = dim == hopper.HEAD_DIM  # libraries pad it to 96
     if capability == (9, 0):
         return "hopper" if ours else "cudnn" if dim <= 128 and dim % 8 == 0 else "flash"
     return "triton" if ours and capability[0] == 8 and cuda.HAS_TRITON else "flash"
 
 
 def _attend(qkv, kv, num_heads, backend):
-    backend = _resolve(qkv, num_heads, backend)
-    if backend == "hopper":
-        return hopper.attention(qkv, kv, num_heads)
-    if backend == "triton":
+    check_backend("attention", backend, BACKENDS)
+    dim = qkv.shape[-1] // (3 * num_heads)
+    if backend == "auto":
+        backend = choose(qkv.device, qkv.dtype, dim)
+    if backend in MAJOR:
+        fits = dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF
+        if not fits or cuda.capability(qkv.device)[0] not in MAJOR[backend]:
+            raise ValueError(f"attention: backend {backend!r} takes half precision, head dim 72, its GPU; take 'auto'")
+        if backend == "hopper":
+            return hopper.attention(qkv, kv, num_heads)
         from accel.kernels.attention import triton
 
         return triton.attention(qkv, kv, num_heads)
     q, k, v = _heads(qkv, kv, num_heads)
-    out = reference.attention(q, k, v) if backend == "torch" else sdpa.attention(q, k, v, backend)
+    if backend == "torch":
+        out = reference(q, k, v)
+    else:
+        with sdpa_kernel(SDPA[backend]):
+            out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
 
-def _resolve(qkv, num_heads, backend):
-    """The backend's name, also for "auto"."""
-    check_backend("attention", backend, BACKENDS)
-    dim = qkv.shape[-1] // (3 * num_heads)
-    if backend == "auto":
-        return choose(qkv.device, qkv.dtype, dim)
-    if backend in GENERATIONS and not _runs(backend, qkv, dim):
-        takes = f"half precision and head dim {hopper.HEAD_DIM} on a GPU of capability {GENERATIONS[backend]}"
-        given = f"{qkv.dtype} and head dim {dim} on {qkv.device}"
-        raise ValueError(f"attention: backend {backend!r} takes {takes}, not {given}; take 'auto'")
-    return backend
-
-
-def _runs(backend, qkv, dim):
-    """Whether one of our kernels takes this; on a CPU Triton's interpreter does."""
-    capability = cuda.capability(qkv.device)
-    on_its_gpu = capability == (9, 0) if backend == "hopper" else capability[0] == 8 or not qkv.is_cuda
-    return on_its_gpu and dim == hopper.HEAD_DIM and qkv.dtype in cuda.HALF
+def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The formula in float32 or wider: q (N, h, t, d), k and v (N, h, T, d) → (N, h, t, d) in q's dtype."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])  # (N, h, t, T)
+    return (scores.softmax(-1) @ v.to(wide)).to(q.dtype)
 
 
 def _heads(qkv, kv, num_heads):

@@ -17,8 +17,7 @@ TILE = dict(DIM=HEAD_DIM, MAIN=64, REST=16, QUERIES=128, KEYS=64, num_warps=4, n
 def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
     """qkv (N, t, 3·H·72) half, contiguous → (N, t, H·72). kv (N, T, 2·H·72): keys and values in place of the packed."""
     keys = qkv if kv is None else kv
-    if not qkv.is_contiguous() or not keys.is_contiguous():
-        raise ValueError("attention: backend 'triton' takes contiguous tensors")
+    assert qkv.is_contiguous() and keys.is_contiguous()
     (n, queries, packed), width = qkv.shape, num_heads * HEAD_DIM
     out = qkv.new_empty(n, queries, width)
     tensors = qkv, qkv[..., width:] if kv is None else kv, out

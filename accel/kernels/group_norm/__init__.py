@@ -6,17 +6,15 @@ kernel joins them to those of a group: mean and variance of centred values, join
 pass normalises, applies SiLU and leaves what the next convolution reads. Sums and statistics are float32 for any input
 and output. There are no atomics: the same bits every time.
 
-Backends: "triton" on a GPU; "torch", the reference, for any layout and device; "auto": triton on a GPU, else torch.
+Triton's kernels take one picture, its channels innermost; the reference any layout.
 """
 
 import torch
 from torch import Tensor
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
 from accel.kernels.group_norm import reference
 from accel.kernels.group_norm.reference import Sum
-
-BACKENDS = ("auto", "triton", "torch")
 
 
 def add(
@@ -27,7 +25,7 @@ def add(
     statistics: bool = True,
     backend: str = "auto",
 ) -> Sum:
-    """x + branch + bias, with what GroupNorm needs to know of it.
+    """x + branch + bias, with the statistics for a GroupNorm.
 
     x, branch (1, C, H, W): half or float32, channels innermost (channels_last); bias (C,) float32. The sum is float32
     and is written in `dtype`. Without one (then without branch) x stays as it is, and group_norm adds the bias.
@@ -52,21 +50,9 @@ def group_norm(
     return _run(backend, total.value).group_norm(total, weight, bias, groups, silu, dtype)
 
 
-def compile_ahead(device: torch.device) -> None:
-    """Compile, or fetch from Triton's disk cache, all that decoding in float16 launches.
-
-    With an empty cache this takes seconds; a thread does it during sampling. Nothing is loaded to the GPU, which would
-    wait there for the steps that are queued.
-    """
-    from accel.kernels.group_norm import triton
-
-    triton.compile_ahead(device)
-
-
 def _run(backend, x):
-    """The module that implements a backend."""
-    check_backend("group_norm", backend, BACKENDS)
-    if backend == "torch" or backend == "auto" and not (cuda.HAS_TRITON and x.is_cuda):
+    """Return the module that implements a backend."""
+    if not cuda.by_triton("group_norm", backend, x):
         return reference
     from accel.kernels.group_norm import triton
 

@@ -12,12 +12,6 @@ TILE = dict(PIXELS=PIXELS, CHANNELS=CHANNELS, num_warps=4)
 PROGRAMS = 1024  # of a pass that takes statistics, about: enough for the largest GPU, few partial statistics to join
 
 
-def _check(*tensors):
-    for x in tensors:
-        if len(x) != 1 or not x.is_contiguous(memory_format=torch.channels_last):
-            raise ValueError("group_norm: backend 'triton' takes one picture, its channels innermost")
-
-
 def stretches(pixels: int, channels: int) -> tuple[int, int]:
     """(stretches, tiles of each) that cover so many pixels; by the picture's size alone, so that every GPU rounds
     alike."""
@@ -28,7 +22,6 @@ def stretches(pixels: int, channels: int) -> tuple[int, int]:
 
 def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | None, statistics: bool) -> Sum:
     """As accel.kernels.group_norm.add."""
-    _check(x, *(() if branch is None else (branch,)))
     _, channels, height, width = x.shape
     parts, turns = stretches(height * width, channels)
     out = x if dtype is None else torch.empty_like(x, dtype=dtype)
@@ -44,7 +37,7 @@ def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | Non
 def group_norm(total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype) -> Tensor:
     """As accel.kernels.group_norm.group_norm."""
     x, pending, partial = total
-    _check(x)
+    assert len(x) == 1 and x.is_contiguous(memory_format=torch.channels_last)
     _, channels, height, width = x.shape
     parts, turns = stretches(height * width, channels)
     out, affine = torch.empty_like(x, dtype=dtype), torch.empty(2, channels, device=x.device)
@@ -59,7 +52,11 @@ def group_norm(total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool
 
 
 def compile_ahead(device: torch.device) -> None:
-    """See accel.kernels.group_norm.compile_ahead."""
+    """Compile, or fetch from Triton's disk cache, all kernels of decoding in float16.
+
+    With an empty cache this takes seconds; a thread does it during sampling. Nothing is loaded to the GPU, where
+    loading waits for the queued steps.
+    """
     half, wide, tile = torch.float16, torch.float32, dict(**TILE, grid=(1,))
     sums = (half, None, None), (wide, half, wide), (half, half, wide), (wide, half, half)  # x, branch, out
     with torch.cuda.device(device):

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     algorithm: cublaslt.Algorithm
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
-        """Launch it on the current stream."""
+        """Launch the algorithm on the current stream."""
         self.gemm.run(self.algorithm, x, weight, bias, out)
 
 

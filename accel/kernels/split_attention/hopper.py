@@ -52,8 +52,7 @@ def _kernel(device):
 def attention(pair: Tensor, num_heads: int) -> Tensor:
     """pair (2, N, T, 3·H·72) float16, contiguous → (2, N, T, H·72). A shape must be run once before it is captured."""
     _, n, tokens, width = pair.shape
-    if width != 3 * num_heads * HEAD_DIM:
-        raise ValueError(f"split_attention: backend 'hopper' takes head dim {HEAD_DIM}; take 'cublas'")
+    assert width == 3 * num_heads * HEAD_DIM, "backend 'hopper' takes head dim 72; take 'cublas'"
     out = torch.empty(2, n, tokens, width // 3, dtype=torch.float16, device=pair.device)
     items = n * num_heads * -(-tokens // (64 * CONFIG.warpgroups))
     if items:

@@ -43,6 +43,11 @@ def new_stack(*shape: int, device: torch.device) -> Tensor:
     return torch.empty(*shape[:-1], 3, shape[-1], dtype=torch.float16, device=device).movedim(-2, 0)[:2]
 
 
+def new_pair(*shape: int, device: torch.device, stack: bool = False) -> Tensor:
+    """A pair (2, …, K) to be filled, contiguous or a `new_stack`."""
+    return new_stack(*shape, device=device) if stack else torch.empty(2, *shape, dtype=torch.float16, device=device)
+
+
 def stacked(pair: Tensor) -> Tensor:
     """A pair (2, …, K) as (…, 3·K): high, low, high. A `new_stack` is not copied."""
     *shape, depth = pair.shape[1:]

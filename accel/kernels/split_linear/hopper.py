@@ -66,9 +66,7 @@ def _pair_map(pair, box_rows, box_depth):
 def linear(layer: Any, x: HighLow, out: Tensor) -> None:
     """x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16. A shape must be run once before it is captured."""
     a, b = x.pair, layer.pair
-    if layer.depth % 8 or layer.columns % 8:
-        sides = f"{layer.depth} to {layer.columns}"
-        raise ValueError(f"split_linear: backend 'hopper' takes sides in eights, not {sides}; take 'cublas'")
+    assert layer.depth % 8 == layer.columns % 8 == 0, "backend 'hopper' takes sides in eights; take 'cublas'"
     rows = a[0].numel() // layer.depth
     tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
     if not tiles:
