@@ -10,9 +10,9 @@ from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families.sit.network import SiT
 from accel.network import Plain
-from accel.sampling import denoise, upstream_noise
+from accel.sampling import denoise, flow, upstream_noise
 from accel.sampling.ancestral import Ancestral
-from accel.sampling.guidance import Guidance
+from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.solvers import Solver
 from accel.sampling.solvers import make_scheduler as make
 from accel.sampling.strides import Strides
@@ -84,6 +84,27 @@ def test_processes_are_values():
     assert len({Solver(make("dpm++"), 5), Solver(make("dpm++"), 6), Solver(make("dpm++", solver_order=3), 5)}) == 3
     first, second = (Strides(create_diffusion("7"), [(1, 1), *moves]) for moves in ([(2, 1), (4, 2)], [(4, 2), (2, 1)]))
     assert first != second and first.setting != second.setting  # an FID folder tells plans apart by it
+
+
+def test_a_stride_starts_where_the_last_ended():
+    model, plan, t = small(), Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)]), 9
+    noise = torch.randn(10, *Z.shape, generator=torch.Generator().manual_seed(1))
+    got = denoise(Plain(model), plan, Unguided(), Z, LABELS, iter(noise).__next__)
+    x, m, values = Z, *plan.start(Z)
+    with torch.no_grad():
+        for k, evaluations in plan.moves:
+            drawn, steps = noise[9 - t : 9 - t + k], torch.full((3,), t)
+            x, m, values = plan.stride(lambda x, t: model(x, t, LABELS), x, steps, m, values, drawn, evaluations)
+            t -= k
+    assert (got - x).abs().max() <= 1e-5 * x.abs().max()
+
+
+def test_a_flow_uploads_its_coefficients_before_a_move_is_captured():
+    process = flow.Sde(13)  # of no other test
+    process.prepare(CPU)
+    before = flow._coefficients.cache_info().misses
+    denoise(Plain(small(learn_sigma=False)), process, Unguided(), Z, LABELS, upstream_noise(Z, 1))
+    assert flow._coefficients.cache_info().misses == before
 
 
 @pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])

@@ -116,14 +116,6 @@ def test_interpreted_kernel():
     interpreted("test_adaln.interpret()")
 
 
-def test_tiles_cover_every_width_without_idle_halves():
-    for width in range(1, 5000):
-        config = kernels.tile_config(width)
-        main, tail = config["MAIN"], config["TAIL"]
-        assert width <= main + tail < 2 * width or width == main and tail == 0
-    assert kernels.tile_config(1152) == dict(MAIN=1024, TAIL=128, TURNS=2, num_warps=1)
-
-
 #################################################################################
 #                                     GPU                                       #
 #################################################################################

@@ -1,4 +1,4 @@
-"""Which algorithm computes a GEMM: known to win, or measured before, or measured now.
+"""The choice of a GEMM's algorithm: known to win, or measured before, or measured now.
 
 cuBLASLt picks an algorithm from a model of the chip. A DiT needs few GEMMs, all known ahead: measuring takes a fraction
 of a second, once for a GPU and library, and gains 4 to 18 % on them.
@@ -36,13 +36,11 @@ class Choice(NamedTuple):
 
 
 class Tuner:
-    """Chooses algorithms for the GEMMs of a network and keeps what it measures.
+    """Chooses algorithms for the GEMMs of a network and keeps the measurements.
 
-    folders: where measurements are kept, the first to go by first; by default the user's cache folder. A job that must
-    give the same bits when it is started again, perhaps elsewhere, puts its own first. With none that can be read or
-    written every process measures for itself. A GEMM is (M, N, K, gelu, dtype, device).
-
-    share(make): what `make()` returns on rank 0, on every rank, where ranks must choose alike.
+    folders: of the files of measurements, the first has precedence; by default the user's cache folder. A job that must
+    give the same bits when it is started again puts its own first. Without a usable folder every process measures.
+    share(make): returns rank 0's `make()` on every rank.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Tuner:
         self.folders = [cache_folder()] if folders is None else [Path(folder) for folder in folders]
         self.share = share
         self.chosen = {}  # (m, n, k, gelu, dtype, device) → Choice
-        self.seconds = []  # of each GEMM that this process measured
+        self.seconds = []  # of each GEMM measured by this process
 
     def choose(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> Choice:
         """The algorithm of a GEMM."""
@@ -79,20 +77,12 @@ class Tuner:
         return choice
 
     def choose_alike(self, gemms: list[tuple]) -> None:
-        """Let all ranks take what is the fastest on rank 0, or two runs of one job could differ."""
+        """Take rank 0's choices on all ranks, or two runs of one job could differ. gemms: `choose`'s arguments."""
         if gemms:
-            choices = self.share(lambda: [self.plain(*gemm) for gemm in gemms])
-            for gemm, choice in zip(gemms, choices, strict=True):
-                self.adopt(*gemm, choice)
-
-    def plain(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> list:
-        """The algorithm that `choose` gives, as JSON values that another process can `adopt`."""
-        return _plain(self.choose(m, n, k, gelu, dtype, device).algorithm)
-
-    def adopt(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device, plain: list) -> None:
-        """Take another process's choice, from the same kind of GPU and library."""
-        gemm = m, n, k, gelu, dtype, _indexed(device)
-        self.chosen[gemm] = _restored(plain, gemm)
+            plain = self.share(lambda: [_plain(self.choose(*gemm).algorithm) for gemm in gemms])
+            for (*gemm, device), choice in zip(gemms, plain, strict=True):
+                gemm = *gemm, _indexed(device)
+                self.chosen[gemm] = _restored(choice, gemm)
 
     def _files(self, device):
         """Files of measurements for this kind of GPU and version of the library."""
@@ -101,7 +91,7 @@ class Tuner:
 
 
 def _indexed(device):
-    """A device with its number, as tensors name it."""
+    """Return a device with its number, as tensors name it."""
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
@@ -110,7 +100,7 @@ def _name(m, n, k):
 
 
 def _known(gemm):
-    """The choice that won on this kind of GPU under long load, if that was measured."""
+    """Return the choice that won on this kind of GPU under long load, if measured."""
     *shape, gelu, _, device = gemm
     wanted = KNOWN.get(gpu.name(device), {}).get(f"{_name(*shape)}{' gelu' * gelu}")
     known = wanted and cublaslt.Gemm(*gemm)
@@ -119,14 +109,14 @@ def _known(gemm):
 
 
 def _kept(files, name, gemm):
-    """The choice in the first of `files` that has one."""
+    """Return the choice in the first of `files` that has one."""
     plain = next((found[name] for found in map(_read, files) if name in found), None)
     return None if plain is None else _restored(plain, gemm)
 
 
 def _fastest(gemm):
-    """The choice with the least time on random operands. Another than the first, which is the library's own, must win
-    by 3 %: timings jitter, and a short burst says little about a GPU at its power limit."""
+    """Return the choice with the least time on random operands. It must beat the library's own, the first, by 3 %:
+    timings jitter, and a short burst says little about a GPU at its power limit."""
     device = gemm[-1]
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         one = cublaslt.Gemm(*gemm)
@@ -170,7 +160,7 @@ def _restored(plain, gemm):
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a file keeps, by name; nothing if it is absent or damaged: measured again."""
+    """Return a file's algorithms by name; none if it is absent or damaged: they are measured again."""
     try:
         kept = read_json(file)
     except (OSError, ValueError):
