@@ -68,7 +68,7 @@ class LabelEmbedder(nn.Module):
         self.dropout_prob = dropout_prob
 
     def token_drop(self, labels: Tensor, force_drop_ids: Tensor | None = None) -> Tensor:
-        """Labels with a random share, or those where `force_drop_ids` (N,) is 1, replaced by the null label."""
+        """Replace labels by the null label: a random share, or where `force_drop_ids` (N,) is 1."""
         if force_drop_ids is None:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
         else:
@@ -205,7 +205,7 @@ class DiT(nn.Module):
     estimate, the fraction v that interpolates the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
-    SOME_TIMES = 377, 999, 0  # of those that t may be
+    SOME_TIMES = 377, 999, 0  # values of t for checks
     attend = staticmethod(attention)
 
     def __init__(
@@ -280,7 +280,7 @@ class DiT(nn.Module):
         return (self.x_embedder(x) + self.pos_embed)[:, tokens]
 
     def condition(self, t: Tensor, y: Tensor) -> Tensor:
-        """Timesteps (N,) and labels (N,) → what every block adapts to, (N, D)."""
+        """Timesteps (N,) and labels (N,) → the conditioning of all blocks (N, D)."""
         return self.t_embedder(t) + self.y_embedder(y, self.training)
 
     def transform(

@@ -9,17 +9,16 @@ import torch
 from accel.kernels import cuda
 
 
-def capture(step: Callable[[], object], runs: int = 1) -> Callable[[], None]:
+def capture(step: Callable[[], object]) -> Callable[[], None]:
     """Record `step` on the current GPU and return its replay, which gives the same bits unless it draws random numbers.
 
-    step: takes no arguments, works on tensors at fixed addresses and never waits for the device. It is run `runs` times
+    step: takes no arguments, works on tensors at fixed addresses and never waits for the device. It is run once
     before it is recorded, to compile kernels and choose algorithms.
     """
     stream = torch.cuda.Stream()  # torch's own capture stream would stay on the GPU of the first capture
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(runs):
-            step()
+        step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # torch keeps a workspace of cuBLAS for each stream, whose address a graph records. An earlier graph's is freed with

@@ -26,7 +26,7 @@ class Conditioning:
     layer's shift and scale. layers: the names of the adaLN projections, in that order. sinusoid(t, width): the
     embedding of t. dtype: of the projections' weights in memory, if it is another than the stream's.
 
-    Ranks that divide the weights hold a part of the projections' rows each, and sum what they compute.
+    Ranks that divide the weights hold a part of the projections' rows each, and sum their results.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Conditioning:
 class ConditioningTable:
     """The modulation vectors of a run, at fixed addresses: captured graphs outlive a change of times and labels.
 
-    `begin(times, labels)` starts a run, `advance(i)` makes sure that the run's i-th evaluation is in the table, and
-    `modulation(index, y)`, two look-ups on the device, is all the loop does. A pair that is not in the table finds a
-    row of NaN, so a wrong order of calls cannot pass for a picture.
+    `begin(times, labels)` starts a run, `advance(i)` puts the run's i-th evaluation into the table, and the loop calls
+    `modulation(index, y)`, two look-ups on the device. A pair outside the table finds a row of NaN, so that a wrong
+    order of calls never makes a picture.
     """
 
     def __init__(self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, least: int = 1):
@@ -105,7 +105,7 @@ class ConditioningTable:
         with torch.inference_mode(False):  # later callers may be in another mode
             self.table = c.bias.new_empty(self.capacity + 1, c.vectors, c.width)
             self.table[-1] = torch.nan
-            # Two offsets add up to an entry. What is not in the table has the offset `capacity`, the row of NaN.
+            # Two offsets add up to an entry. Pairs outside the table have the offset `capacity`, the row of NaN.
             self.offset = torch.full((MOST_EVALUATIONS,), self.capacity, device=c.bias.device)
             self.label_offset = torch.full((len(c.labels),), self.capacity, device=c.bias.device)
 
@@ -121,8 +121,8 @@ class ConditioningTable:
             raise ValueError(f"{len(self.labels)} labels do not fit in a table of {self.capacity} entries")
         self.label_offset.fill_(self.capacity)
         self.label_offset[self.labels] = torch.arange(len(self.labels), device=device)
-        # By the usual size, not by what a larger batch once asked for: the GEMMs of a chunk round by its size, and a
-        # job that is started again must give the same bits.
+        # By the usual size, not a larger batch's: GEMMs round by the size of a chunk, and a restarted job must give the
+        # same bits.
         self.chunk = max(self.usual // len(self.labels), at_once)
         self.ready = range(0)
         self.advance(0)

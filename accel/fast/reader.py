@@ -7,7 +7,7 @@ from accel.network import Part
 
 
 class Reader:
-    """Copies of a state dict's tensors on `device`. A model that goes on being trained does not change them.
+    """Copies of a state dict's tensors on `device`, which later training does not change.
 
     stream: the dtype of all that is not a GEMM's.
     """
@@ -16,7 +16,7 @@ class Reader:
         self.state, self.device, self.stream, self.part = state, device, stream, part
 
     def depth(self, layer: str) -> int:
-        """How many blocks have a tensor whose name ends with `layer`."""
+        """Count the blocks: tensors whose name ends with `layer`."""
         return sum(name.endswith(f".{layer}") for name in self.state)
 
     def __call__(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -35,7 +35,7 @@ def by_triton(op: str, backend: str, x: Tensor) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has."""
+    """The number of a GPU's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

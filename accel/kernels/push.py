@@ -36,7 +36,7 @@ def push(part: Tensor, buffers: Tensor, flags: Tensor, rank: int, offset: int, p
 
 
 def reference(parts: list[Tensor]) -> Tensor:
-    """What every rank has after `push`: parts by rank, (N, t, W) each → (N, world·t, W)."""
+    """Return every rank's result of `push`: parts by rank, (N, t, W) each → (N, world·t, W)."""
     return torch.cat(list(parts), dim=1)
 
 

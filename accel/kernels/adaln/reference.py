@@ -11,7 +11,7 @@ Branches = tuple[tuple[Tensor, int], ...]  # (branch (N, T, D), index of its gat
 
 
 class Modulation(NamedTuple):
-    """Where a sample finds its shift, scale and gate vectors: ``table[entry[sample], vector]``."""
+    """A table of shift, scale and gate vectors, and each sample's entry: ``table[entry[sample], vector]``."""
 
     table: Tensor  # (E, V, D) contiguous: pairs of timestep and label, vectors, width
     entry: Tensor  # (N,) int64, on the table's device

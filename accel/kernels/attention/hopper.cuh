@@ -1,4 +1,4 @@
-// What both attention kernels for Hopper share: the layout of shared memory, the producer, softmax.
+// Shared by both attention kernels for Hopper: the layout of shared memory, the producer, softmax.
 //
 // PARTS is 1 for half precision and 2 for a high/low split, whose parts are planes of the packed tensor: samples 0 to N
 // - 1 high, N to 2N - 1 low.
@@ -31,7 +31,7 @@ struct Shared {
         __syncthreads();
     }
 
-    // What a warpgroup without queries does: it releases every tile.
+    // A warpgroup without queries releases every tile.
     __device__ __forceinline__ void release(int buffer, int &tile, int tiles, int lane) const {
         if (lane == 0) arrive(q_empty + 8 * buffer);
         for (int i = 0; i < tiles; i++, tile++) {

@@ -10,7 +10,7 @@ EPS = 1e-6
 
 
 class Sum(NamedTuple):
-    """What `add` gives and `group_norm` takes."""
+    """The result of `add`, the input of `group_norm`."""
 
     value: Tensor  # (1, C, H, W)
     bias: Tensor | None  # (C,) float32, not yet in `value`

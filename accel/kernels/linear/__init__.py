@@ -52,7 +52,7 @@ class Linear:
         return iter((self.weight, self.bias))
 
     def zeros(self, *shape: int) -> Tensor:
-        """What the GEMM gives, (…, N), of zeros."""
+        """Return a result (…, N) of zeros."""
         return self.weight.new_zeros(*shape, len(self.weight))
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What runs around cuBLAS's two GEMMs of split attention, by Triton kernels without tensor cores, which any GPU
-compiles. The reference implementations are in reference.py."""
+"""Triton kernels around cuBLAS's two GEMMs of split attention. They use no tensor cores: any GPU compiles them.
+reference.py has their reference implementations."""
 
 import math
 

@@ -82,7 +82,7 @@ class SplitLinear:
         return iter(one for one in (self.pair, self.scale, self.bias, self.after) if one is not None)
 
     def zeros(self, *shape: int) -> Tensor | HighLow:
-        """What it gives, (…, N), of zeros."""
+        """Return a result (…, N) of zeros."""
         if self.high_low:
             return HighLow(self.pair.new_zeros(2, *shape, self.columns), None)
         return self.bias.new_zeros(*shape, self.columns)

@@ -1,5 +1,5 @@
-"""How a float32 GEMM ends for backends that cannot end it themselves: scales, bias, GELU, the check for overflow and
-the split. One pass, by a Triton kernel without tensor cores, which any GPU compiles. And how kernels store a split."""
+"""The end of a float32 GEMM in one Triton kernel without tensor cores: scales, bias, GELU, the check for overflow and
+the high/low split; for backends without an epilogue. And device functions that store a split."""
 
 from typing import Any
 
