@@ -21,10 +21,9 @@ SMALL = 2**24  # bytes: no plan, record, cache or configuration comes near it
 def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False, through_link: bool = True) -> Iterator[IO]:
     """Open a file that gets the name `path` when the block ends well; an error or Ctrl-C removes it.
 
-    durable: its bytes are on disk before it gets the name. A file that is replaced passes on its permissions, and a
-    symbolic link keeps pointing where it does, or is itself replaced without `through_link`; what is no file is not
-    replaced: OSError. The temporary name is random and made exclusively: no two writers share one, and none is written
-    through a link.
+    durable: its bytes are on disk before it gets the name. A file that is replaced passes on its permissions. A link
+    keeps its target, or is itself replaced without `through_link`. Raises OSError if path is not a regular file.
+    The temporary name is random and made exclusively: no two writers share one, and none is written through a link.
     """
     path = Path(os.path.realpath(path)) if through_link else Path(path)
     if path.exists() and not path.is_file():
@@ -49,7 +48,7 @@ def atomic_write(path: str | Path, mode: str = "wb", durable: bool = False, thro
 
 
 def remove_partial_files(folder: Path, name: str) -> None:
-    """Remove what killed processes left in `folder` of atomic_write; name: a regular expression of the files meant."""
+    """Remove temporary files that killed processes left in `folder`; name: a regular expression of the files meant."""
     left = re.compile(rf"\.(?:{name})\.[0-9a-f]{{16}}\.part")
     with suppress(PermissionError):
         for entry in list(os.scandir(folder)):
@@ -64,10 +63,8 @@ def require_writable(folder: str | Path) -> None:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """Open a regular file in binary, never a folder, a pipe or a device, with the flags of os.open. Raises OSError.
-
-    With O_NOFOLLOW a link is none. The caller's flags say whether it is made.
-    """
+    """Open a regular file in binary, with the flags of os.open. Raises OSError for a folder, a pipe, a device, and with
+    O_NOFOLLOW for a link."""
     mode = stat.S_IFREG
     with suppress(FileNotFoundError):  # os.open says so, or makes it
         mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
@@ -78,7 +75,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
 
 
 def read_small(path: str | Path, most: int = SMALL) -> bytes:
-    """The bytes of a regular file of at most `most`. Raises OSError."""
+    """Return the bytes of a regular file. Raises OSError, also for more than `most` bytes."""
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -87,7 +84,7 @@ def read_small(path: str | Path, most: int = SMALL) -> bytes:
 
 
 def read_json(path: str | Path) -> dict:
-    """The object in a small JSON file, in UTF-8. Raises OSError, or ValueError for any other content."""
+    """Return the object in a small JSON file, in UTF-8. Raises OSError, or ValueError for any other content."""
     try:
         content = json.loads(read_small(path).decode().removeprefix("\ufeff"))
     except RecursionError:
@@ -98,7 +95,8 @@ def read_json(path: str | Path) -> dict:
 
 
 def sha256_of(file: IO[bytes]) -> str:
-    """The SHA-256 of the rest of an open file, in hexadecimal."""
+    """Return the SHA-256 of an open file from its beginning, in hexadecimal."""
+    file.seek(0)
     digest = hashlib.sha256()
     while block := file.read(2**22):
         digest.update(block)
@@ -115,7 +113,8 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of this program; it may not exist yet. Without a home, a private temporary folder."""
+    """Return the user's cache folder of this program, which may not exist yet; without a home a private temporary
+    folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
     except RuntimeError:  # a container's user without a passwd entry

@@ -99,15 +99,24 @@ def lasting(descriptor: int, like: io.TextIOBase | None = None) -> io.TextIOWrap
 def flush() -> None:
     """Flush the standard streams. Say which signal ended the command, and that a full disk did not take what it
     printed."""
-    sys.stdout.flush()
+    failure = take_failure()
     while _ended_by:
         _say(ENDINGS[_ended_by.pop()][1])
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    failure = getattr(raw, "failure", None)
-    if failure and failure.errno not in (errno.EPIPE, errno.EBADF):  # as the user wanted it
-        raw.failure = None
+    if failure:
         print(f"{_program()}: standard output: {failure.strerror}; the work itself is done", file=sys.stderr)
     sys.stderr.flush()
+    for number in ENDINGS:
+        if signal.getsignal(number) is on_signal:  # the interpreter restores the default at its end, which kills
+            signal.signal(number, signal.SIG_IGN)
+
+
+def take_failure() -> OSError | None:
+    """Flush standard output. Return the error by which a disk refused it, once; None also where nobody reads it."""
+    sys.stdout.flush()
+    raw, failure = getattr(getattr(sys.stdout, "buffer", None), "raw", None), None
+    if isinstance(raw, _Lasting):
+        failure, raw.failure = raw.failure, None
+    return failure if failure and failure.errno not in (errno.EPIPE, errno.EBADF) else None
 
 
 def end_with_parent() -> None:

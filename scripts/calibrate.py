@@ -73,11 +73,11 @@ class Bench:
         self.decoder = door.decoder_of(reference)
 
     def labels(self, count: int) -> list[int]:
-        """Of so many pictures."""
+        """Return the labels of `count` pictures."""
         return [self.options.labels[index % len(self.options.labels)] for index in range(count)]
 
     def pictures(self, seeds: range, each: int, plan: list[Kind] | None = None) -> np.ndarray:
-        """(n, H, W, 3) uint8: float32's pictures with all evaluations, or the tier's by `plan`."""
+        """Return float32's pictures (n, H, W, 3) uint8 with all evaluations, or the tier's by `plan`."""
         run, parts = self.fast if plan else self.reference, []
         run = run._replace(process=Strides(self.diffusion, plan) if plan else Ancestral(self.diffusion))
         precision.apply_precision(run.tier, self.device)
@@ -91,8 +91,8 @@ class Bench:
         return to_uint8(self.decoder.decode(latents)).numpy()
 
     def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
-        """(i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a float32 run. A state is
-        x, m and values, as Strides.stride gives them."""
+        """Return the function (i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a
+        float32 run. A state is x, m and values, as Strides.stride gives them."""
         guidance, network, strides = self.reference.guidance, self.reference.network, Strides(self.diffusion, kinds)
 
         def stride(i, state, noise, evaluations=1):
@@ -111,8 +111,8 @@ class Bench:
 
 
 def compare(want: np.ndarray, got: np.ndarray, thorough: bool = False) -> dict:
-    """PSNR in dB of pictures (n, H, W, 3) uint8, n a multiple of eight, against `want`: of the whole set, of grids of
-    eight and of single pictures (tiles). thorough: SSIM and MAE (of 0–1) too."""
+    """Return the PSNR in dB of pictures (n, H, W, 3) uint8, n a multiple of eight, against `want`: of the whole set, of
+    grids of eight and of single pictures (tiles). thorough: SSIM and MAE (of 0–1) too."""
     rows = [pictures.reshape(-1, GRID * pictures.shape[1], *pictures.shape[2:]) for pictures in (want, got)]
     figures = dict(pictures=len(want), psnr=evaluate.psnr(np.concatenate(want), np.concatenate(got)))
     for name, pairs in (("grid", zip(*rows)), ("tile", zip(want, got))):
@@ -128,21 +128,14 @@ def compare(want: np.ndarray, got: np.ndarray, thorough: bool = False) -> dict:
 
 
 def passes(figures: dict, margin: float = 0.0) -> bool:
-    """Whether enough grids and pictures exceed the criterion's PSNR, the hardest of its thresholds here, by `margin`
-    dB."""
+    """Whether enough grids and pictures exceed the criterion's PSNR, its hardest threshold here, by `margin` dB."""
     shares = (("grid_psnr", SHARE_OF_GRIDS), ("tile_psnr", SHARE_OF_TILES))
     return all(np.mean(np.array(figures[name]) > THRESHOLD + margin) >= share for name, share in shares)
 
 
-#################################################################################
-#                               Steps 1 to 3: plans                             #
-#################################################################################
-
-
 @torch.inference_mode()
 def record(bench: Bench, count: int) -> dict:
-    """A float32 run of `count` pictures with all evaluations, step by step: its states (T+1), their labels and the
-    noise (T, n, …)."""
+    """Return a float32 run of `count` pictures with all evaluations: its states (T+1), labels and noise (T, n, …)."""
     generator = torch.Generator(bench.device).manual_seed(FIRST_SEED)
     z = initial_noise(count, bench.reference.network.in_channels, bench.reference.side, generator)
     draw = upstream_noise(z, bench.reference.guidance.copies, generator=generator)
@@ -156,14 +149,14 @@ def record(bench: Bench, count: int) -> dict:
 
 
 def kinds_up_to(longest: int) -> list[Kind]:
-    """The kinds of stride to choose from: (steps, evaluations)."""
+    """Return the strides to choose from: (steps, evaluations)."""
     return [(k, calls) for k in range(1, longest + 1) for calls in (1, 2) if (k, calls) == (1, 1) or calls < k]
 
 
 @torch.inference_mode()
 def costs(bench: Bench, run: dict) -> dict[Kind, np.ndarray]:
-    """Kind of stride → (T,): mean square error of x after one that begins at step i, inf where there is none; of at
-    most --batch pictures."""
+    """Return for each kind of stride (T,): mean square error of x after a stride from step i, inf where there is none;
+    of at most --batch pictures."""
     steps, kinds = bench.diffusion.num_timesteps, kinds_up_to(LONGEST)
     states = [[part[: bench.batch] for part in state] for state in run["states"]]
     noise, stride = run["noise"][:, : bench.batch], bench.strides(run["labels"][: bench.batch], kinds)
@@ -178,7 +171,7 @@ def costs(bench: Bench, run: dict) -> dict[Kind, np.ndarray]:
 
 @torch.inference_mode()
 def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
-    """(T+1,): mean square error of the finished pictures for one of x after a stride that ends at step i."""
+    """Return (T+1,): mean square error of the finished pictures per mean square error of x at step i."""
     steps, stride = bench.diffusion.num_timesteps, bench.strides(run["labels"], [PROBE])
     want, found = bench.decoded(run["states"][-1][0]), np.zeros(steps + 1)
     for low in tqdm(range(0, steps, WINDOW), desc="sensitivities", unit="window", leave=False):
@@ -200,7 +193,8 @@ def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
 
 
 def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[Kind]]:
-    """Evaluations → strides of the plan whose summed cost times sensitivity is least; its first is one step."""
+    """Return for each number of evaluations the plan of least summed cost times sensitivity; its first stride is one
+    step."""
     steps = len(table[1, 1])
     least = {1: {1: (0.0, [(1, 1)])}}  # step reached → evaluations → loss, strides
     for end in range(2, steps + 1):
@@ -213,16 +207,9 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[Kind]]:
     return {calls: strides for calls, (_, strides) in sorted(least[steps].items())}
 
 
-#################################################################################
-#                        Steps 4 and 5: choice and evidence                     #
-#################################################################################
-
-
 def calibrate(args: Namespace, options: GridOptions, device: torch.device, path: Path) -> None:
-    """Write a plan for `options` to `path`; `args` as add_flags has them.
-
-    Raises UsageError if the tier misses the margin even with all evaluations.
-    """
+    """Write a plan for `options` to `path`; `args` as add_flags has them. Raises UsageError if the tier misses the
+    margin even with all evaluations."""
     started = time.perf_counter()
 
     def say(text):
@@ -250,10 +237,8 @@ def calibrate(args: Namespace, options: GridOptions, device: torch.device, path:
     say(f"{len(want)} pictures to choose by, {bench.tier} against fp32")
     low, chosen = min(plans) - 1, max(plans)  # the fewest that pass lie in (low, chosen]
     if not passes(judge(chosen, want), args.margin):
-        raise UsageError(
-            f"--margin {args.margin:g}: {bench.tier} with all evaluations misses it; "
-            "choose a smaller one or a finer --precision"
-        )
+        missed = f"`margin={args.margin:g}`: {bench.tier} with all evaluations misses it"
+        raise UsageError(f"{missed}; choose a smaller one or a finer `precision`")
     while chosen - low > max(1, chosen // 100):
         middle = (low + chosen) // 2
         low, chosen = (low, middle) if passes(judge(middle, want), args.margin) else (middle, chosen)
@@ -274,7 +259,7 @@ def calibrate(args: Namespace, options: GridOptions, device: torch.device, path:
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """The flags of a calibration, beside those of sampling."""
+    """Add the flags of a calibration, beside those of sampling."""
     for name, default, what in (
         ("--pictures", 64, "recorded to measure costs and sensitivities"),
         ("--seeds", 16, "held-out seeds that decide"),
@@ -288,7 +273,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
-    """The file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
+    """Return the file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
     if options.family.samplers[0] != "ddpm":
         raise UsageError(f"`model={options.model}`: is sampled by {options.family.samplers[0]}, and plans are for ddpm")
     if args.each % GRID:

@@ -37,8 +37,7 @@ SCHEDULER = {"_class_name": "DDIMScheduler", "beta_start": 0.0001, "beta_end": 0
 
 
 def write_folder(state: dict[str, torch.Tensor], fit: Fit, folder: Path, pipeline: bool, vae: Path | None) -> None:
-    """Write a new folder in diffusers' layout: transformer/, for a pipeline also index, scheduler and `vae` if
-    given."""
+    """Write a folder in diffusers' layout: transformer/, for a pipeline also index, scheduler and `vae` if given."""
     files = {"transformer/config.json": config_of(state, fit.num_heads, fit.latent_size, fit.num_classes)}
     if pipeline:
         parts = {"transformer": "DiTTransformer2DModel", "scheduler": "DDIMScheduler", "vae": "AutoencoderKL"}
@@ -59,7 +58,7 @@ def write_folder(state: dict[str, torch.Tensor], fit: Fit, folder: Path, pipelin
 
 
 def write(state: dict[str, torch.Tensor], fit: Fit, target: Path, pipeline: bool, vae: Path | None) -> None:
-    """Write what the name of `target` asks for. It is whole or absent."""
+    """Write the file or folder that `target` names. It is whole or absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix:
         with atomic_write(target) as file:
@@ -102,22 +101,18 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
         write(state, fit, target, pipeline, vae)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UsageError(
-            f"`output={target}`: cannot write there ({reason}); choose another path, or free space"
-        ) from None
+        raise UsageError(f"`output={target}`: cannot write there ({reason}); choose another, or free space") from None
     require_equal(target, state, fit)
     total = sum(tensor.numel() for tensor in state.values())
     print(f"{target}: {fit.model}, {len(state)} tensors, {total:,} values, read back equal")
     if pipeline and fit.num_classes != 1000:
-        print(
-            f"{target}: DiTPipeline takes 1000 for the null class, and here it is {fit.num_classes}: it cannot guide "
-            "these"
-        )
+        null = f"DiTPipeline takes 1000 for the null class, and here it is {fit.num_classes}"
+        print(f"{target}: {null}: it cannot guide these")
 
 
 def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch.Tensor]:
-    """Return the weights as diffusers' layout holds them: without a position table, which its class computes. Raises
-    UsageError for weights that the class cannot compute."""
+    """Return the weights without their position table, which diffusers' class computes. Raises UsageError for weights
+    that the class cannot compute."""
     if fit.family is not family_of("DiT-XL/2"):
         raise UsageError(f"`output`: diffusers has no {fit.family.name}; name a .pt or .safetensors file")
     if not fit.null_class:
@@ -165,14 +160,13 @@ def require_equal(target: Path, state: dict[str, torch.Tensor], fit: Fit) -> Non
 
 def main() -> None:
     parser = OneLineParser(description="Convert weights and prove the round trip.")
-    parser.add_argument("--ckpt", required=True, help="file, diffusers' folder, published name or hub id (owner/name)")
-    parser.add_argument("--output", required=True, help="NAME.pt, NAME.safetensors, or a folder for diffusers' layout")
-    parser.add_argument(
-        "--model", choices=model_names(), metavar="NAME", help="what the weights are, if they do not say"
-    )
-    parser.add_argument("--pipeline", action="store_true", help="into a folder: all that diffusers.DiTPipeline loads")
-    parser.add_argument("--vae", help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained")
-    parser.add_argument("--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too")
+    add = parser.add_argument
+    add("--ckpt", required=True, help="file, diffusers' folder, published name or hub id (owner/name)")
+    add("--output", required=True, help="NAME.pt, NAME.safetensors, or a folder for diffusers' layout")
+    add("--model", choices=model_names(), metavar="NAME", help="what the weights are, if they do not say")
+    add("--pipeline", action="store_true", help="into a folder: all that diffusers.DiTPipeline loads")
+    add("--vae", help="for --pipeline: ema, mse or a folder; without it pass vae= to from_pretrained")
+    add("--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities, too")
     args = parser.parse_args()
     with user_errors(parser):
         convert(**vars(args))

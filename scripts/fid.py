@@ -20,6 +20,7 @@ if not __package__:
 import os
 import re
 import zipfile
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
 from accel.precision import convolutions
+from accel.start import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights: what torch's hub checks, the first digits
@@ -190,11 +192,14 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
 
 def load_inception(path: Path, cuda: bool) -> Features:
     """torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008), and sFID's features (n, 2023)."""
-    create_feature_extractor = _torch_fidelity()
     how = dict(cuda=cuda, feature_extractor_weights_path=str(path), verbose=False)
     try:
+        from torch_fidelity.utils import create_feature_extractor
+
         _require_weights(path)
         network = create_feature_extractor("inception-v3-compat", [POOL, LOGITS], **how)
+    except ImportError:
+        raise UsageError("torch-fidelity is not installed: pip install torch-fidelity") from None
     except Exception as error:  # whatever other files raise
         reason = shown(str(error).split("\n")[0], 200)
         raise UsageError(f"--inception-weights {path}: are not Inception's ({reason}); take {URL}") from None
@@ -208,14 +213,6 @@ def load_inception(path: Path, cuda: bool) -> Features:
         return {POOL: pool, LOGITS: logits, SPATIAL: found[0][:, :CHANNELS].permute(0, 2, 3, 1).flatten(1)}
 
     return features
-
-
-def _torch_fidelity():
-    try:
-        from torch_fidelity.utils import create_feature_extractor
-    except ImportError:
-        raise UsageError("torch-fidelity is not installed: pip install torch-fidelity") from None
-    return create_feature_extractor
 
 
 def _require_weights(path):
@@ -234,7 +231,9 @@ def _require_weights(path):
 def load_dinov2(cuda: bool) -> Features:
     """torch-fidelity's DINOv2 ViT-L/14: features (n, 1024). torch's hub fetches its code and weights. UsageError if it
     cannot."""
-    create_feature_extractor, hub = _torch_fidelity(), Path(torch.hub.get_dir())
+    from torch_fidelity.utils import create_feature_extractor
+
+    hub = Path(torch.hub.get_dir())
     code, weights = hub / "facebookresearch_dinov2_main", hub / "checkpoints" / DINOV2_URL.rpartition("/")[2]
     if not (code.exists() and weights.exists()):
         print(f"fetching {DINOV2_CODE} to {code} and {DINOV2_URL} to {weights} (1.2 GB, once)")
@@ -260,11 +259,8 @@ def features_of(pictures: Pictures, extractors: list[Features], cuda: bool, batc
     """Features (N, D) of all pictures, by name, in one pass."""
     found = defaultdict(list)
     loader = torch.utils.data.DataLoader(pictures, batch_size=batch_size, pin_memory=cuda)
-    with (
-        torch.no_grad(),
-        convolutions("fp32"),
-        tqdm(total=len(pictures), unit="picture", desc=pictures.path.name, leave=False) as bar,
-    ):
+    bar = tqdm(total=len(pictures), unit="picture", desc=pictures.path.name, leave=False)
+    with torch.no_grad(), convolutions("fp32"), bar:
         for batch in loader:
             batch = batch.cuda(non_blocking=True) if cuda else batch
             for extractor in extractors:
@@ -274,24 +270,16 @@ def features_of(pictures: Pictures, extractors: list[Features], cuda: bool, batc
     return {name: torch.cat(values) for name, values in found.items()}
 
 
-def compare(
-    samples: Pictures,
-    reference: Pictures,
-    inception: Features,
-    cuda: bool,
-    batch_size: int,
-    neighbours: bool,
-    dinov2: Features | None = None,
-) -> dict:
-    """The metrics of `samples` by torch-fidelity's names. neighbours: precision and recall, too, of the same
-    features. No sFID where the reference's statistics lack its own, no distance by `dinov2` without its pictures."""
+def compare(samples: Pictures, reference: Pictures, networks: list[Features], cuda: bool, args: Namespace) -> dict:
+    """Return the metrics of `samples` by torch-fidelity's names; networks: Inception, and DINOv2 if asked for. There is
+    no sFID where the reference's statistics lack its own, and no DINOv2's distance without its pictures."""
     from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
     from torch_fidelity.metric_isc import isc_features_to_metric
     from torch_fidelity.metric_prc import prc_features_to_metric
 
-    found = features_of(samples, [inception, *[dinov2] * bool(dinov2)], cuda, batch_size)
-    needed = [inception] * (neighbours or not reference.statistics) + [dinov2] * bool(dinov2 and len(reference))
-    others = features_of(reference, needed, cuda, batch_size) if needed else {}
+    found = features_of(samples, networks, cuda, args.batch_size)
+    needed = networks[:1] * (args.precision_recall or not reference.statistics) + networks[1:] * bool(len(reference))
+    others = features_of(reference, needed, cuda, args.batch_size) if needed else {}
     layers = [DINOV2] if reference.statistics else METRICS
     theirs = {layer: fid_features_to_statistics(others[layer]) for layer in layers if layer in others}
     metrics = isc_features_to_metric(found[LOGITS])
@@ -299,7 +287,7 @@ def compare(
         ours = fid_features_to_statistics(found[layer])
         ours = {name: value.astype(statistics[name].dtype) for name, value in ours.items()}
         metrics[METRICS[layer]] = fid_statistics_to_metric(ours, statistics, verbose=False)[FID]
-    if neighbours:
+    if args.precision_recall:
         metrics |= prc_features_to_metric(found[POOL], others[POOL], save_cpu_ram=True, verbose=False)
     return metrics
 
@@ -329,34 +317,24 @@ def caveats(samples: Pictures, reference: Pictures, published: bool, dinov2: boo
 
 def main() -> None:
     parser = OneLineParser(description=__doc__)
-    parser.add_argument("samples", type=Path, help=".npz (arr_0), or a folder of pictures")
-    parser.add_argument(
-        "reference", type=Path, help="the same, or ADM's statistics: an .npz with mu, sigma, mu_s, sigma_s"
-    )
-    parser.add_argument(
-        "--inception-weights",
-        type=Path,
-        metavar="FILE",
-        help=f"weights of torch-fidelity's Inception; default: {URL.rpartition('/')[2]} in torch's hub cache, "
-        "fetched once",
-    )
-    parser.add_argument(
-        "--precision-recall", action="store_true", help="precision and recall, too: minutes for 50,000 pictures"
-    )
-    parser.add_argument(
-        "--features",
-        choices=("inception", "dinov2"),
-        default="inception",
-        help="dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in the same pass",
-    )
-    parser.add_argument("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
+    add, file = parser.add_argument, URL.rpartition("/")[2]
+    add("samples", type=Path, help=".npz (arr_0), or a folder of pictures")
+    add("reference", type=Path, help="the same, or ADM's statistics: an .npz with mu, sigma, mu_s, sigma_s")
+    text = f"weights of torch-fidelity's Inception; default: {file} in torch's hub cache, fetched once"
+    add("--inception-weights", type=Path, metavar="FILE", help=text)
+    add("--precision-recall", action="store_true", help="precision and recall, too: minutes for 50,000 pictures")
+    text = "dinov2: the Fréchet distance of DINOv2's features, beside Inception's figures, in the same pass"
+    add("--features", choices=("inception", "dinov2"), default="inception", help=text)
+    add("--batch-size", type=positive, default=64, help="pictures at a time (default: 64)")
+    add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     args = parser.parse_args()
     with user_errors(parser):
         report(args)
+        if lost := take_failure():
+            raise lost
 
 
-def report(args) -> None:
+def report(args: Namespace) -> None:
     """Print the figures that the command line asks for, and the reasons why they may not be compared."""
     samples, reference, dinov2 = Pictures(args.samples), Pictures(args.reference), args.features == "dinov2"
     used = args.precision_recall or not reference.statistics or dinov2 and len(reference)
@@ -365,10 +343,10 @@ def report(args) -> None:
             raise UsageError(f"{one.path}: holds {len(one)} pictures (arr_0, or PNGs); at least {LEAST} needed")
     cuda = (args.device or "cuda") == "cuda" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
-        raise UsageError("--device cuda: torch finds no GPU; use --device cpu")
+        raise UsageError("`device=cuda`: torch finds no GPU; use `device=cpu`")
     weights, published = find_weights(args.inception_weights)
-    networks = load_inception(weights, cuda), load_dinov2(cuda) if dinov2 else None
-    found = compare(samples, reference, networks[0], cuda, args.batch_size, args.precision_recall, networks[1])
+    networks = [load_inception(weights, cuda)] + [load_dinov2(cuda) for _ in range(dinov2)]
+    found = compare(samples, reference, networks, cuda, args)
     print(f"{samples.path}: {len(samples)} pictures")
     print(f"{reference.path}: {'statistics' if reference.statistics else f'{len(reference)} pictures'}")
     print(f"FID              {found[FID]:.6g}")

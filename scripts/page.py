@@ -1,7 +1,7 @@
 """A page for the browser: sample pictures, compare two settings on the same noise. Needs `pip install -e .[page]`.
 
-    python -m scripts.page                                       # the demo models, on whatever device there is
-    python -m scripts.page --model DiT-XL/2 --image-size 512     # one model; flags as sample.py takes them
+    python -m scripts.page                                       # the demo models; or one model, by sample.py's flags
+    python -m scripts.page --model DiT-XL/2 --image-size 512
 
 It is served to this machine only, to one visitor at a time. Its files lie in a temporary folder that goes with it.
 """
@@ -10,178 +10,233 @@ if not __package__:
     __import__("_as_module")
 
 import html
+import io
 import os
-import signal
+import secrets
+import shlex
+import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import fields, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
-FOLDER = tempfile.TemporaryDirectory(prefix="dit-page-")  # matplotlib and gradio make folders while they are imported
-os.environ |= dict(GRADIO_TEMP_DIR=f"{FOLDER.name}/served", MPLCONFIGDIR=FOLDER.name, TMPDIR=FOLDER.name)
-tempfile.tempdir = FOLDER.name
-
 import torch
+from PIL import Image
 
 import evaluate
+from accel import door, loading
 from accel.command_line import OneLineParser, add_arguments, user_errors
-from accel.door.opening import Opened
-from accel.errors import UsageError, out_of_memory
+from accel.diffusion import create_diffusion
+from accel.door import opening
+from accel.errors import UsageError, out_of_memory, path_errors
+from accel.families import families
+from accel.flags import flag_names
+from accel.latents.pixels import to_grid
 from accel.options import GridOptions
-from scripts.page_studio import PLAN, PREVIEWS, Studio
+from accel.precision import TIERS, alone, apply_precision, supports
+from accel.progress import Stopwatch
+from accel.run import Run
 
+FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
+if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
+    os.environ |= dict(GRADIO_TEMP_DIR=f"{FOLDER}/served", MPLCONFIGDIR=f"{FOLDER}", TMPDIR=f"{FOLDER}")
 try:
     import gradio as gr
 except ImportError:  # main says so
     gr = None
 
+PLAN, MOST, PREVIEWS = "ddpm by its plan", 8, 6  # pictures at a time; estimates on the way, an evaluation more each
 LEFT_OUT = "output", "output_type", "seed_list", "repeats", "parallel", "decode", "batch_size", "eta", "tf32"
-MOST = 8  # pictures at a time
-FEW = {"ddim": 50, "dpm++": 20, "unipc": 20, "euler": 50, "heun": 25}  # steps that suit a sampler; others: 250
 NAMES = dict(labels="Classes", seed="Seed", num_sampling_steps="Steps", cfg_scale="Guidance", sampler="Sampler")
 NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic")
-QUIET = dict(queue=False, show_progress="hidden", api_visibility="private")
-QUEUED = dict(concurrency_id="one", concurrency_limit=1, show_progress="minimal", api_visibility="private")
-CSS = """
-.pixels img {image-rendering: pixelated}
-.pixels .image-frame, .pixels .image-frame img {width: 100%; max-height: 75vh; object-fit: contain !important}
-.status {min-height: 3em}
-.bar {height: 8px; border-radius: 4px; margin: 4px 0 10px !important}
-.bar {background: linear-gradient(to right, var(--primary-500) var(--share), var(--border-color-primary) 0)}
-.error {color: var(--error-text-color)}
-"""
+QUEUED = dict(concurrency_id="one", concurrency_limit=1, trigger_mode="multiple", api_visibility="private")
+LOOK = dict(format="png", buttons=["fullscreen"], interactive=False, elem_classes="pixels", render=False)
+CSS = """.pixels :is(.image-frame, img) {width: 100%; max-height: 75vh; object-fit: contain !important}
+.pixels img {image-rendering: pixelated}"""
+Say = Callable[..., None]  # (text, share done, picture or None); raises CancelledError when the visitor stops or leaves
 
 
-class Stopped(Exception):
-    """The visitor pressed Stop, or left."""
+class Studio:
+    """The models of a page, one thread that samples, and the network that was used last.
 
+    given: fields of GridOptions, from flags; vgg: VGG16's weights, without which LPIPS is left out.
+    """
 
-class Desk:
-    """One thread that samples, for one visitor at a time."""
+    def __init__(self, given: dict, folder: Path, vgg: Path):
+        shipped = [name for family in families() for name, implied in family.models.items() if implied.ckpt]
+        names = [given.get("model")] if {"model", "ckpt"} & given.keys() else shipped
+        self.given, self.folder, self.vgg, self.loaded = given, folder, vgg, {}
+        self.thread, self.stop = ThreadPoolExecutor(1), threading.Event()
+        self.device = loading.choose_device(given.get("device"))
+        every = [GridOptions(**given | dict(model=name)).resolve() for name in names]
+        self.opened = [opening.open_weights(options, self.device) for options in every]
 
-    def __init__(self):
-        self.thread, self.stops = ThreadPoolExecutor(1), {}  # a session → the Event that stops it
+    def choices(self, opened: opening.Opened) -> tuple[list[str], list[str]]:
+        """Return the samplers of the model's family, its default first, and the tiers of this device."""
+        first, *others = opened.options.family.samplers
+        planned = first == "ddpm" and door.plan_path(opened.options, opened.weights).exists()
+        return [first, *[PLAN] * planned, *others], [tier for tier in TIERS if supports(tier, self.device)]
 
-    def stop(self, request: "gr.Request") -> None:
-        """Stop the visitor's run, if there is one."""
-        if request.session_hash in self.stops:
-            self.stops[request.session_hash].set()
+    def sample(self, options: GridOptions, say: Say, *chosen: object) -> tuple[str, str, str]:
+        """Return the picture's file, twice, and the command that makes the same."""
+        wanted = choose(options, *chosen)
+        given = self.given if "ckpt" in self.given else {"model": options.model} | self.given
+        words = ["python", "sample.py"]
+        for item in fields(GridOptions):
+            value = getattr(wanted, item.name)
+            if item.name in given or value != getattr(options, item.name):
+                words += [flag_names(item)[0], *map(str, value if isinstance(value, tuple) else (value,))]
+        path, _ = self.picture(wanted, "sample.png", say, PREVIEWS)
+        return path, path, shlex.join(words)
 
-    def enter(self, request: "gr.Request") -> None:
-        """Join the queue. A run of the same visitor makes way."""
-        self.stop(request)
-        self.stops[request.session_hash] = threading.Event()
+    def compare(self, options: GridOptions, say: Say, *chosen: object) -> tuple[tuple[str, str], str, str]:
+        """Return the files of two pictures, that of their difference, and evaluate.py's report in Markdown."""
+        both = [choose(options, *chosen[:5], *last) for last in (chosen[5:8], chosen[8:])]
+        files, seconds = zip(*[self.picture(one, f"{number}.png", say) for number, one in enumerate(both)])
+        metrics = ["--vgg-weights", self.vgg] if self.vgg.exists() else ["--metrics", "mae", "psnr", "ssim"]
+        heatmap = str(self.folder / "difference.png")
+        with redirect_stdout(io.StringIO()) as printed:
+            evaluate.main([str(word) for word in (*files, *metrics, "--heatmap", heatmap)])
+        report, _, verdict = printed.getvalue().strip().replace(files[1], "second").rpartition("\n")
+        words = "Sampling took {:.2f} s and {:.2f} s.".format(*seconds)
+        return files, heatmap, f"### {verdict}\n{words}\n```\n{report}\n```"
 
-    def run(self, session: str, outputs: int, work: Callable, *values) -> Iterator[list]:
-        """Values of (status, outputs), as they come, of work(say, *values)."""
-        news, cleared = SimpleQueue(), [None] * outputs
-        stop = self.stops.setdefault(session, threading.Event())
+    @alone()
+    def picture(self, options: GridOptions, name: str, say: Say, previews: int = 0) -> tuple[str, float]:
+        """Write the picture of resolved options; return its file and the seconds of sampling."""
+        say(f"Loading {options.model} in {options.precision} …", 0)
+        if (key := (options.model, options.precision)) not in self.loaded:
+            self.loaded.clear()
+            loading.free_memory(self.device)
+            self.loaded[key] = door.ready(options)
+        (opened, run, decoder), watch = self.loaded[key], Stopwatch(self.device)
+        run = run._replace(process=door.process_of(options, opened.weights), guidance=door.guidance_of(options))
+        apply_precision(run.tier, run.device)
+        door.warm_up(options, run, watch)
+        total, start = run.process.steps, time.perf_counter()
+        due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
+
+        def on_step(index, x):
+            if x.is_cuda and index % 4 == 3:  # the host runs ahead: neither the bar nor a stop should be late
+                torch.cuda.synchronize(x.device)
+            done, picture = index + 1, None
+            if due and due[-1] <= done < total:
+                due.pop()
+                picture = Image.fromarray(to_grid(decoder.decode(estimate(options, run, done, x))).numpy())
+            left = (time.perf_counter() - start) * (total - done) / done
+            say(f"Step {done} of {total} · {left:.0f} s left", done / total, picture)
+
+        with watch.phase("sample"):
+            latents = door.latents(options, run, on_step=on_step)
+        options.output = str(self.folder / name)
+        door.save(options, latents, watch, decoder)
+        return options.output, watch.seconds["sample"]
+
+    def serve(self, work: Callable, *values: object) -> Iterator[list]:
+        """Yield a status and three outputs as work(say, *values) goes on in the thread. Closed, stop it at its next
+        step."""
+        news, skip, self.stop = SimpleQueue(), gr.skip(), (stop := threading.Event())
 
         def say(text, share, picture=None):
             if stop.is_set():
-                raise Stopped
+                raise CancelledError
             if picture or round(share * 1000) % 20 == 0:  # up to 50 times
-                status = f'<div class="bar" style="--share: {share:.0%}"></div>{text}'
-                news.put([status, picture or gr.skip(), *[gr.skip()] * (outputs - 1)])
+                bar = f'<progress value="{share}" style="width: 100%"></progress><br>'
+                news.put([bar + text, picture or skip, skip, skip])
 
         job = self.thread.submit(work, say, *values)
         job.add_done_callback(lambda _: news.put(None))
         try:
-            yield ["", *cleared]
+            yield ["", None, None, None]
             yield from iter(news.get, None)
             yield ["Done.", *job.result()]
-        except Stopped:
-            yield ["Stopped.", *cleared]
         except Exception as error:
             mistake = error if isinstance(error, UsageError) else out_of_memory(error)
             if mistake is None:
                 raise
-            yield [f'<span class="error">{html.escape(mistake.by_flags(NAMES))}</span>', *cleared]
+            raise gr.Error(html.escape(mistake.by_flags(NAMES)), duration=None, print_exception=False) from None
         finally:
             stop.set()
-            if self.stops.get(session) is stop:
-                del self.stops[session]
 
 
-def buttons(desk: Desk, work: Callable, inputs: list, *outputs) -> None:
-    """A button that does the work, one that stops it, a line that says how far it is, and the outputs."""
-
-    def run(request: gr.Request, *values):
-        yield from desk.run(request.session_hash, len(outputs), work, *values)
-
-    with gr.Row():
-        start, stop = gr.Button(work.__name__.title(), variant="primary", scale=4), gr.Button("Stop", min_width=80)
-    status = gr.HTML(elem_classes="status")
-    for one in outputs:
-        one.render()
-    entered = start.click(desk.enter, **QUIET)
-    entered.then(run, inputs, [status, *outputs], show_progress_on=status, trigger_mode="multiple", **QUEUED)
-    stop.click(desk.stop, **QUIET)
+def choose(options: GridOptions, labels, seed, scale, low, high, sampler, steps, tier) -> GridOptions:
+    """Return a model's options with the fields of the page. Raises UsageError."""
+    if len(labels) > MOST:
+        raise UsageError(f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}")
+    by = dict(sampler="ddpm", forecast="plan") if sampler == PLAN else dict(sampler=sampler, forecast="off")
+    by |= dict(num_sampling_steps=steps or 0, cfg_scale=scale, guidance_interval=(low, high), precision=tier)
+    return replace(options, labels=labels, seed=seed or 0, **by).resolve()
 
 
-def model_tab(desk: Desk, studio: Studio, opened: Opened) -> None:
-    """All that is chosen and made of a model."""
+@torch.inference_mode()
+def estimate(options: GridOptions, run: Run, done: int, x: torch.Tensor) -> torch.Tensor:
+    """Return the network's estimate x* of the finished latents, from latents x (n, C, L, L) after `done` steps, by one
+    more evaluation: x* = (x − √(1 − ᾱ)·ε)/√ᾱ from its noise ε, x + (1 − t)·v from its velocity v."""
+    ends = accumulate(steps for steps, _ in run.process.moves)
+    made = sum(count for (_, count), end in zip(run.process.moves, ends) if end <= done)
+    t, guidance = run.process.times()[made], run.guidance.at(run.process.levels()[made])
+    y = guidance.labels(torch.tensor(options.labels, device=x.device))
+    out = guidance.combine(run.network.forward(x, torch.full(y.shape, t, device=x.device), y))[:, : x.shape[1]]
+    if options.family.prediction == "velocity":
+        return x + (1 - t) * out
+    kept = create_diffusion("").alphas_cumprod[round(t)]
+    return ((x - (1 - kept) ** 0.5 * out) / kept**0.5).clamp(-4, 4)  # the first overshoot; a half decoder overflows
+
+
+def model_tab(studio: Studio, opened: opening.Opened) -> None:
+    """Lay out the fields, buttons and outputs of a model."""
     options, (samplers, tiers) = opened.options, studio.choices(opened)
 
-    def settings(labels, seed, scale, low, high, sampler, steps, tier):
-        if len(labels) > MOST:
-            raise UsageError(f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}")
-        how = dict(sampler="ddpm", forecast="plan") if sampler == PLAN else dict(sampler=sampler, forecast="off")
-        what = dict(model=options.model, labels=tuple(labels), seed=seed or 0, num_sampling_steps=steps or 0)
-        return dict(**what, **how, cfg_scale=float(scale), guidance_interval=(low, high), precision=tier)
-
-    def sample(say, *values):
-        chosen = settings(*values)
-        path, _ = studio.sample(replace(options, **chosen).resolve(), "sample.png", say, PREVIEWS)
-        return path, path, studio.command(chosen)
-
-    def compare(say, *values):
-        both = settings(*values[:8]), settings(*values[:5], *values[8:])
-        return studio.compare([replace(options, **chosen).resolve() for chosen in both], say)
-
-    def chooser(sampler, steps, tier, title=""):
+    def chooser(sampler, tier):
         with gr.Row():
-            name = gr.Dropdown(samplers, value=sampler, label=f"{title}Sampler", min_width=150)
-            number = gr.Number(steps, label="Steps", precision=0, min_width=80)
-            name.input(lambda name: FEW.get(name, 250), name, number, **QUIET)
-            return [name, number, gr.Dropdown(tiers, value=tier, label="Arithmetic", min_width=100)]
+            name = gr.Dropdown(samplers, value=sampler, label="Sampler", min_width=200)
+            steps = gr.Number(options.num_sampling_steps, label="Steps", precision=0, min_width=80)
+            return [name, steps, gr.Dropdown(tiers, value=tier, label="Arithmetic", min_width=100)]
 
-    first = [PLAN if options.forecast == "plan" else options.sampler, options.num_sampling_steps, opened.tier]
-    other = PLAN if PLAN in samplers else samplers[-1]
-    second = [*first[:2], tiers[0]] if len(tiers) > 1 else [other, FEW.get(other, 250), opened.tier]
-    shown = dict(format="png", buttons=["fullscreen"], render=False, interactive=False, elem_classes="pixels")
+    def buttons(name, work, inputs, *outputs):
+        with gr.Row():
+            start, stop = gr.Button(name, variant="primary", scale=4), gr.Button("Stop", min_width=80)
+        status = gr.HTML(elem_classes="status")
+        for one in outputs:
+            one.render()
+        run = partial(studio.serve, partial(work, options))
+        begun = start.click(run, inputs, [status, *outputs], show_progress="minimal", show_progress_on=status, **QUEUED)
+        stop.click(lambda: "Stopped.", None, status, cancels=begun, queue=False, api_visibility="private")
+
+    first = PLAN if options.forecast == "plan" else options.sampler
+    other = first if len(tiers) > 1 else PLAN if PLAN in samplers else samplers[-1]
+    names = options.names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
+    choices = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
+    many = dict(value=[*map(str, options.labels[:2])], multiselect=True, max_choices=MOST, allow_custom_value=True)
+    low, high = options.guidance_interval
     with gr.Row():
-        with gr.Column(scale=2, min_width=280):
-            shared = subject(options)
+        with gr.Column(scale=2, min_width=340):
+            shared = [
+                gr.Dropdown(choices, label="Classes", info=f"Up to {MOST}; type to search, by name or number.", **many),
+                gr.Number(options.seed, label="Seed", precision=0),
+                gr.Slider(1, max(10, options.cfg_scale), options.cfg_scale, label="Guidance; 1 is none", step=0.1),
+                gr.Slider(0, 1, low, label="Guidance from noise level", step=0.05),
+                gr.Slider(0, 1, high, label="to noise level; 1 is noise", step=0.05),
+                *chooser(first, opened.tier),
+            ]
         with gr.Column(scale=5):
             with gr.Tab("Sample"):
                 line = gr.Textbox(label="The same picture by a command, to the bit", buttons=["copy"], render=False)
-                outputs = gr.Image(label="Picture", **shown), gr.DownloadButton("Save PNG", render=False), line
-                buttons(desk, sample, shared + chooser(*first), *outputs)
+                save = gr.DownloadButton("Save PNG", render=False)
+                buttons("Sample", studio.sample, shared, gr.Image(label="Picture", **LOOK), save, line)
             with gr.Tab("Compare"):
-                slider = gr.ImageSlider(label="First on the left, second on the right", **shown)
-                outputs = slider, gr.Image(label="Difference", **shown), gr.Markdown(render=False)
-                inputs = chooser(*first, "First: ") + chooser(*second, "Second: ")
-                buttons(desk, compare, shared + inputs, *outputs)
-
-
-def subject(options: GridOptions) -> list:
-    """What is chosen for both, Sample and Compare."""
-    names = options.names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
-    choices = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
-    info = f"A picture each, up to {MOST}. Type to search, by name or number."
-    many = dict(multiselect=True, max_choices=MOST, allow_custom_value=True, label="Classes", info=info)
-    labels = gr.Dropdown(choices, value=[*map(str, options.labels[:2])], **many)
-    seed = gr.Number(options.seed, label="Seed", precision=0, info="The same seed gives the same noise.")
-    info, scale = "How strongly a picture follows its class; 1 is none.", options.cfg_scale
-    scale = gr.Slider(1, max(10, scale), scale, label="Guidance", info=info, step=0.1)
-    with gr.Accordion("Guidance interval", open=False):
-        gr.Markdown("Noise levels at which guidance acts, from 0 at the picture to 1 at noise.")
-        ends = zip(("From", "To"), options.guidance_interval)
-        return [labels, seed, scale, *[gr.Slider(0, 1, level, label=label, step=0.05) for label, level in ends]]
+                gr.Markdown("The settings on the left, and on the same noise:")
+                inputs = shared + chooser(other, tiers[0])
+                slider = gr.ImageSlider(label="First on the left, second on the right", **LOOK)
+                outputs = slider, gr.Image(label="Difference", **LOOK), gr.Markdown(render=False)
+                buttons("Compare", studio.compare, inputs, *outputs)
 
 
 def main() -> None:
@@ -191,29 +246,30 @@ def main() -> None:
     hub = Path(torch.hub.get_dir(), "checkpoints", Path(evaluate.VGG16_URL).name)
     parser.add_argument("--vgg-weights", type=Path, default=hub, help="VGG16, for LPIPS; default: torch's hub cache")
     args = parser.parse_args()
-    with user_errors(parser), FOLDER as folder:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the folder would stay
+    with user_errors(parser):
         given = {name: value for name, value in vars(args).items() if getattr(GridOptions, name, value) != value}
-        desk, studio = Desk(), Studio(given, Path(folder), args.vgg_weights)
+        studio = Studio(given, FOLDER, args.vgg_weights)
         if gr is None:
             raise UsageError("gradio is missing; install it with pip install -e .[page]")
-        with gr.Blocks(title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)) as page:
-            gr.Markdown("# DiT, sampled faster")
-            for opened in studio.opened:
-                with gr.Tab(opened.options.model):
-                    model_tab(desk, studio, opened)
-            page.unload(desk.stop)
-        theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-        how = dict(share=False, ssr_mode=False, run_history=False, enable_monitoring=False, footer_links=[], quiet=True)
-        how |= dict(server_name="127.0.0.1", server_port=args.port, max_file_size=1, theme=theme, css=CSS)
+        FOLDER.mkdir(mode=0o700)
         try:
-            _, address, _ = page.queue(max_size=16).launch(prevent_thread_lock=True, **how)
-        except OSError as error:
-            raise UsageError(f"`port={args.port}`: {error}") from None
-        print(f"{address} (Ctrl-C ends it)")
-        page.block_thread()
-        for stop in desk.stops.values():
-            stop.set()
+            with gr.Blocks(title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+                gr.Markdown("# DiT, sampled faster")
+                for opened in studio.opened:
+                    with gr.Tab(opened.options.model):
+                        model_tab(studio, opened)
+            theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+            how = dict(share=False, run_history=False, footer_links=[], quiet=True, max_file_size=1)
+            how |= dict(server_name="127.0.0.1", server_port=args.port, theme=theme, css=CSS)
+            with path_errors("port", args.port, "choose another"):
+                _, address, _ = page.queue(max_size=16).launch(prevent_thread_lock=True, **how)
+            print(f"{address} (Ctrl-C ends it)", flush=True)
+            page.block_thread()
+        finally:
+            studio.stop.set()
+            studio.thread.shutdown()
+            gr.close_all(verbose=False)
+            shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ AGAIN = "fp32 again"  # what a device without other tiers is compared with: itse
 
 
 def sample(options: GridOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
-    """Grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
+    """Return grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
     (opened, run, decoder), grids, times = door.ready(options), {}, []
     run.warm_up(opened.options.labels, door.batches_of(opened.options))
@@ -64,18 +64,18 @@ def sample(options: GridOptions, seeds: range, device: torch.device, name: str) 
 
 
 def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """What has to meet the criterion: the grid, then each picture in it ("row,column"), of a and of b."""
+    """Return the parts of grids a and b that have to meet the criterion: whole, and each picture ("row,column")."""
     tiles = evaluate.find_tiles(a, b)
     return {"grid": (a, b)} | {name: (a[rows, columns], b[rows, columns]) for name, rows, columns in tiles}
 
 
 def overall(verdicts: list) -> str:
-    """FAIL if one fails, NONE if one could not be judged, else PASS."""
+    """Return FAIL if one fails, NONE if one could not be judged, else PASS."""
     return next((verdict for verdict in ("FAIL", "NONE") if verdict in verdicts), "PASS")
 
 
 def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
-    """{seed: grid} twice → every part's metrics and verdicts, the worst of them, and what could not be computed."""
+    """Return metrics and verdicts of every part of two {seed: grid}, the worst of them, and what was not computed."""
     rows, reasons = [], {}
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
         for part, (a, b) in parts(want[seed], got[seed]).items():
@@ -103,9 +103,8 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
 
 
 def choose_tiers(asked: list[str] | None, device: torch.device, forecast: str = "off") -> list[str]:
-    """The tiers to compare with fp32 and all evaluations; fp32 itself where evaluations are saved.
-
-    Raises UsageError for a tier that the device lacks."""
+    """Return the tiers to compare with fp32 and all evaluations; fp32 itself where evaluations are saved. Raises
+    UsageError for a tier that the device lacks."""
     for tier in asked or ():
         if not precision.supports(tier, device):
             raise UsageError(f"--precision {tier}: {device} cannot run it; leave it out")
@@ -114,7 +113,7 @@ def choose_tiers(asked: list[str] | None, device: torch.device, forecast: str = 
 
 
 def recommend(records: list[dict], gate: str) -> dict | None:
-    """The fastest tier whose every grid and picture meets the criterion, or None."""
+    """Return the fastest tier whose every grid and picture meets the criterion, or None."""
     passing = [record for record in records if record.get("verdicts", {}).get(gate) == "PASS"]
     return min(passing, key=lambda record: record["seconds"]["median"], default=None)
 
@@ -132,15 +131,15 @@ def line(record: dict) -> str:
 
 
 def shown(record: dict, gate: str) -> dict[str, dict]:
-    """What heatmaps of a judged tier show, by the suffix of their names: the worst grid, and the picture that fails
-    most if there is one. Rows of its parts, whose figures may be read from JSON."""
+    """Return the rows that heatmaps of a judged tier show, by the suffix of their names: the worst grid, and the
+    picture that fails most if there is one. Figures may be read from JSON."""
     rows = {"": next(r for r in record["parts"] if (r["part"], r["seed"]) == ("grid", record["worst_seed"]))}
     failed = [row for row in record["parts"] if row["part"] != "grid" and row["verdict"][gate] == "FAIL"]
     return rows | ({"-picture": min(failed, key=lambda row: float(row["psnr"]))} if failed else {})
 
 
 def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> None:
-    """What is shown of a tier, each under its own verdict."""
+    """Write a tier's heatmaps, each under its own verdict."""
     for suffix, row in shown(record, gate).items():
         a, b = parts(want[row["seed"]], got[row["seed"]])[row["part"]]
         what = "whole grid" if row["part"] == "grid" else f"picture {row['part']}"
@@ -150,7 +149,7 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
 
 
 def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torch.device, out: Path) -> dict:
-    """Sample, judge, recommend; returns the record, which is in verify.json too."""
+    """Sample, judge and recommend. Return the record, which is in verify.json too."""
     seeds, lpips = range(args.seeds), evaluate.Lpips(args.vgg_weights)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     how = f" · forecast {options.forecast}" * (options.forecast != "off")
@@ -165,22 +164,11 @@ def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torc
     want, times = sample(replace(options, forecast="off", forecast_plan=None), seeds, device, "fp32")
     reference = median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
-    record = dict(
-        kind="verify",
-        **harness.provenance(device, args.commit),
-        model=options.model,
-        weights=Path(options.ckpt).name if options.ckpt else "published",
-        image_size=options.image_size,
-        pictures=len(options.labels),
-        num_sampling_steps=options.num_sampling_steps,
-        sampler=options.sampler,
-        seeds=args.seeds,
-        forecast=options.forecast,
-        gate=args.gate,
-        reference=dict(tier="fp32", seconds=reference),
-        tiers=[],
-    )
-
+    names = "model", "image_size", "num_sampling_steps", "sampler", "forecast"
+    record = dict(kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate)
+    record |= {name: getattr(options, name) for name in names} | dict(pictures=len(options.labels), tiers=[])
+    record["weights"] = Path(options.ckpt).name if options.ckpt else "published"
+    record["reference"] = dict(tier="fp32", seconds=reference)
     save_grids(out, want, "fp32")
     grids = {}
     for one in tiers:
@@ -214,7 +202,7 @@ def save_grids(out: Path, grids: dict, tier: str) -> None:
 
 
 def median_and_range(times: list[float]) -> dict:
-    """Of few times, as the fields of a record."""
+    """Return the statistics of few times, as fields of a record."""
     return dict(median=statistics.median(times), least=min(times), most=max(times))
 
 
@@ -223,40 +211,37 @@ def count(number: int, what: str) -> str:
 
 
 def conclude(record: dict) -> int:
-    """Print the recommendation; returns the exit status."""
+    """Print the recommendation. Return the exit status."""
     for reason in dict.fromkeys(reason for one in record["tiers"] for reason in one.get("reasons", ())):
         print(f"verify.py: {reason}", file=sys.stderr)
     gate, seeds = record["gate"], count(record["seeds"], "seed")
     best = recommend(record["tiers"], gate)
     if best and best["tier"] == AGAIN:
-        print(f"RECOMMENDED: --precision fp32 (the only tier here; its second run meets the {gate} criterion)")
-        return 0
-    if best:
+        status, text = 0, f"--precision fp32 (the only tier here; its second run meets the {gate} criterion)"
+    elif best:
         flags, speedup = best["tier"].replace(", ", " --"), f"{best['speedup']:.2f} times fp32's speed"
-        print(
-            f"RECOMMENDED: --precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)"
+        status, text = (
+            0,
+            f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)",
         )
-        return 0
-    if any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
-        print(f"RECOMMENDED: nothing yet: a metric of the {gate} criterion could not be computed")
-        return 3
-    print(f"RECOMMENDED: --precision fp32 (no other tier meets the {gate} criterion on every grid and picture)")
-    return 1
+    elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
+        status, text = 3, f"nothing yet: a metric of the {gate} criterion could not be computed"
+    else:
+        status, text = 1, f"--precision fp32 (no other tier meets the {gate} criterion on every grid and picture)"
+    print(f"RECOMMENDED: {text}")
+    return status
 
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     add_arguments(parser, leave_out=("precision", "output", "output_type", "repeats", "seed", "seed_list"))
-    tiers = tuple(precision.TIERS)
-    parser.add_argument(
-        "--precision", nargs="+", choices=tiers, help="tiers to verify (default: all that the device has)"
-    )
-    parser.add_argument("--seeds", type=positive, help="grids to make, from seeds 0, 1, … (default: 3; CPU: 1)")
-    gates = dict(choices=tuple(evaluate.GATES), default="contest")
-    parser.add_argument("--gate", **gates, help="criterion that a recommended tier must meet (default: contest)")
-    parser.add_argument("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
-    parser.add_argument("--output", default="output/verify", metavar="DIR", help="default: output/verify")
-    parser.add_argument("--commit", help="commit to record (default: git's)")
+    add, several, gates = parser.add_argument, dict(nargs="+", choices=tuple(precision.TIERS)), tuple(evaluate.GATES)
+    add("--precision", **several, help="tiers to verify (default: all that the device has)")
+    add("--seeds", type=positive, help="grids to make, from seeds 0, 1, … (default: 3; CPU: 1)")
+    add("--gate", choices=gates, default="contest", help="criterion of a recommended tier (default: contest)")
+    add("--vgg-weights", type=Path, help="LPIPS' VGG16, as in evaluate.py")
+    add("--output", default="output/verify", metavar="DIR", help="default: output/verify")
+    add("--commit", help="commit to record (default: git's)")
     args = parser.parse_args()
     with user_errors(parser):
         device, out = loading.choose_device(args.device), Path(args.output)

@@ -87,6 +87,7 @@ def _run(command, cwd, environment, places):
     sys.path[:] = dict.fromkeys([first, *given, *others])
     sys.argv = command if first else command[1:]
     if command[0] == "-m":
+        sys.argv[0] = "-m"  # as Python has it while it looks for the module
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     elif command[0] == "-c":
         exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})

@@ -121,22 +121,24 @@ sys.meta_path.insert(0, Finder)
 
 
 @pytest.mark.parametrize(
-    "script, module",
+    "command, module",
     [
-        ("sample.py", "accel.options"),
-        ("sample.py", "torch._C"),
-        ("sample_ddp.py", "accel.parallel.processes"),
-        ("scripts/verify.py", "numpy"),
-        ("scripts/calibrate.py", "accel.command_line"),
-        ("scripts/convert_checkpoint.py", "torch.nn"),
-        ("scripts/report.py", "jinja2"),
-        ("scripts/fid.py", "torch"),
+        (["sample.py"], "accel.command_line"),
+        (["sample.py"], "torch._C"),
+        (["sample_ddp.py"], "accel.parallel.processes"),
+        (["scripts/verify.py"], "numpy"),
+        (["scripts/convert_checkpoint.py"], "torch.nn"),
+        (["-m", "scripts.report"], "jinja2"),
+        (["-m", "scripts.fid"], "torch"),
     ],
 )
-def test_ctrl_c_in_an_import_is_a_line(script, module, tmp_path):
+def test_ctrl_c_in_an_import_is_a_line(command, module, tmp_path):
+    """Of a script as of a module."""
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
-    command = Command(ROOT / script, "--model", "DiT-Demo/2", PYTHONPATH=str(tmp_path), INTERRUPT_AT=module)
-    assert command.end() == (INTERRUPTED, f"{Path(script).name}: interrupted\n")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    ended = Command(*command, "--model", "DiT-Demo/2", PYTHONPATH=path, INTERRUPT_AT=module).end()
+    program = command[-1].removeprefix("scripts").strip("./").removesuffix(".py")
+    assert ended == (INTERRUPTED, f"{program}.py: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -194,10 +196,14 @@ def test_what_is_printed_does_not_steer_a_terminal():
     assert command.end() == (0, "")
 
 
-def test_a_signal_after_the_work_changes_nothing():
+AT_EXIT = "import atexit; atexit.register(os.kill, os.getpid(), 2)"
+LATER = "start.kill = type('', (), {'__del__': lambda _, kill=os.kill, own=os.getpid(): kill(own, 2)})()"
+
+
+@pytest.mark.parametrize("when", [AT_EXIT, LATER])
+def test_a_signal_after_the_work_changes_nothing(when):
     """The interpreter still runs for a while."""
-    code = "import atexit, os, signal; from accel import start; start.begin(); atexit.register(os.kill, os.getpid(), 2)"
-    assert Command("-c", code).end() == (0, "")
+    assert Command("-c", f"import os; from accel import start; start.begin(); {when}").end() == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -215,11 +221,20 @@ def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
     assert (full in done.stderr) == (redirection == ">/dev/full")
 
 
+@pytest.mark.parametrize("redirection, status", [(">/dev/full", USAGE), ("| head -c 1", 0), (">&-", 0)])
+def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
+    """scripts/fid.py writes nothing else."""
+    code = "from accel import start; start.begin(); from scripts import fid; fid.report = print; fid.main()"
+    line = f"{sys.executable} -c '{code}' a b {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and done.stderr.count("\n") == bool(status), done.stderr
+    assert ("No space left on device" in done.stderr) == bool(status)
+
+
 @pytest.mark.parametrize(
     "script, flags, line",
     [
         ("sample.py", ["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
-        ("sample.py", ["--gpus=--"], "--gpus=--: gives no value"),
         ("sample.py", ["--seeds=--"], "--seeds=--: gives no value"),
         ("sample_ddp.py", ["--seed=--"], "--seed=--: gives no value"),
     ],

@@ -45,9 +45,7 @@ class Maker(NamedTuple):
 @contextmanager
 def locked(folder: Path, job: Job) -> Iterator[None]:
     """Make the folder and keep other jobs out of it. Load the network inside too: its autotuner writes to the folder.
-
-    Raises UsageError on every rank if another job is at work there.
-    """
+    Raises UsageError on every rank if another job is at work there."""
     with ExitStack() as stack:
         job.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
         job.run_collectively(lambda: _require_access(folder), only=0)
@@ -55,30 +53,23 @@ def locked(folder: Path, job: Job) -> Iterator[None]:
 
 
 def _require_access(folder):
-    """Raise UsageError where this user may not do what `run` will, before weights are loaded."""
+    """Raise UsageError where this user may not write or list, before weights are loaded."""
     for place in (folder, folder / ".job", folder.parent):
-        with path_errors("sample_dir", place, "give yourself the right to write there, or use another"):
+        with path_errors("sample_dir", place, "give yourself the right to write there and list it, or use another"):
             require_writable(place)
-    for place in (folder, folder / ".job"):
-        with path_errors("sample_dir", place, "give yourself the right to list it, or use another"):
-            os.listdir(place)
+            if place != folder.parent:
+                os.listdir(place)
 
 
 def tuner_folders(folder: Path) -> list[Path]:
-    """Where the GEMM autotuner keeps what it chose, first to go by first.
-
-    Another algorithm rounds differently. So a job that resumes, perhaps elsewhere, goes by its own choices, and a new
-    one by those in the user's cache.
-    """
+    """Return the folders of the GEMM autotuner's choices: the job's own, since another algorithm rounds differently,
+    then the user's cache."""
     return [folder / ".job", cache_folder()]
 
 
 def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
-    """Make the pictures of `order` and their .npz, or those that are missing.
-
-    settings: as `begin` has them; rank 0's count. Raises Stopped when asked to stop, UsageError where the folder holds
-    something else or the disk is full.
-    """
+    """Make the missing pictures of `order` and their .npz; settings: rank 0's, as `begin` has them. Raises Stopped when
+    asked to stop, UsageError where the folder holds something else or the disk is full."""
     folder, batches = order.folder, Batches(order, job.rank, job.world)
     archive = Archive(folder, order.count, order.image_size)
     # Rank 0's view for all: each node has its own, older view of a network file system, and ranks that disagree on what
@@ -89,7 +80,7 @@ def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
             _make_pictures(maker, order, job, batches, finished)
         if job.rank == 0:
             with maker.watch.phase("npz"):
-                _write_npz(archive, lambda: job.stopping)
+                archive.complete(lambda: job.stopping)
     print(f"{folder}: {batches.total} pictures, {archive.path}: {order.count} · {maker.watch}")
 
 
@@ -149,13 +140,3 @@ def _make_pictures(maker, order, job, batches, finished):
         bar.update(already + job.counter("pictures") - bar.n)
     if any(job.all_gather_object(len(todo))):
         raise Stopped(f"stopped; start again with the same command to resume {order.folder}")
-
-
-def _write_npz(archive, stopping):
-    """Write the archive, unless it is there as it was written."""
-    if archive.path.exists():
-        problem = archive.problem()
-        if problem is None:
-            return
-        print(f"{archive.path}: {problem}; writing it again")
-    archive.write(stopping)

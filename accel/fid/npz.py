@@ -42,6 +42,14 @@ class Archive:
         self.record.unlink(missing_ok=True)
         sync_folder(self.record.parent)
 
+    def complete(self, stopping: Callable[[], bool]) -> None:
+        """Write the archive, unless it is there as it was written. Raises as `write`."""
+        if self.path.exists():
+            if (problem := self.problem()) is None:
+                return
+            print(f"{self.path}: {problem}; writing it again")
+        self.write(stopping)
+
     def write(self, stopping: Callable[[], bool]) -> None:
         """Write the archive, few pictures in memory at a time.
 
@@ -60,7 +68,6 @@ class Archive:
                         member.write(pixels)
                     if stopping():
                         raise Stopped(f"stopped while writing {self.path}; start again with the same command")
-            file.seek(0)
             record = {"sha256": sha256_of(file)}
             with atomic_write(self.record, "w", durable=True, through_link=False) as out:
                 json.dump(record, out)

@@ -45,7 +45,7 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """Where the weights are, or where published weights will be. A hub id is fetched for this."""
+        """The weights' path, or that of published weights once they are fetched. A hub id is fetched for this."""
         if self._path is None:
             remedy = f"fetch https://huggingface.co/{self.name} by other means and give its folder"
             self._path = fetch_from_hub(self.name, "transformer/", "ckpt", remedy)
@@ -88,8 +88,7 @@ class Checkpoint:
         return self._opened[1]
 
     def close(self) -> None:
-        """Let go of the tensors, which are mapped: nothing reads a file that somebody may write to any more. Raises
-        UsageError if somebody has, since they were opened."""
+        """Let go of the tensors, which are mapped. Raises UsageError if a file was changed since it was opened."""
         self.__dict__.pop("_opened", None)
         self._require_unchanged()
 
@@ -112,7 +111,7 @@ class Checkpoint:
         return {name: tensor for name, tensor in self.state.items() if name != "pos_embed"}
 
     def _stamp(self):
-        """The version of every file that the weights may come from."""
+        """Return the stamps of every file that the weights may come from."""
         path = self.fetch()
         with path_errors("ckpt", path):
             files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
@@ -128,13 +127,8 @@ def fetch_published() -> None:
             sys.exit(f"download.py: {error.by_flags()}")
 
 
-#################################################################################
-#                               Finding and fetching                            #
-#################################################################################
-
-
 def _locate(name: str) -> Path | None:
-    """The path that a name stands for, of published weights also where they will be; None for a hub id."""
+    """Return the path that a name stands for, of published weights also where they will be; None for a hub id."""
     path = Path(name)
     mode = mode_of(path, "ckpt")
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -172,10 +166,8 @@ def _download(target: Path) -> None:
 
 
 def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
-    """The local copy of a hub repository: config and weights of `subfolder` ("" or a name with a slash) only.
-
-    What is in the hub's cache is not asked for again. Raises UsageError about `parameter`.
-    """
+    """Return the local copy of a hub repository: config and weights of `subfolder` ("" or a name with a slash) only.
+    A cached copy is not asked for again. Raises UsageError about `parameter`."""
     from huggingface_hub import snapshot_download
 
     def snapshot(suffix, **how):

@@ -1,5 +1,5 @@
-"""Folders of consolidated weights, as LLaMA's training leaves them: consolidated_ema.00-of-01.pth, their moving
-average, or consolidated.00-of-01.pth, the weights, and model_args.pth, the arguments of the run."""
+"""Folders of LLaMA's training: consolidated_ema.00-of-01.pth (moving average) or consolidated.00-of-01.pth (weights),
+and model_args.pth (arguments of the run)."""
 
 import os
 import re
@@ -25,18 +25,14 @@ def holds(folder: Path) -> bool:
 def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (state dict, the arguments of the run: nothing if their file is not there). Raises UsageError about
     --ckpt."""
-    state, _ = training_layout.read(_weights_of(folder), mapped)
-    return state, read_namespace(folder / ARGUMENTS, "ckpt") if (folder / ARGUMENTS).exists() else {}
-
-
-def _weights_of(folder):
     whole = [folder / name for name in WEIGHTS if (folder / name).exists()]
-    if whole:
-        return whole[0]
-    parts = sorted(file.name for file in folder.iterdir() if PART.fullmatch(file.name))
-    if parts:
+    parts = sorted(filter(PART.fullmatch, os.listdir(folder)))
+    if not whole and parts:
+        world = int(PART.fullmatch(parts[0])[1])
         raise UsageError(
-            f"`ckpt={folder}`: {parts[0]} holds a part of each tensor, for {int(PART.fullmatch(parts[0])[1])} "
-            f"processes; join the parts to {WEIGHTS[0]}"
+            f"`ckpt={folder}`: {parts[0]} holds a part of each tensor, for {world} processes; join them to {WEIGHTS[0]}"
         )
-    raise UsageError(f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there")
+    if not whole:
+        raise UsageError(f"`ckpt={folder}`: holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}; copy the weights there")
+    state, _ = training_layout.read(whole[0], mapped)
+    return state, read_namespace(folder / ARGUMENTS, "ckpt") if (folder / ARGUMENTS).exists() else {}

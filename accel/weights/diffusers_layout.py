@@ -18,11 +18,10 @@ _OUTER = {
     "final_layer.adaLN_modulation.1": "proj_out_1",
     "final_layer.linear": "proj_out_2",
 }
+_KINDS = ("weight", "bias")
 _EMBEDDERS = {
-    "t_embedder.mlp.0.weight": "emb.timestep_embedder.linear_1.weight",
-    "t_embedder.mlp.0.bias": "emb.timestep_embedder.linear_1.bias",
-    "t_embedder.mlp.2.weight": "emb.timestep_embedder.linear_2.weight",
-    "t_embedder.mlp.2.bias": "emb.timestep_embedder.linear_2.bias",
+    **{f"t_embedder.mlp.0.{kind}": f"emb.timestep_embedder.linear_1.{kind}" for kind in _KINDS},
+    **{f"t_embedder.mlp.2.{kind}": f"emb.timestep_embedder.linear_2.{kind}" for kind in _KINDS},
     "y_embedder.embedding_table.weight": "emb.class_embedder.embedding_table.weight",
 }
 _BLOCK = {
@@ -31,42 +30,22 @@ _BLOCK = {
     "mlp.fc2": "ff.net.2",
     "adaLN_modulation.1": "norm1.linear",
 }
-_KINDS = ("weight", "bias")
 SCHEDULE = "scheduler/scheduler_config.json"  # of a pipeline
 WEIGHTS, PICKLED = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"
 
-
-# Of config.json: entries that must have one of these values, since nothing else is computed. norm_eps: DiT's own is
-# 1e-6, and diffusers writes its default, 1e-5, beside the published weights.
+# Entries of config.json that must have one of these values, since nothing else is computed; others must be idle: None
+# or False. norm_eps: DiT's own is 1e-6, and diffusers writes its default, 1e-5, beside the published weights.
 COMPUTED = {
     "_class_name": ("DiTTransformer2DModel", "Transformer2DModel"),
     "activation_fn": ("gelu-approximate",),
     "attention_bias": (True,),
     "attention_type": ("default",),
-    "caption_channels": (None,),
-    "cross_attention_dim": (None,),
-    "double_self_attention": (False,),
-    "interpolation_scale": (None,),
-    "norm_elementwise_affine": (False,),
     "norm_eps": (1e-5, 1e-6),
     "norm_type": ("ada_norm_zero",),
-    "num_vector_embeds": (None,),
-    "only_cross_attention": (False,),
-    "upcast_attention": (False,),
-    "use_additional_conditions": (None, False),
-    "use_linear_projection": (False,),
 }
-SIZES = (
-    "attention_head_dim",
-    "num_attention_heads",
-    "num_embeds_ada_norm",
-    "num_layers",
-    "out_channels",
-    "patch_size",
-    "sample_size",
-    "in_channels",
-)
-WITHOUT_EFFECT = "dropout", "norm_num_groups"  # in evaluation, of this kind of transformer
+CLASSES = "num_embeds_ada_norm"
+# The last two in evaluation, of this kind of transformer.
+WITHOUT_EFFECT = "sample_size", "num_attention_heads", "attention_head_dim", "dropout", "norm_num_groups"
 
 
 def holds(folder: Path) -> bool:
@@ -75,7 +54,7 @@ def holds(folder: Path) -> bool:
 
 
 def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(state dict of models.DiT, what the folder says of it). Raises UsageError about --ckpt."""
+    """Return (state dict of models.DiT, the facts beside it). Raises UsageError about --ckpt."""
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}
     for file in weight_files(folder, "ckpt"):
@@ -94,36 +73,30 @@ def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], di
 def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return the facts that a config of DiTTransformer2DModel holds beside its weights `state`, which are under DiT's
     names: family, side of the latent, heads, classes. Raises ValueError where it describes another function."""
-    for name, value in config.items():
-        if name in COMPUTED and value not in COMPUTED[name]:
-            wanted = " or ".join(map(str, COMPUTED[name]))
-            raise ValueError(
-                f"{name} is {shown(value)}, and a DiT has {wanted}; such a network cannot be computed here"
-            )
-        if name not in (*COMPUTED, *SIZES, *WITHOUT_EFFECT) and not name.startswith("_") and value not in (None, False):
-            raise ValueError(
-                f"{shown(name)} {shown(value)} is unknown, so it cannot be computed here; remove it if it is idle"
-            )
-    side = config.get("sample_size")
+    side, heads, classes = (config.get(name) for name in ("sample_size", "num_attention_heads", CLASSES))
     if type(side) is not int or not 0 < side <= 4096:
         raise ValueError(f"sample_size is {shown(side)}, must be from 1 to 4096; copy it again")
     width, channels, patch, _ = state["x_embedder.proj.weight"].shape
-    depth = sum(name.endswith("attn.qkv.weight") for name in state)
-    heads, head, classes = (config.get(name) for name in ("num_attention_heads", "attention_head_dim", SIZES[2]))
     has = {
         "in_channels": channels,
         "patch_size": patch,
-        "num_layers": depth,
+        "num_layers": sum(name.endswith("attn.qkv.weight") for name in state),
         "out_channels": state["final_layer.linear.weight"].shape[0] // patch**2,
-        "num_embeds_ada_norm": len(state["y_embedder.embedding_table.weight"]) - 1,
+        CLASSES: len(state["y_embedder.embedding_table.weight"]) - 1,
     }
     if heads is not None:
         if type(heads) is not int or heads < 1 or width % heads:
             raise ValueError(f"num_attention_heads is {shown(heads)}, which must divide {width}; copy both again")
         has["attention_head_dim"] = width // heads
-    for name, value in has.items():
-        if config.get(name) not in (None, value):
-            raise ValueError(f"{name} is {shown(config[name])}, and its weights have {value}; copy both again")
+    for name, value in config.items():
+        if name in has and value not in (None, has[name]):
+            raise ValueError(f"{name} is {shown(value)}, and its weights have {has[name]}; copy both again")
+        if name in COMPUTED and value not in COMPUTED[name]:
+            wanted = " or ".join(map(str, COMPUTED[name]))
+            raise ValueError(f"{name} is {shown(value)}, and a DiT has {wanted}; such a network cannot be computed")
+        known = name in has or name in COMPUTED or name in WITHOUT_EFFECT or name.startswith("_")
+        if not known and value not in (None, False):
+            raise ValueError(f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if idle")
     if side % patch:
         raise ValueError(f"sample_size is {side}, which {patch}, the patch, must divide; copy both again")
     found = {"family": "DiT", "latent_size": side, "num_heads": heads, "num_classes": classes}
@@ -152,7 +125,8 @@ def _of_pipeline(folder):
 
 
 def weight_files(folder: Path, parameter: str) -> list[Path]:
-    """The weights beside a config.json: one file, or shards; .safetensors rather than .bin. Raises UsageError."""
+    """Return the weights beside a config.json: one file, or shards; .safetensors rather than .bin. Raises
+    UsageError."""
     with path_errors(parameter, folder):
         names = os.listdir(folder)
     others = sorted(name for name in names if name.endswith(".safetensors"))
@@ -177,7 +151,7 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
 
 
 def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """State dict of models.DiT → the one of diffusers, without the position table, which diffusers computes."""
+    """Return diffusers' state dict from that of models.DiT, without the position table, which diffusers computes."""
     depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
     out = {f"{theirs}.{kind}": state[f"{ours}.{kind}"] for ours, theirs in _OUTER.items() for kind in _KINDS}
     for n in range(depth):

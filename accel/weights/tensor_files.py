@@ -26,7 +26,7 @@ SETTLED = 2e9  # ns: two changes of a file that come sooner after one another ma
 
 
 def mode_of(path: Path, parameter: str) -> int:
-    """st_mode of what is at `path`, 0 if nothing is. Raises UsageError where permissions or the name forbid to look."""
+    """Return st_mode of `path`, 0 if nothing is there. Raises UsageError where permissions or the name forbid it."""
     with path_errors(parameter, path):
         try:
             return path.stat().st_mode
@@ -35,8 +35,8 @@ def mode_of(path: Path, parameter: str) -> int:
 
 
 def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
-    """What a .safetensors file or a pickle (.pt, .ckpt, .bin) holds, on the CPU; mapped: not copied, where the format
-    allows it. Raises UsageError about `parameter`."""
+    """Return the content of a .safetensors file or a pickle (.pt, .ckpt, .bin), on the CPU; mapped: not copied, where
+    the format allows it. Raises UsageError about `parameter`."""
     with _regular_file(path, parameter):
         read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
         content = read(path, parameter, mapped)
@@ -58,7 +58,8 @@ def read_header(path: Path, parameter: str) -> dict[str, str]:
 
 
 def read_namespace(path: Path, parameter: str) -> dict:
-    """The arguments of a training run, an argparse.Namespace of torch.save. Raises UsageError about `parameter`."""
+    """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises UsageError about
+    `parameter`."""
     with _regular_file(path, parameter):
         content = _read_pickle(path, parameter, mapped=False)
     if not isinstance(content, argparse.Namespace):
@@ -67,7 +68,7 @@ def read_namespace(path: Path, parameter: str) -> dict:
 
 
 def read_json(path: Path, parameter: str) -> dict:
-    """The object in a JSON file. Raises UsageError about `parameter`."""
+    """Return the object in a JSON file. Raises UsageError about `parameter`."""
     with path_errors(parameter, path):
         try:
             return read_object(path)
@@ -92,7 +93,8 @@ def require_floats(state: dict, parameter: str, path: Path) -> None:
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """16 hex digits over names, shapes and all float32 values: the same for every file format and order of entries."""
+    """Return 16 hex digits over names, shapes and all float32 values, the same for every format and order of
+    entries."""
     total = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().float().flatten()
@@ -102,13 +104,12 @@ def digest(state: dict[str, torch.Tensor]) -> str:
 
 
 def digest_with(entries: dict, of_tensors: str) -> str:
-    """16 hex digits over the `digest` of tensors and plain entries that decide their function, such as a number of
-    heads."""
+    """Return 16 hex digits over the `digest` of tensors and plain entries that decide their function."""
     return hashlib.sha256(f"{of_tensors} {json.dumps(entries, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
 def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
-    """(path, size, mtime, inode, ctime) of each file: another version of it has another stamp."""
+    """Return (path, size, mtime, inode, ctime) of each file: another version of it has another stamp."""
     stamps = []
     for file in files:
         with path_errors(parameter, file):
@@ -118,7 +119,8 @@ def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
 
 
 def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tensor]]) -> str:
-    """`digest(state())` of files with these stamps, taken before they were opened; kept in the cache folder."""
+    """Return `digest(state())` of files with these stamps, taken before they were opened; the cache folder keeps
+    it."""
     name = Path("digests", hashlib.sha256(repr(stamps).encode()).hexdigest()[:32])
     with suppress(OSError, ValueError):
         found = read_small(cache_folder() / name).decode()
@@ -137,11 +139,9 @@ def cached_digest(stamps: list[tuple], state: Callable[[], dict[str, torch.Tenso
 
 @contextmanager
 def _regular_file(path: Path, parameter: str) -> Iterator[None]:
-    """A file is read inside. UsageError about `parameter` if it is none, or if it cannot be read."""
+    """Raise UsageError about `parameter` unless `path` is a regular file that can be read, inside too."""
     with path_errors(parameter, path):
-        open_regular(
-            path
-        ).close()  # pipes and permissions are checked here: torch and safetensors report them otherwise
+        open_regular(path).close()  # torch and safetensors have errors of their own for pipes and permissions
         yield
 
 

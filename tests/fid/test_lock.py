@@ -10,7 +10,6 @@ import time
 
 import forks
 import pytest
-from unprivileged import unprivileged
 
 from accel.errors import UsageError
 from accel.fid.lock import PATIENCE, sole_job
@@ -101,16 +100,6 @@ def test_a_file_system_without_locks_is_named(folder, monkeypatch, capsys):
         pass
     line = f"{folder}: this file system has no locks (Operation not supported); start one job at a time here\n"
     assert capsys.readouterr().out == 2 * line
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "file/pictures", "private/pictures", "full/pictures"])
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, name):
-    (tmp_path / "file").touch()
-    (tmp_path / "private").mkdir(mode=0o700)
-    (tmp_path / "full").mkdir(mode=0o500)
-    tmp_path.chmod(0o755)
-    with unprivileged():  # to whom the folders say no
-        assert any(word in refusal(tmp_path / name) for word in ("too long", "Not a directory", "denied"))
 
 
 def test_a_lock_is_never_taken_through_a_link(folder, tmp_path):

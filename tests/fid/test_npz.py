@@ -104,19 +104,12 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
     assert "is a folder, a pipe" in archive.problem()
 
 
-@pytest.mark.parametrize("content", [None, b"{", b"[]", b"{}", b"\xff\xfe", "fifo"])
+@pytest.mark.parametrize("content", [None, b"{", b"{}"])
 def test_a_record_that_is_not_one_makes_it_written_again(tmp_path, content):
-    folder = tmp_path / "pictures"
-    make(folder, 8, 16)
-    archive = Archive(folder, 8, 16)
+    make(tmp_path / "pictures", 8, 16)
+    archive = Archive(tmp_path / "pictures", 8, 16)
     archive.write(never)
-    archive.record.unlink()
-    if content == "fifo":
-        os.mkfifo(archive.record)
-    elif content is not None:
-        archive.record.write_bytes(content)
+    archive.record.unlink() if content is None else archive.record.write_bytes(content)
     assert archive.problem() and "\n" not in archive.problem()
-    if content == "fifo":
-        archive.record.unlink()
     archive.write(never)
     assert archive.problem() is None and archive.record.is_file()

@@ -114,7 +114,7 @@ def test_diffusers_loads_the_folder(source, tmp_path, here):
 
     assert here("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "out").returncode == 0
     theirs = DiTTransformer2DModel.from_pretrained(tmp_path / "out", subfolder="transformer", low_cpu_mem_usage=False)
-    assert theirs.config.num_attention_heads == 6 and theirs.config.sample_size == 16
+    assert (theirs.config.num_attention_heads, theirs.config.sample_size, theirs.config.norm_eps) == (6, 16, 1e-6)
     for block in theirs.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
     model = DiT_models["DiT-S/8"](input_size=16).eval()
@@ -183,14 +183,6 @@ def test_weights_that_are_not_whole(entry, tmp_path, monkeypatch, capsys):
     save_file({name: tensor for name, tensor in state.items() if name != entry}, tmp_path / "a.safetensors")
     status, error = convert(monkeypatch, capsys, "--ckpt", tmp_path / "a.safetensors", "--output", tmp_path / "out")
     assert status == 2 and f"is not a DiT: no {entry}" in error and not (tmp_path / "out").exists()
-
-
-def test_what_a_folder_does_not_hold_is_not_left_there(tmp_path, monkeypatch, capsys):
-    """diffusers computes the position table: one that is another would be lost."""
-    state = fill(DiT_models["DiT-Demo/2"]()).state_dict()
-    save_file({**state, "pos_embed": state["pos_embed"] + 1}, tmp_path / "a.safetensors")
-    status, error = convert(monkeypatch, capsys, "--ckpt", tmp_path / "a.safetensors", "--output", tmp_path / "out")
-    assert status == 2 and "its position table is up to 1 off" in error and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])

@@ -12,6 +12,7 @@ import shutil
 import time
 import tracemalloc
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from urllib.error import URLError
 
@@ -111,10 +112,6 @@ def tree(tmp_path):
     return tmp_path / "tree"
 
 
-def test_a_tree_with_a_folder_a_class_is_its_pictures(tree):
-    assert np.array_equal(images(tree).permute(0, 2, 3, 1), draw(24, seed=1))
-
-
 def test_the_pages_own_recipe_makes_a_reference(tree, tmp_path, monkeypatch):
     """docs/fid.md: pictures of any size, cropped and resized, in an archive."""
     page = (ROOT / "docs" / "fid.md").read_text()
@@ -154,12 +151,6 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, tree, dinov2
         assert "VIRTUAL_imagenet256_labeled.npz" in forks.run([*program, "--help"]).stdout
 
 
-def test_an_archive_and_a_folder_of_the_same_pictures(data):
-    for name, pictures in (("samples", draw(20)), ("reference", draw(24, seed=1))):
-        for path in (data / name, data / f"{name}.npz"):
-            assert np.array_equal(images(path).permute(0, 2, 3, 1), pictures), path
-
-
 def test_archives_are_streamed(tmp_path):
     np.savez(tmp_path / "many.npz", np.zeros((2000, 64, 64, 3), np.uint8))  # 24.6 MB
     pictures = fid.Pictures(tmp_path / "many.npz")
@@ -192,7 +183,7 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
     np.savez(tmp_path / "adm.npz", arr_0=draw(12, seed=2), mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s)
     samples, reference = fid.Pictures(data / "samples.npz"), fid.Pictures(tmp_path / "adm.npz")
     network = fid.load_inception(inception, cuda=False)
-    mine = fid.compare(samples, reference, network, False, 7, False)
+    mine = fid.compare(samples, reference, [network], False, Namespace(batch_size=7, precision_recall=False))
     for name, found, (mu, sigma) in zip((fid.FID, fid.SFID), features(inception, draw(20)), of_reference, strict=True):
         # S = XᵀX for X's 20 centred rows, so S·T has the nonzero eigenvalues of the 20×20 matrix X·T·Xᵀ.
         x = (found - found.mean(0)) / 19**0.5
@@ -201,21 +192,18 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
         assert math.isclose(mine[name], direct, rel_tol=1e-5), name
 
 
-def test_sfid_of_pictures_is_that_of_their_statistics(data, inception, dinov2, tmp_path, here):
-    """And an archive without those of sFID gives none."""
-    network = fid.load_inception(inception, cuda=False)
-    pool, spatial = features(inception, draw(24, seed=1))
-    known = dict(mu=pool.mean(0), sigma=np.cov(pool, rowvar=False))
-    np.savez(tmp_path / "fid.npz", **known)
-    np.savez(tmp_path / "both.npz", **known, mu_s=spatial.mean(0), sigma_s=np.cov(spatial, rowvar=False))
-    samples, references = fid.Pictures(data / "samples.npz"), (data / "reference.npz", tmp_path / "both.npz")
-    pictures, both = (fid.compare(samples, fid.Pictures(one), network, False, 8, False) for one in references)
-    assert math.isclose(pictures[fid.SFID], both[fid.SFID], rel_tol=1e-4) and pictures[fid.SFID] > 0.01
-    how = "--inception-weights", inception, "--device", "cpu"
-    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", *how, "--features", "dinov2")
-    assert "\nFD-DINOv2        none: the reference has no pictures" in done.stdout
-    assert done.returncode == 0 and "\nsFID             none: the reference has statistics, but not mu_s" in done.stdout
-    assert math.isclose(float(done.stdout.split("\nFID")[1].split()[0]), pictures[fid.FID], rel_tol=1e-4)
+def test_figures_that_statistics_do_not_give(data, inception, dinov2, tmp_path, here):
+    """FID against statistics is that against their pictures; without sFID's there is no sFID, nor precision."""
+    pool, _ = features(inception, draw(24, seed=1))
+    np.savez(tmp_path / "fid.npz", mu=pool.mean(0), sigma=np.cov(pool, rowvar=False))
+    how, references = ("--inception-weights", inception, "--device", "cpu"), (tmp_path / "fid.npz", data / "reference")
+    found = [here("scripts/fid.py", data / "samples.npz", one, *how, "--features", "dinov2") for one in references]
+    values = [float(done.stdout.split("\nFID")[1].split()[0]) for done in found]
+    assert math.isclose(*values, rel_tol=1e-4) and found[0].returncode == 0
+    assert "\nFD-DINOv2        none: the reference has no pictures" in found[0].stdout
+    assert "\nsFID             none: the reference has statistics, but not mu_s" in found[0].stdout
+    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", "--precision-recall")
+    assert done.returncode == 2 and "fid.npz: holds 0 pictures" in done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -231,13 +219,6 @@ def jobs(tmp_path_factory):
 
 def notes(samples, reference, published=True):
     return list(fid.caveats(fid.Pictures(samples), fid.Pictures(reference), published))
-
-
-def test_settings_that_are_a_pipe_are_none(tmp_path):
-    (tmp_path / "made" / ".job").mkdir(parents=True)
-    os.mkfifo(tmp_path / "made" / ".job" / "settings.json")
-    np.savez(tmp_path / "made.npz", draw(10))
-    assert fid.Pictures(tmp_path / "made.npz").settings() == {}
 
 
 def test_two_jobs_are_compared_by_what_they_record(jobs):
@@ -332,12 +313,6 @@ def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_p
     done = here("scripts/fid.py", path, data / "reference.npz", *how)
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert str(path) in done.stderr and done.stderr.count("\n") == 1 and time.monotonic() - start < 2
-
-
-def test_precision_needs_pictures(data, tmp_path, here):
-    np.savez(tmp_path / "s.npz", mu=np.zeros(2048), sigma=np.eye(2048))
-    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "s.npz", "--precision-recall")
-    assert done.returncode == 2 and "s.npz: holds 0 pictures" in done.stderr
 
 
 def test_bad_folders_are_one_line(tmp_path):

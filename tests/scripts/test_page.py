@@ -17,7 +17,7 @@ from conftest import ROOT
 
 from accel import door
 from accel.precision import alone
-from scripts.page_studio import PLAN, Studio, estimate
+from scripts.page import PLAN, Studio, estimate
 
 in_browser = pytest.mark.skipif(
     not (find() and find_spec("gradio")), reason="needs Chromium (Debian: apt-get install chromium) and gradio"
@@ -96,7 +96,8 @@ class Visitor(Browser):
         self.ask("document.activeElement.blur()")
 
     def status(self):
-        return self.ask(f"({self.seen('.status')}[0] || {{}}).innerText") or ""
+        """The status, or the toast of a mistake."""
+        return self.ask(f"({self.seen('[class*=toast]')}[0] || {self.seen('.status')}[0] || {{}}).innerText") or ""
 
     def wait_for(self, words):
         """What the status says of `words`, a regular expression."""
@@ -139,9 +140,7 @@ def test_a_picture_is_that_of_the_command_to_the_bit(visitor, run, tmp_path):
     while visitor.status() != "Done.":
         pictures.add(visitor.picture())
     line = visitor.ask(f"{visitor.seen('textarea')}[0].value")
-    assert line == (
-        "python sample.py --model DiT-Demo/2 --num-sampling-steps 12 --sampler ddpm --precision fp32 --labels 5 3"
-    )
+    assert line == "python sample.py --model DiT-Demo/2 --num-sampling-steps 12 --precision fp32 --labels 5 3"
     words = shlex.split(line)
     assert run(ROOT / words[1], *words[2:], cwd=tmp_path, OMP_NUM_THREADS="1").returncode == 0
     made = (tmp_path / "sample.png").read_bytes()
@@ -202,7 +201,6 @@ def test_a_mistake_is_a_line_in_the_page(visitor, label, value, said):
         visitor.fill(label, value)
     visitor.press("Sample")
     visitor.wait_for(said)
-    assert visitor.ask(f"{visitor.seen('.error')}.length") == 1
 
 
 @in_browser
@@ -233,4 +231,4 @@ def test_nothing_is_left(tmp_path, number):
             process.wait(20)
     finally:
         process.kill()
-    assert sorted(tmp_path.rglob("*")) == [tmp_path / "home", tmp_path / "tmp"]
+    assert process.returncode and sorted(tmp_path.rglob("*")) == [tmp_path / "home", tmp_path / "tmp"]

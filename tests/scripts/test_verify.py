@@ -118,32 +118,6 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     } - {"seed0-fp32-again.png", "verify.json"}
 
 
-def test_one_seed_is_what_a_cpu_takes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(verify, "sample", lambda options, seeds, *_: pytest.fail(f"{len(seeds)} seed"))
-    with pytest.raises(pytest.fail.Exception, match="^1 seed$"):
-        here(monkeypatch, "--output", tmp_path)
-    assert "8 labels" in capsys.readouterr().out
-
-
-def test_the_picture_that_fails_is_shown(tmp_path, monkeypatch):
-    """Each heatmap stands under the verdict of what it shows: here a grid that passes, and the one picture that does
-    not."""
-    want, got = grids(), grids(damage=0.04, only=5)
-    record = dict(tier="fp16", **verify.judge(want, got, Distance()))
-    assert record["verdicts"]["contest"] == "FAIL"
-    shown = {}
-    monkeypatch.setattr(
-        verify.evaluate,
-        "heatmap",
-        lambda path, a, b, row, names, verdict: shown.update({path.name: (a.shape, row["part"], names[0], verdict)}),
-    )
-    verify.draw_heatmaps(tmp_path, record, want, got, "contest")
-    assert shown == {
-        "heatmap-fp16.png": (want[1].shape, "grid", "fp32, seed 1, whole grid", "PASS"),
-        "heatmap-fp16-picture.png": ((32, 32, 3), "2,2", "fp32, seed 1, picture 2,2", "FAIL"),
-    }
-
-
 def test_what_is_recommended(capsys):
     def conclude(*tiers, gate="contest", seeds=1):
         return verify.conclude(dict(gate=gate, seeds=seeds, tiers=tiers)), capsys.readouterr().out
