@@ -105,6 +105,8 @@ def load_network(
 
         try:
             return fast.load(state, model, tier, device, *batch.rows[0], batch.guided_channels, tuner, part)
+        except UsageError:
+            raise
         except ValueError as error:
             raise UsageError(f"`ckpt={weights.name}`: {error}") from None
     if part.ranks == 1:  # first to the device: of weights in half precision the CPU never holds a float32 copy

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel.errors import UsageError
 from accel.graphs import Latest, Replayed
 
 KEPT = 4  # captured moves: of another guidance or number of steps, each is another
@@ -38,11 +39,15 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def family_module(model: torch.nn.Module, name: str) -> ModuleType:
-    """The module `name` beside the one that defines a network's class, or a class that it derives from."""
+def family_module(model: torch.nn.Module, name: str, remedy: str) -> ModuleType:
+    """Import the module `name` beside the one that defines a network's class, or a class that it derives from. Raises
+    UsageError with `remedy` where its family has none."""
     packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
     names = (f"{package}.{name}" for package in packages if package.startswith("accel.families."))
-    return import_module(next(name for name in names if find_spec(name)))
+    found = next((name for name in names if find_spec(name)), None)
+    if found is None:
+        raise UsageError(f"{remedy}: the family of {type(model).__name__} has no {name}.py")
+    return import_module(found)
 
 
 class Part(NamedTuple):
@@ -195,11 +200,11 @@ class Plain(BlockNetwork):
         self.attention = model.attend
         self.model, self.depth, self.num_heads = model, len(model.blocks), model.num_heads
         self.patch_size, self.in_channels = model.patch_size, model.in_channels
-        self.width = model.final_layer.linear.in_features
+        self.width = next(model.blocks[0].parameters()).shape[-1]  # of a block's first layer
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.final_layer.linear.weight.dtype
+        return next(self.model.parameters()).dtype
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return self.model.parameters()

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import ModuleType
 
 import torch
 
@@ -16,11 +15,6 @@ from accel.kernels.linear import Tuner
 from accel.network import WHOLE, Part, family_module
 
 
-def family_of(model: torch.nn.Module) -> ModuleType:
-    """The module that lays out the weights of a model: lay_out(read, model, ops) → Layout."""
-    return family_module(model, "fast")
-
-
 def laid_out(state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split) -> FastNetwork:
     """The accelerated network with the weights `state`, on any device, computed with `ops`.
 
@@ -28,7 +22,8 @@ def laid_out(state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half |
     ValueError, naming the layer, for weights that the tier cannot hold.
     """
     read = Reader(state, ops.device, ops.stream, ops.part)
-    return FastNetwork(family_of(model).lay_out(read, model, ops), ops)
+    family = family_module(model, "fast", "`precision`: use fp32 or tf32")
+    return FastNetwork(family.lay_out(read, model, ops), ops)
 
 
 def build(

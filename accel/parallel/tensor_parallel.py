@@ -34,7 +34,8 @@ def divide_weights(model: torch.nn.Module, group: dist.ProcessGroup, device: tor
     Every rank has the same weights before; they may lie in their file. This rank's part becomes float32 on `device`.
     Heads and hidden width must divide.
     """
-    mesh, division = DeviceMesh.from_group(group, device.type), family_module(model, "division")
+    division = family_module(model, "division", "`parallel=weights`: use rows or tokens")
+    mesh = DeviceMesh.from_group(group, device.type)
     ranks, gathered = mesh.size(), dict(output_layouts=Replicate())
     styles = dict.fromkeys(division.COLUMNS, ColwiseParallel()) | dict.fromkeys(division.ROWS, RowwiseParallel())
     styles |= dict.fromkeys(division.GATHERED, ColwiseParallel(**gathered))
