@@ -10,15 +10,11 @@ T = (H/p)² tokens, D width.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import zip_longest
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from accel.errors import UsageError
 from accel.graphs import Latest, Replayed
 
 KEPT = 4  # captured moves: of another guidance or number of steps, each is another
@@ -37,17 +33,6 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod
     return model
-
-
-def family_module(model: torch.nn.Module, name: str, remedy: str) -> ModuleType:
-    """Import the module `name` beside the one that defines a network's class, or a class that it derives from. Raises
-    UsageError with `remedy` where its family has none."""
-    packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
-    names = (f"{package}.{name}" for package in packages if package.startswith("accel.families."))
-    found = next((name for name in names if find_spec(name)), None)
-    if found is None:
-        raise UsageError(f"{remedy}: the family of {type(model).__name__} has no {name}.py")
-    return import_module(found)
 
 
 class Part(NamedTuple):

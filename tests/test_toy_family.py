@@ -101,9 +101,10 @@ sys.exit(refused)
 
 def test_what_its_folder_lacks_is_refused_in_a_line(tree):
     error = by_two(tree, "--parallel", "weights=2", "--labels", 3, status=USAGE)
-    assert error == "sample_ddp.py: --parallel weights: use rows or tokens: the family of Toy has no division.py\n"
+    lacks = "use fp32 or tf32, without {}: the family of Toy has no fast.py\n"
+    assert error == "sample_ddp.py: --precision: " + lacks.format("--parallel weights=N")
     done = forks.run(["-c", FAST], tree, **ALONE)
-    assert done.stderr == "precision: use fp32 or tf32: the family of Toy has no fast.py\n"
+    assert done.stderr == "precision: " + lacks.format("parallel=weights=N")
 
 
 def test_an_fid_job_that_is_killed_is_resumed_to_the_bit(tree):

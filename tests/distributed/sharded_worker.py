@@ -11,8 +11,6 @@ from itertools import product
 import torch
 from conftest import fill
 from networks import evaluate, network_of
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel import loading
@@ -28,7 +26,6 @@ from accel.network import Plain
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
-from accel.parallel.tensor_parallel import divide_weights
 from accel.weights.checkpoint import Checkpoint
 
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
@@ -114,29 +111,6 @@ def sharded(job, model, generator):
                     exchanged = {"guided": True, "collectives": traffic.collectives, "bytes": traffic.received}
                     yield row | exchanged | difference(got, evaluate(alone, x, t, y, 4.0))
                     yield row | {"guided": False} | difference(shared.forward(x, t, y), alone.forward(x, t, y))
-
-
-def divided(job, model, generator):
-    """Every layer's weights of a reference model over two ranks and over all; half as in many a file, float32 once they
-    are divided."""
-    half = copy.deepcopy(model).half()
-    model = copy.deepcopy(half).float()
-    x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
-    for ranks in (2, job.world):
-        part = Groups(job, torch.device("cpu")).part(Layout(weights=ranks))
-        if part.group is None:
-            continue
-        network = copy.deepcopy(half)
-        divide_weights(network, part.group, torch.device("cpu"))
-        with CommDebugMode() as calls:
-            got = evaluate(Plain(network), x, t, y, 4.0)
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in network.blocks.parameters()]
-        yield {
-            "kind": "weights",
-            "ranks": ranks,
-            "calls": {str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
-            "part": sum(map(torch.numel, parts)) / sum(map(torch.numel, model.blocks.parameters())),
-        } | difference(got, evaluate(Plain(model), x, t, y, 4.0))
 
 
 class BytesRead(TorchDispatchMode):
@@ -229,7 +203,7 @@ def main():
     model = fill(DiT(input_size=SIDE, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
     with launched_job("sharded_worker.py") as job:
         results = []
-        for part in (sharded, divided, accelerated, loaded, large):
+        for part in (sharded, accelerated, loaded, large):
             results += part(job, model, torch.Generator().manual_seed(1))
         print(json.dumps(job.all_gather_object(results)))
 

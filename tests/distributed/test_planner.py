@@ -127,10 +127,10 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     chosen, reason = choose_once(*how)
     assert chosen == OFF and "ms a step estimated" in reason
     file = tmp_path / "dit" / "plans.json"
-    assert json.loads(file.read_text()) == {where: [list(OFF), reason]}
+    assert json.loads(file.read_text()) == {where: ["off", reason]}
     assert choose_once(*how) == (OFF, f"{reason}; measured before on this machine ({file})")
-    layouts = 3, [], [1, 1, "kv"], ["1", 1, "kv", 1], [1, 1, "mail", 1], [0, 1, "kv", 1], [1, 1, "kv", 1, 1]
-    entries = [*([layout, reason] for layout in layouts), [list(OFF)], [list(OFF), 5], {}, "x"]
+    layouts = 3, [1, 1, "kv", 1], "", "rows=0", "tokens=2,exchange=mail"
+    entries = [*([layout, reason] for layout in layouts), ["off"], ["off", reason, 5], {}, None]
     for damaged in ("{", "[]", "[" * 200_000, *(json.dumps({where: entry}) for entry in entries)):
         file.write_text(damaged)
         assert "measured before" not in choose_once(*how)[1], damaged[:80]
