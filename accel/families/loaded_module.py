@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from accel.errors import UsageError, shown
 from accel.families import Family, families
-from accel.families.recognise import recognise, reference_state
+from accel.families.recognise import converted, recognise, reference_state
 from accel.network import unwrapped
 from accel.weights.shapes import require_fit, shapes_only
 
@@ -100,7 +100,7 @@ class LoadedModule:
                 raise UsageError(f"{self.name}: {shown(name)} is {kind}; weights are dense tensors of floats")
             if value.is_meta:
                 raise UsageError(f"{self.name}: {shown(name)} is on the meta device, without values; load them first")
-        return self.how.family.part("weights").converted(self._raw(state), self.metadata)
+        return converted(self.how.family, self._raw(state), self.metadata)
 
     def _require_attributes(self):
         theirs = dict(self.module.named_modules())

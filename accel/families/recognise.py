@@ -5,11 +5,16 @@ A family's weights.py has
     MODELS                         name of a model → constructor of the reference network
     KEYS                           names of tensors that every file of the family has
     LABELS                         the label table's name
-    claim(shapes, metadata)        (strength, reason) where something beside the keys speaks for the family, or None
     sizes(shapes, metadata)        (name, constructor, heads): KeyError for a missing entry, ValueError for weights that
                                    cannot be computed
-    converted(state, metadata)     state dict of the file → of the reference network
-    sampled(state, metadata)       the entries of a file, all that sampling needs and no others
+    of_module(module, state)       how a module of the family is read, or None (loaded_module.py)
+
+and, where a family differs from the default,
+
+    claim(shapes, metadata)        (strength, reason) where something beside keys and names speaks for the family, or
+                                   None
+    converted(state, metadata)     state dict of the file → of the reference network; default: the same entries
+    sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: as `converted`
     latent_size(state)             the latent's side at which converted weights were trained, or None
 """
 
@@ -100,7 +105,7 @@ def recognise(
         raise UsageError(f"`ckpt={source}`: {error}") from None
     classes, null_class = _classes(source, rows, metadata, num_classes)
     build = partial(build, class_dropout_prob=0.1 if null_class else 0.0)
-    state = weights.converted(state, metadata)
+    state = converted(family, state, metadata)
     with shapes_only():
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)
@@ -121,7 +126,7 @@ def recognise(
         classes,
         null_class,
         learn_sigma=network.out_channels == 2 * network.in_channels,
-        latent_size=weights.latent_size(state),
+        latent_size=weights.latent_size(state) if hasattr(weights, "latent_size") else None,
         class_names=tuple(metadata.get("class_names", ())),
         usual=standard,
         **given,
@@ -130,7 +135,18 @@ def recognise(
 
 def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
     """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of their reference network."""
-    return fit.family.part("weights").converted(weights.state, weights.metadata)
+    return converted(fit.family, weights.state, weights.metadata)
+
+
+def converted(
+    family: Family, state: dict[str, torch.Tensor], metadata: dict[str, Any], sampled: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file under the names of their reference network; sampled: under the file's, without those
+    of training alone."""
+    weights = family.part("weights")
+    convert = getattr(weights, "sampled", None) if sampled else None
+    convert = convert or getattr(weights, "converted", None)
+    return convert(state, metadata) if convert else state
 
 
 def choose_family(
@@ -145,8 +161,9 @@ def choose_family(
         missing = next(key for key in likely.part("weights").KEYS if key not in have)
         others = " or ".join(f"a {family.name}" for family in families() if family != likely)
         raise UsageError(f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}")
-    claims = [(*claim, family) for family in alike if (claim := family.part("weights").claim(have, metadata))]
-    claims += [(NAMED, f"model {shipped_as}", family) for family in alike if shipped_as in family.models]
+    claims = [(*claim, family) for family in alike if (claim := _claim(family, have, metadata))]
+    for name in (metadata.get("model"), shipped_as):
+        claims += [(NAMED, f"model {name}", family) for family in alike if name in family.models]
     claims += [(EXPLICIT, f"family {family.name}", family) for family in alike if metadata.get("family") == family.name]
     if "family" in metadata and metadata["family"] not in [family.name for family in alike]:
         raise UsageError(
@@ -168,6 +185,11 @@ def choose_family(
     if wanted:
         raise UsageError(f"`ckpt={source}`: is not a {wanted.name} but a {alike[0].name}; drop `model`")
     return _by_file_name(source, alike) or alike[0], len(alike) > 1
+
+
+def _claim(family, have, metadata):
+    weights = family.part("weights")
+    return weights.claim(have, metadata) if hasattr(weights, "claim") else None
 
 
 def _by_file_name(source, alike):
@@ -225,7 +247,7 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     if not _alike(shapes):
         return state
     family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
-    return family.part("weights").converted(state, checkpoint.metadata)
+    return converted(family, state, checkpoint.metadata)
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:

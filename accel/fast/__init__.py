@@ -20,8 +20,8 @@ from accel.network import WHOLE, Part
 
 
 def family_of(model: torch.nn.Module) -> ModuleType:
-    """Import fast.py of a model's family, which lays out its weights: lay_out(read, model, ops) → Layout. It lies beside
-    the module of the model's class, or of a class that this derives from. Raises UsageError where there is none."""
+    """Import fast.py of a model's family, which lays out its weights: lay_out(read, model, ops) → Layout. It lies
+    beside the module of the model's class, or of a class that this derives from. Raises UsageError if there is none."""
     packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
     names = (f"{package}.fast" for package in packages if package.startswith("accel.families."))
     name = next(filter(find_spec, names), None)

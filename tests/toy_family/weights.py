@@ -12,25 +12,9 @@ KEYS = "places.weight", "blocks.2.qkv.weight"
 LABELS = "labels.weight"
 
 
-def claim(shapes, metadata):
-    """None: no other family has these entries."""
-
-
 def sizes(shapes, metadata):
     """(name, constructor, heads) of the model with weights of these shapes."""
     return "Toy/2", partial(Toy, width=shapes[LABELS][1]), Toy.num_heads
-
-
-def converted(state, metadata):
-    """The entries are those of the network."""
-    return state
-
-
-sampled = converted
-
-
-def latent_size(state):
-    """None: no entry depends on it."""
 
 
 def of_module(module, state):
