@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -20,7 +21,7 @@ from accel.parallel import exchanges, layouts
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
-from accel.parallel.planner import Work, candidates, check, choose_once, share_evaluations, situation
+from accel.parallel.planner import Work, candidates, check, choose_once, milliseconds, share_evaluations, situation
 from accel.parallel.processes import Job
 
 ONE_HOST = ["a"] * 4
@@ -143,6 +144,21 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     before = version(tmp_path)
     (tmp_path / "kernel.cu").write_text("fast")
     assert version(tmp_path) != before
+
+
+class Slow(Plain):
+    """A network whose evaluation takes 20 ms and 5 ms a block."""
+
+    def forward_blocks(self, h, *how):
+        time.sleep(0.02 + 0.005 * self.depth)
+        return super().forward_blocks(h, *how)
+
+
+def test_an_estimate_is_of_the_whole_network():
+    """Timed are two and six of its blocks."""
+    network = Slow(fill(DiT(input_size=4, hidden_size=24, depth=26, num_heads=6)))
+    found = milliseconds(network, work(tokens=4), groups_of(1), OFF)
+    assert 150 <= found < 250
 
 
 def test_refused_by_the_command():

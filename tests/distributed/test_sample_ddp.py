@@ -30,6 +30,9 @@ def test_shares_cover_all_rows_once_and_evenly():
         for world in range(1, 9):
             parts = [list(range(n))[Placement(world=world, rank=rank).pictures(n)] for rank in range(world)]
             assert sum(parts, []) == list(range(n))
+            sliced = [Placement(world=world, rank=rank).batches(n, 2) for rank in range(world)]
+            assert [[i for one in mine for i in range(n)[one]] for mine in sliced] == parts
+            assert all(0 < one.stop - one.start <= 2 for mine in sliced for one in mine)
             sizes = [len(part) for part in parts]
             assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
             assert not range(n)[Placement(world=world, rank=world).pictures(n)]  # a rank too many

@@ -68,7 +68,7 @@ def test_a_config_without_a_factor_has_diffusers_default(tmp_path, tiny_vae):
     for name in FILES:
         (tmp_path / name).write_bytes((tiny_vae / name).read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
-    for name in ("scaling_factor", "shift_factor", "latents_mean", "latents_std"):
+    for name in ("scaling_factor", "shift_factor", "latents_mean", "latents_std", "layers_per_block"):
         del config[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find(tmp_path)[:-1] == find(tiny_vae)[:-1] and find(tmp_path).scale == 0.18215
