@@ -61,42 +61,26 @@ def test_an_installation_takes_one_name_and_works_beside_any_checkout(checkout, 
     code = """if True:
         import sys
         from accel import Sampler, accelerate
-        import accel.door, accel.api, accel.parallel.planner, accel.fid
+        import accel.door, accel.families, accel.api, accel.parallel.planner, accel.fid
         import torch
         from accel.families.dit.network import DiT
         model = DiT(input_size=16, hidden_size=64, depth=1, num_heads=4, num_classes=8)
-        for weight in model.parameters():
-            weight.data = weight.data + 0.1 * torch.randn(weight.shape)
         x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([5, 5]), torch.tensor([1, 2])
         assert torch.allclose(accelerate(model, "fp32")(x, t, y), model.eval()(x, t, y), atol=1e-4)
-        with Sampler(model, output_type="latent", device="cpu") as sampler:
-            assert sampler.latents([1], num_sampling_steps=2).isfinite().all()
+        if accel.families.DEMO.exists():  # beside an editable installation
+            with Sampler("DiT-Demo/2", device="cpu") as sampler:
+                assert sampler.sample(["planet"], num_sampling_steps=2)[0].size == (128, 128)
         print(*sorted({"models", "diffusion", "download", "sit", "large_dit"} & set(sys.modules)))
     """
+    modules = "models.py", "diffusion/__init__.py", "transport/__init__.py", "download.py", "train_utils.py", "train.py"
     layouts = {
-        "DiT": ("models.py", "diffusion/__init__.py", "download.py"),
-        "SiT": ("models.py", "transport/__init__.py", "download.py", "train_utils.py"),
+        "DiT, SiT and Large-DiT": modules,
         "REPA": ("models/__init__.py", "models/sit.py", "utils.py", "samplers.py", "loss.py"),
-        "Large-DiT": ("models.py", "diffusion/__init__.py", "train.py"),
     }
     for name, files in layouts.items():
         folder = beside_others(tmp_path / name, *files)
         done = subprocess.run([python, "-c", code], cwd=folder, env={}, capture_output=True, text=True)
         assert (done.returncode, done.stdout.strip()) == (0, ""), f"{name}: {done.stdout}{done.stderr}"
-
-
-@needs_setuptools
-def test_an_editable_copy_samples_the_demo_from_any_folder(checkout, tmp_path):
-    python, _ = environment(tmp_path / "venv")
-    subprocess.run([*PIP, "--python", python, "install", *OFFLINE, "--editable", checkout], check=True)
-    code = """if True:
-        from accel import Sampler, __version__
-        with Sampler("DiT-Demo/2", device="cpu") as sampler:
-            (picture,) = sampler.sample(["planet"], num_sampling_steps=2)
-        print(__version__, *picture.size)
-    """
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
-    assert done.stdout.split() == [accel.__version__, "128", "128"], done.stderr
 
 
 def test_a_notebook_beside_a_foreign_checkout(tmp_path):

@@ -53,10 +53,9 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("change", [*ARCHITECTURES.values(), *SCALES.values()], ids=[*ARCHITECTURES, *SCALES])
-@pytest.mark.parametrize("pickled", [False, True])
-def test_decodes_what_diffusers_decodes_bit_for_bit(change, pickled, tmp_path, tiny_vae):
+def test_decodes_what_diffusers_decodes_bit_for_bit(change, tmp_path, tiny_vae):
     theirs = random_vae(tiny_vae, change)
-    theirs.save_pretrained(tmp_path, safe_serialization=not pickled)
+    theirs.save_pretrained(tmp_path, safe_serialization=bool(change))  # else a pickle
     space = find(tmp_path)
     latents = torch.randn(2, theirs.config.latent_channels, 8, 8)
     want = by_pipelines(theirs, latents)

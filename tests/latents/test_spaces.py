@@ -96,11 +96,10 @@ def test_a_hubs_pipeline_with_another_decoder_is_refused(tmp_path, run):
     assert done.returncode == USAGE and "config.json: describes AutoencoderTiny, not AutoencoderKL" in done.stderr
 
 
-@pytest.mark.parametrize("channels, widths", [(3, (8, 12, 16)), (16, (8, 8, 12, 16, 16))])
-def test_channels_and_factor_are_the_decoders(channels, widths, tiny_vae, tmp_path, here):
-    """Of a file, a module and an FID job: 3 channels at factor 4, 16 at factor 16."""
-    factor, side = 2 ** (len(widths) - 1), 8
-    vae = random_vae(tiny_vae, levels(*widths, latent_channels=channels))
+def test_channels_and_factor_are_the_decoders(tiny_vae, tmp_path, here):
+    """Of a file, a module and an FID job: 16 channels at factor 16. (3 at factor 4: tests/test_toy_family.py.)"""
+    channels, factor, side = 16, 16, 4
+    vae = random_vae(tiny_vae, levels(8, 8, 12, 16, 16, latent_channels=channels))
     vae.save_pretrained(tmp_path / "vae")
     module = fill(DiT_models["DiT-S/4"](input_size=side, in_channels=channels, num_classes=10))
     torch.save(module.state_dict(), tmp_path / "own.pt")
