@@ -38,7 +38,7 @@ EXPLICIT = 3  # the family's name, as this program writes it
 
 
 class Fit(NamedTuple):
-    """The family and the sizes of weights, and the facts that lie beside them."""
+    """The family and the sizes of weights, and the facts beside the tensors."""
 
     family: Family
     model: str  # its name, or sizes where it has none: DiT-2x96/2
@@ -63,7 +63,7 @@ class Fit(NamedTuple):
         return factor * self.latent_size if self.latent_size else self.image_size
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a file of these weights should say, as weights/metadata.py has it."""
+        """Return the facts that a file of these weights should hold, by their names in weights/metadata.py."""
         facts = {
             "family": self.family.name,
             "prediction": self.family.prediction,
@@ -86,11 +86,11 @@ def recognise(
     num_classes: int | None = None,
     shipped_as: str | None = None,
 ) -> Fit:
-    """Return what the weights `state` are, which the user named `source`.
+    """Return the family, sizes and facts of the weights `state`, which the user named `source`.
 
     metadata: checked entries beside the tensors. model, num_classes: the user's. shipped_as: the model of a file that
-    this program ships or fetches. Prints what is assumed where a file does not say it. Raises UsageError for weights of
-    no family, of another model, and for contradictions.
+    this program ships or fetches. Prints every assumption. Raises UsageError for weights of no family, of another
+    model, and for contradictions.
     """
     have = shapes_of(state)
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
@@ -126,7 +126,7 @@ def recognise(
         classes,
         null_class,
         learn_sigma=network.out_channels == 2 * network.in_channels,
-        latent_size=weights.latent_size(state) if hasattr(weights, "latent_size") else None,
+        latent_size=_optional(family, "latent_size", lambda state: None)(state),
         class_names=tuple(metadata.get("class_names", ())),
         usual=standard,
         **given,
@@ -143,10 +143,12 @@ def converted(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a file under the names of their reference network; sampled: under the file's, without those
     of training alone."""
-    weights = family.part("weights")
-    convert = getattr(weights, "sampled", None) if sampled else None
-    convert = convert or getattr(weights, "converted", None)
-    return convert(state, metadata) if convert else state
+    convert = _optional(family, "converted", lambda state, metadata: state)
+    return (_optional(family, "sampled", convert) if sampled else convert)(state, metadata)
+
+
+def _optional(family, name, default):
+    return getattr(family.part("weights"), name, default)
 
 
 def choose_family(
@@ -161,7 +163,8 @@ def choose_family(
         missing = next(key for key in likely.part("weights").KEYS if key not in have)
         others = " or ".join(f"a {family.name}" for family in families() if family != likely)
         raise UsageError(f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}")
-    claims = [(*claim, family) for family in alike if (claim := _claim(family, have, metadata))]
+    found = [(_optional(family, "claim", lambda *_: None)(have, metadata), family) for family in alike]
+    claims = [(*claim, family) for claim, family in found if claim]
     for name in (metadata.get("model"), shipped_as):
         claims += [(NAMED, f"model {name}", family) for family in alike if name in family.models]
     claims += [(EXPLICIT, f"family {family.name}", family) for family in alike if metadata.get("family") == family.name]
@@ -187,19 +190,14 @@ def choose_family(
     return _by_file_name(source, alike) or alike[0], len(alike) > 1
 
 
-def _claim(family, have, metadata):
-    weights = family.part("weights")
-    return weights.claim(have, metadata) if hasattr(weights, "claim") else None
-
-
 def _by_file_name(source, alike):
-    """The family whose name the file's begins with, as published files are called."""
+    """Return the family whose name is the first word of the file's name, as of published files."""
     file = source.replace("\\", "/").rpartition("/")[2].lower()
     return next((family for family in alike if re.match(rf"{re.escape(family.name.lower())}(\b|[-_])", file)), None)
 
 
 def _say_what_is_assumed(source, family, have, metadata):
-    """Print the family that weights were taken for, and the flag for each other one."""
+    """Print the assumed family of weights, and the flag for each other candidate."""
     others = []
     for other in _alike(have):
         with suppress(ValueError):
@@ -210,12 +208,12 @@ def _say_what_is_assumed(source, family, have, metadata):
 
 
 def _alike(have):
-    """The families whose entries weights of shapes `have` hold."""
+    """Return the families whose KEYS are all in `have`."""
     return [family for family in families() if all(key in have for key in family.part("weights").KEYS)]
 
 
 def _classes(source, rows, metadata, wanted):
-    """(number of classes, whether a null class follows them), from the rows of the label table."""
+    """Return (number of classes, whether a null class follows them), from the rows of the label table."""
     says = metadata.get("num_classes")
     if wanted is None and says is not None:
         null = metadata.get("null_class", rows == says + 1)

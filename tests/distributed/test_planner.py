@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -100,15 +98,6 @@ def test_the_flag_knows_what_there_is():
         assert getattr(layouts.parse(text), name) != getattr(OFF, name)
 
 
-def test_what_needs_no_torch_is_refused_by_the_options():
-    for parallel, more in (
-        ("tokens=3", {}),
-        ("tokens=2,exchange=kv", dict(precision="exact")),
-    ):
-        with pytest.raises(UsageError, match="^parallel="):
-            GridOptions("DiT-Demo/2", parallel=parallel, **more).resolve()
-
-
 @pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
@@ -166,14 +155,6 @@ def test_an_estimate_is_of_the_whole_network(monkeypatch):
     monkeypatch.setattr(planner, "_milliseconds", counted)
     network = Counted(fill(DiT(input_size=4, hidden_size=24, depth=10, num_heads=6)))
     assert planner.milliseconds(network, work(tokens=4), groups_of(1), OFF) == 13
-
-
-def test_refused_by_the_command():
-    """In one line, with status 2, before torch is imported: an FID job has no picture to share."""
-    arguments = ["--parallel", "rows=2", "--num-fid-samples", "8"]
-    done = subprocess.run([sys.executable, str(ROOT / "sample_ddp.py"), *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "--parallel: has no meaning with --num-fid-samples" in done.stderr
 
 
 def test_candidates():

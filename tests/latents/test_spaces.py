@@ -13,9 +13,7 @@ from networks import transformer
 from PIL import Image
 
 from accel import Sampler
-from accel.door import opening
 from accel.errors import USAGE, UsageError
-from accel.latents.files import find
 from accel.latents.pixels import to_grid
 from models import DiT_models
 
@@ -46,17 +44,6 @@ def test_every_door_decodes_as_diffusers(change, tiny_vae, tmp_path, here):
     done = here("sample.py", *FLAGS, *named, "--seed", 1, "--output", tmp_path / "x.png")
     assert done.returncode == 0, done.stderr
     assert np.array_equal(np.asarray(Image.open(tmp_path / "x.png")), want)
-
-
-def test_a_decoder_is_found_once(tiny_vae, tmp_path, monkeypatch):
-    """Named, or a pipeline's own."""
-    pipeline(random_vae(tiny_vae, {})).save_pretrained(tmp_path / "pipe")
-    found = []
-    monkeypatch.setattr(opening, "find", lambda name: found.append(name) or find(name))
-    for vae in (tiny_vae, None):
-        with Sampler(str(tmp_path / "pipe"), vae=vae, **SHORT) as sampler:
-            sampler.sample(3)
-    assert found == [str(tiny_vae), str(tmp_path / "pipe" / "vae")]
 
 
 def test_what_the_caller_set_in_a_config_counts(tiny_vae):
