@@ -18,12 +18,12 @@ def sizes(options: Any) -> None:
     """Check model, image size and seed."""
     if options.fit is None and options.model is not None and family_of(options.model) is None:
         raise UsageError(f"`model={shown(options.model)}`: unknown; choose from {', '.join(model_names())}")
-    size, unit = options.image_size, options.space.factor * options.patch_size
+    size, unit = options.image_size, options.factor * options.patch_size
     if size is not None and size > MOST_PIXELS:
         raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
-    if size is not None and size % unit:
+    if size is not None and size % unit and options.family is not None:  # unknown until the weights are
         raise UsageError(
-            f"`image_size={size}`: must be a multiple of {unit} (VAE factor {options.space.factor}, "
+            f"`image_size={size}`: must be a multiple of {unit} (VAE factor {options.factor}, "
             f"patch {options.patch_size})"
         )
     _require_seed(options.seed)

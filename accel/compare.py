@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from accel.families.loaded_module import LoadedModule
 from accel.network import BlockNetwork, Plain
 from accel.precision import TIERS, supports
 
-OTHER = 0  # channels that guidance of another kind guides
+OTHER = 0  # guided channels of another kind of guidance
 # Relative error of an evaluation beyond which it is another function's, by tier and by the module's own dtype.
 TOLERANCE = {"fp32": 1e-4, "exact": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 5e-2}
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -36,7 +37,8 @@ def build(
 
 
 def _inputs(held, device, t=None):
-    """A batch row of noise with a class at time t, by default the first of some, the same on every device."""
+    """Return a batch row of noise, time t (default: the family's first of some) and a class: the same on every
+    device."""
     t = held.model.SOME_TIMES[0] if t is None else t
     generator, side = torch.Generator().manual_seed(0), held.fit.latent_size
     x = torch.randn(1, held.model.in_channels, side, side, generator=generator)
@@ -94,25 +96,25 @@ def own_guidance(held: LoadedModule) -> int | None:
     """Return how many channels, from the first on, the module's own forward_with_cfg guides by
     uncond + scale·(cond − uncond); OTHER if it does something else, None if it has none.
 
-    It is compared with the module's own outputs at two times and scales.
+    Its output is compared with that of forward, at two times and scales.
     """
     if not hasattr(held.module, "forward_with_cfg") or held.how.face or not held.fit.null_class:
         return None
     found = set()
     weights = None if _output(held).any() else _not_zero(held)
     for t, scale in zip(held.model.SOME_TIMES, (1.7, 3.1)):
-        plain = torch.cat([_output(held, weights, t, null) for null in (False, True)])
-        own = _evaluate(held, lambda *inputs: held.evaluate_guided(*inputs, scale, weights), t, rows=2)
+        plain = _evaluate(held, partial(held.evaluate, state=weights), t, both=True)
+        own = _evaluate(held, partial(held.evaluate_guided, scale=scale, state=weights), t, both=True)
         cond, uncond = plain.chunk(2)
         whole = uncond + scale * (cond - uncond)
-        # One row beside two, and TF32 where the caller allows it, round differently.
+        # TF32, where the caller allows it, may round differently in each call.
         tolerance = float(whole.abs().amax()) * max(1e-2, ROUNDING.get(next(held.module.parameters()).dtype, 0))
 
         def error(channels):
             want = torch.cat([torch.cat([whole[:, :channels]] * 2), plain[:, channels:]], 1)
             return float((own - want).abs().amax()) if own.shape == want.shape else math.inf
 
-        # Where guidance changes nothing, every number fits: then it is the family's.
+        # Where guidance changes nothing, every number fits: take the family's.
         usual = held.fit.family.recipe.guidance_channels
         likely = min(range(1, held.fit.in_channels + 1), key=lambda n: (error(n), abs(n - usual)))
         found.add(likely if error(likely) <= tolerance else OTHER)
@@ -120,7 +122,7 @@ def own_guidance(held: LoadedModule) -> int | None:
 
 
 def _not_zero(held):
-    """The module's weights, with noise in place of those that are zero."""
+    """Return the module's weights, with noise in place of tensors that are zero."""
     generator = torch.Generator().manual_seed(1)
     return {
         name: value if value.any() else torch.randn(value.shape, generator=generator).mul(0.1).to(value)
@@ -128,22 +130,17 @@ def _not_zero(held):
     }
 
 
-def _output(held, weights=None, t=None, null=False):
-    """Evaluate the module on a batch row, with `weights` in place of its own; null: for no class."""
-
-    def evaluate(x, t, y):
-        return held.evaluate(x, t, torch.full_like(y, held.fit.num_classes) if null else y, weights)
-
-    return _evaluate(held, evaluate, t)
+def _output(held, weights=None):
+    """Evaluate the module on a batch row; weights: in place of its own."""
+    return _evaluate(held, partial(held.evaluate, state=weights))
 
 
-def _evaluate(held, function, t=None, rows=1):
-    """`function` of a batch row of noise, or of it for a class and for none, with the module evaluating and otherwise
-    left as it is."""
-    module, first = held.module, next(held.module.parameters())
-    training = [one for one in module.modules() if one.training]
+def _evaluate(held, function, t=None, both=False):
+    """Return `function` of a batch row of noise, both: of two, with a class and the null class. The module is in
+    evaluation mode meanwhile and otherwise left as it is."""
+    first, training = next(held.module.parameters()), [one for one in held.module.modules() if one.training]
     x, t, y = _inputs(held, first.device, t)
-    if rows == 2:
+    if both:
         x, t, y = torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, torch.full_like(y, held.fit.num_classes)])
     x = x.double() if first.dtype == torch.float64 else x
     gpus = [first.device] if first.is_cuda else []

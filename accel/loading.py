@@ -99,22 +99,19 @@ def load_network(
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
         state = {**state, "pos_embed": model.position_table()}
-    if TIERS[tier].accelerated:
+    if TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
             return fast.load(state, model, tier, device, *batch.rows[0], tuner, part)
+        except UsageError:
+            raise
         except ValueError as error:
             raise UsageError(f"`ckpt={weights.name}`: {error}") from None
-    if part.ranks == 1:  # first to the device: of weights in half precision the CPU never holds a float32 copy
-        state = {name: value.to(device).float() for name, value in state.items()}
+    # First to the device: of weights in half precision the CPU never holds a float32 copy.
+    state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
-    model.eval().requires_grad_(False)
-    if part.group is not None:
-        from accel.parallel.tensor_parallel import divide_weights  # DTensor takes a second to import
-
-        divide_weights(model, part.group, device)
-    return Plain(model)
+    return Plain(model.eval().requires_grad_(False))
 
 
 @torch.inference_mode()

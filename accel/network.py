@@ -10,10 +10,7 @@ T = (H/p)² tokens, D width.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import zip_longest
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +33,6 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod
     return model
-
-
-def family_module(model: torch.nn.Module, name: str) -> ModuleType:
-    """Return the module `name` of the family whose folder defines a model's class, or a base class."""
-    packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
-    names = (f"{package}.{name}" for package in packages if package.startswith("accel.families."))
-    return import_module(next(name for name in names if find_spec(name)))
 
 
 class Part(NamedTuple):
@@ -189,11 +179,11 @@ class Plain(BlockNetwork):
         self.attention = model.attend
         self.model, self.depth, self.num_heads = model, len(model.blocks), model.num_heads
         self.patch_size, self.in_channels = model.patch_size, model.in_channels
-        self.width = model.final_layer.linear.in_features
+        self.width = next(model.blocks[0].parameters()).shape[-1]  # of a block's first layer
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.final_layer.linear.weight.dtype
+        return next(self.model.parameters()).dtype
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return self.model.parameters()

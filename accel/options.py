@@ -16,7 +16,7 @@ from accel.output import of_seed
 from accel.parallel import layouts
 
 # Fields that a model implies where they are open.
-IMPLIED = {"model", "sampler", "image_size", "num_classes", "vae", "ckpt"}
+IMPLIED = {"sampler", "image_size", "num_classes", "vae", "ckpt"}
 IMPLIED |= {"cfg_scale", "guidance_channels", "guidance_interval"}
 GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
 what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
@@ -25,6 +25,11 @@ what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
 def _decoder(name):
     """The decoder that a file names, where it is one that can be found here."""
     return name if name in ("ema", "mse") or name and Path(name).is_dir() else None
+
+
+def _implied(family, model):
+    """The values that a model of a family implies; sizes without a name have the recipe of the family's first model."""
+    return family.models.get(model, family.recipe) if family else Defaults()
 
 
 @dataclass
@@ -136,38 +141,38 @@ class Options:
                 raise UsageError(f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one")
             self.precision = tier
         if self.ckpt is None:
-            self._fill(self.model or "DiT-XL/2")
-        self._check()
+            self.model = self.model or "DiT-XL/2"
+            self._fill()
+        for check in self.CHECKS:
+            check(self)
         return self
 
     def complete(self, fit: Any) -> "Options":
         """Return these options with all that follows from a Fit. Raises UsageError for a contradiction."""
         options = replace(self, fit=fit, model=fit.model, num_classes=fit.num_classes)
-        trained = fit.trained_size(self.space.factor)
+        trained = fit.trained_size(options.factor)
         options.image_size, options.vae = self.image_size or trained, self.vae or _decoder(fit.vae)
         options.guidance_channels = self.guidance_channels or fit.guidance_channels
-        options._fill(fit.model)
-        options._check()
+        options._fill()
+        for check in options.CHECKS:
+            check(options)
         return options
 
-    def _fill(self, model):
-        found = family_of(model) or (self.fit.family if self.fit else None)
-        implied = Defaults()
-        if found:  # sizes without a name have the recipe of the family's first model
-            implied = found.models.get(model, found.recipe)
-        sampler = found.samplers[0] if found else None
-        for name, value in {"model": model, "sampler": sampler, **implied._asdict()}.items():
+    def _fill(self):
+        sampler = self.family.samplers[0] if self.family else None
+        for name, value in {"sampler": sampler, **_implied(self.family, self.model)._asdict()}.items():
             if name in IMPLIED and getattr(self, name) is None:
                 setattr(self, name, value)
-
-    def _check(self):
-        for check in self.CHECKS:
-            check(self)
 
     @property
     def latent_size(self) -> int:
         """Side of the latent."""
-        return self.image_size // self.space.factor
+        return self.image_size // self.factor
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a picture's side for one of the latent's, by the decoder if it is known, else by the model."""
+        return self.space.factor if self.space.decoder else _implied(self.family, self.model).factor
 
     @property
     def family(self) -> Family | None:

@@ -1,4 +1,4 @@
-"""How a command begins and ends: its signals, its standard streams, its import of torch, and the processes that it
+"""The beginning and end of a command: its signals, its standard streams, its import of torch, and the processes that it
 starts itself, one a GPU, which find each other as torchrun's ranks do.
 
 Jobs over several nodes stay with torchrun and srun.
@@ -25,8 +25,8 @@ from types import FrameType
 
 from accel.errors import INTERRUPTED, STOPPED, USAGE, UsageError, printable
 
-MOST = 64  # processes: a mistyped number should not fill the machine
-_BEGAN = "DIT_BEGAN"  # set for the processes started here: when their parent began, and its process id
+MOST = 64  # processes; a mistyped number should not fill the machine
+_BEGAN = "DIT_BEGAN"  # set for the processes started here: the time at which their parent began, and its process id
 _PARENT = re.fullmatch(r"(\d{1,12}\.\d{6}) (\d{1,9})", os.environ.get(_BEGAN, ""))
 STARTED_HERE = _PARENT is not None
 BEGAN = float(_PARENT[1]) if STARTED_HERE else time.perf_counter()  # one clock for all processes of a machine
@@ -40,7 +40,7 @@ ENDINGS = {
     signal.SIGUSR1: (STOPPED, _STOPPED_LINE),  # of queues, before they take a job's nodes away
 }
 _ended_by = []  # the signal, until its line is printed
-OF_RANKS = signal.SIGINT, signal.SIGUSR1  # SIGTERM is their launcher's, which says why
+OF_RANKS = signal.SIGINT, signal.SIGUSR1  # SIGTERM comes from their launcher, which prints the cause
 
 
 def seconds() -> float:
@@ -170,10 +170,10 @@ def _program():
 def import_torch(device: str | None) -> None:
     """Import torch, and meanwhile let the driver make the context of the GPU that this process will take.
 
-    device: as the user gave it. The import runs without the garbage collector, which never goes through what torch has
-    made then: most of it stays to the end of the process, and at the end it would be gone through once more.
+    device: as the user gave it. The garbage collector is off during the import and the objects are frozen: they live
+    until exit.
     """
-    if "torch" in sys.modules:  # a notebook's, whose garbage must not stay
+    if "torch" in sys.modules:  # in a notebook, whose own garbage must not be frozen
         return
     kind, _, number = (device or "cuda").partition(":")
     if kind == "cuda":
@@ -186,8 +186,8 @@ def import_torch(device: str | None) -> None:
 
 
 def _make_context(number):
-    """A context of GPU `number`, "" for this process's own, for torch to find. What fails here fails there too, and
-    torch says it better."""
+    """Make the context of GPU `number`, "" for this process's own, before torch asks for it. torch meets the same
+    failures and reports them better."""
     with suppress(Exception):
         visible = _visible_gpus()
         from cuda.bindings import driver
@@ -197,7 +197,7 @@ def _make_context(number):
 
 
 def gpus(text: str) -> int | None:
-    """The value of --gpus, for argparse; None for all."""
+    """Return the value of --gpus, for argparse; None for all."""
     if text == "all":
         return None
     if not text.isdecimal() or not 1 <= int(text[:9]) <= MOST:
@@ -215,7 +215,7 @@ GPUS = dict(
 
 
 def world_size(wanted: int | None, device: str | None) -> int:
-    """How many processes --gpus asks for. Raises UsageError under a launcher, and for all of no GPUs."""
+    """Return the number of processes of --gpus. Raises UsageError under a launcher, and for all of no GPUs."""
     if wanted == 1:
         return 1
     if "RANK" in os.environ or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -228,7 +228,7 @@ def world_size(wanted: int | None, device: str | None) -> int:
 
 
 def _visible_gpus():
-    """The driver's count, as CUDA_VISIBLE_DEVICES leaves it: a tenth of a second where torch takes seconds."""
+    """Return the driver's count of visible GPUs: a tenth of a second where torch takes seconds."""
     with suppress(ImportError, RuntimeError):  # a torch without CUDA, a machine without a driver
         from cuda.bindings import driver
 
@@ -238,7 +238,7 @@ def _visible_gpus():
 
 
 def run(world: int, program: str) -> int:
-    """Run this very command as `world` ranks → the exit status. When one rank fails, or a signal comes, all end."""
+    """Run this command as `world` ranks and return the exit status. All end when one fails or a signal comes."""
     signals = []
     for number in ENDINGS:
         if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, or by a shell's &
@@ -272,7 +272,7 @@ def _start(world):
 
 
 def _free_port():
-    """One below those that systems give to outgoing connections, which could take it before rank 0 does."""
+    """Return a port below the range of outgoing connections, which could take it before rank 0 does."""
     while True:
         port = random.randrange(16000, 32000)
         with socket.socket() as free, suppress(OSError):
@@ -281,7 +281,7 @@ def _free_port():
 
 
 def _end(processes):
-    """End what still runs: a grid has nothing to record."""
+    """End the processes that still run: a grid has nothing to record."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + 2

@@ -20,7 +20,7 @@ from accel.command_line import OneLineParser, user_errors
 from accel.door.opening import shipped_as
 from accel.errors import UsageError, shown
 from accel.families import family_of, model_names
-from accel.families.recognise import Fit, recognise, reference_state
+from accel.families.recognise import Fit, converted, recognise, reference_state
 from accel.files import atomic_write
 from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
     fit = recognise(ckpt, weights.state, weights.metadata, model, shipped_as=shipped_as(ckpt))
     state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
     if target.suffix:
-        kept = fit.family.part("weights").sampled(state, weights.metadata)
+        kept = converted(fit.family, state, weights.metadata, sampled=True)
         if dropped := state.keys() - kept.keys():
             print(f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such as {min(dropped)}")
         state = kept

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-pytest_plugins = ["bits"]
 ROOT = forks.ROOT
 LONG = "fid", "slurm", "distributed", "demo"
 

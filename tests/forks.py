@@ -110,10 +110,10 @@ def free_port():
         return s.getsockname()[1]
 
 
-def ranks(world, command, **environment):
+def ranks(world, command, cwd=ROOT, **environment):
     """The ranks of a job on this host, started as srun does: without a launcher that ends all once one has ended."""
     environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world))
-    return [Fork(command, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world)]
+    return [Fork(command, cwd, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world)]
 
 
 def torchrun(world, *options):

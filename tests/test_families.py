@@ -1,15 +1,18 @@
-"""What callers do with either family's reference network: guide it, train it, give it what does not fit."""
+"""What callers do with the reference network of every family: guide it, train it, give it what does not fit."""
 
 import pytest
 import torch
 from conftest import fill
 
 from accel.diffusion import create_diffusion
-from accel.families.dit.network import DiT
+from accel.families.dit.network import DiT, DiT_models
 from accel.families.large_dit.network import DiT_Llama
+from accel.families.recognise import recognise
+from accel.families.sit.network import SiT
 
 SMALL = {
     DiT: dict(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=10),
+    SiT: dict(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=10),
     DiT_Llama: dict(input_size=8, dim=144, n_layers=1, n_heads=3, num_classes=10, qk_norm=True),
 }
 FAMILIES = pytest.mark.parametrize("family", SMALL)
@@ -18,7 +21,7 @@ FAMILIES = pytest.mark.parametrize("family", SMALL)
 @FAMILIES
 def test_guidance_reads_one_half_and_guides_three_channels(family):
     model, x = fill(family(**SMALL[family])), torch.randn(6, 4, 8, 8)
-    t, y = torch.tensor([7, 300, 900] * 2), torch.tensor([1, 2, 3, 10, 10, 10])
+    t, y = torch.tensor(family.SOME_TIMES * 2), torch.tensor([1, 2, 3, 10, 10, 10])
     out, plain = model.forward_with_cfg(x, t, y, 4.0), model(torch.cat([x[:3], x[:3]]), t, y)
     cond, uncond = plain[:3], plain[3:]
     want = uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3])
@@ -30,15 +33,20 @@ def test_guidance_reads_one_half_and_guides_three_channels(family):
 
 @FAMILIES
 def test_learns(family):
-    """A few steps of the usual training loop lower the loss: gradients pass the initial zeros, which make it blind."""
+    """A few steps of the usual training loop, of a flow on pairs of noise and data, lower the loss: gradients pass the
+    initial zeros, which make the network blind."""
     torch.manual_seed(0)
     model, diffusion = family(**SMALL[family]).train(), create_diffusion("")
-    x, y = torch.randn(8, 4, 8, 8), torch.arange(8)
+    x, noise, y = *torch.randn(2, 8, 4, 8, 8), torch.arange(8)
     assert not model(x, y, y).any()
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(30):
-        loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))["loss"].mean()
+        if family is SiT:
+            t = torch.rand(8, 1, 1, 1)
+            loss = (model(t * x + (1 - t) * noise, t.flatten(), y) - (x - noise)).square().mean()
+        else:
+            loss = diffusion.training_losses(model, x, torch.randint(0, 1000, (8,)), dict(y=y))["loss"].mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -59,10 +67,19 @@ def test_label_dropout_and_gradients(family):
     torch.manual_seed(0)
     assert 0.08 < (embed(torch.full((4000,), 3), train=True) == table[10]).all(1).float().mean() < 0.12
     assert torch.equal(embed(torch.arange(4), train=False), table[:4])
-    if family is DiT:  # whose name it is
+    if family is not DiT_Llama:  # whose original has no such argument
         forced = embed.token_drop(torch.arange(4), force_drop_ids=torch.tensor([0, 1, 0, 1]))
         assert forced.tolist() == [0, 10, 2, 10]
     assert len(family(**SMALL[family], class_dropout_prob=0.0).y_embedder.embedding_table.weight) == 10
     model(torch.randn(4, 4, 8, 8), torch.tensor([3, 90, 400, 999]), torch.arange(4)).square().mean().backward()
     without = [name for name, one in model.named_parameters() if one.requires_grad and not one.grad.any()]
     assert without == []
+
+
+@pytest.mark.parametrize(
+    "name, family", [("situation.pt", "DiT"), ("runs/SiT-XL-2.pt", "SiT"), ("sit_step9.pt", "SiT")]
+)
+def test_a_file_is_known_by_a_whole_word_of_its_name(name, family):
+    """Where nothing else speaks for one of two families with the same entries."""
+    fit = recognise(name, fill(DiT_models["DiT-S/8"](depth=1)).state_dict(), {"num_heads": 6})
+    assert fit.family.name == family

@@ -61,42 +61,26 @@ def test_an_installation_takes_one_name_and_works_beside_any_checkout(checkout, 
     code = """if True:
         import sys
         from accel import Sampler, accelerate
-        import accel.door, accel.api, accel.parallel.planner, accel.fid
+        import accel.door, accel.families, accel.api, accel.parallel.planner, accel.fid
         import torch
         from accel.families.dit.network import DiT
         model = DiT(input_size=16, hidden_size=64, depth=1, num_heads=4, num_classes=8)
-        for weight in model.parameters():
-            weight.data = weight.data + 0.1 * torch.randn(weight.shape)
         x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([5, 5]), torch.tensor([1, 2])
         assert torch.allclose(accelerate(model, "fp32")(x, t, y), model.eval()(x, t, y), atol=1e-4)
-        with Sampler(model, output_type="latent", device="cpu") as sampler:
-            assert sampler.latents([1], num_sampling_steps=2).isfinite().all()
+        if accel.families.DEMO.exists():  # beside an editable installation
+            with Sampler("DiT-Demo/2", device="cpu") as sampler:
+                assert sampler.sample(["planet"], num_sampling_steps=2)[0].size == (128, 128)
         print(*sorted({"models", "diffusion", "download", "sit", "large_dit"} & set(sys.modules)))
     """
+    modules = "models.py", "diffusion/__init__.py", "transport/__init__.py", "download.py", "train_utils.py", "train.py"
     layouts = {
-        "DiT": ("models.py", "diffusion/__init__.py", "download.py"),
-        "SiT": ("models.py", "transport/__init__.py", "download.py", "train_utils.py"),
+        "DiT, SiT and Large-DiT": modules,
         "REPA": ("models/__init__.py", "models/sit.py", "utils.py", "samplers.py", "loss.py"),
-        "Large-DiT": ("models.py", "diffusion/__init__.py", "train.py"),
     }
     for name, files in layouts.items():
         folder = beside_others(tmp_path / name, *files)
         done = subprocess.run([python, "-c", code], cwd=folder, env={}, capture_output=True, text=True)
         assert (done.returncode, done.stdout.strip()) == (0, ""), f"{name}: {done.stdout}{done.stderr}"
-
-
-@needs_setuptools
-def test_an_editable_copy_samples_the_demo_from_any_folder(checkout, tmp_path):
-    python, _ = environment(tmp_path / "venv")
-    subprocess.run([*PIP, "--python", python, "install", *OFFLINE, "--editable", checkout], check=True)
-    code = """if True:
-        from accel import Sampler, __version__
-        with Sampler("DiT-Demo/2", device="cpu") as sampler:
-            (picture,) = sampler.sample(["planet"], num_sampling_steps=2)
-        print(__version__, *picture.size)
-    """
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True)
-    assert done.stdout.split() == [accel.__version__, "128", "128"], done.stderr
 
 
 def test_a_notebook_beside_a_foreign_checkout(tmp_path):
@@ -135,22 +119,3 @@ def test_the_version_is_stated_once_and_the_changelog_begins_with_it():
     ]
     assert stated == ["CHANGELOG.md", "pyproject.toml"]
     assert re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == accel.__version__
-
-
-@pytest.mark.parametrize("python", re.findall(r'"(3\.\d+)"', (ROOT / ".github/workflows/ci.yml").read_text()))
-def test_what_make_installs_is_there_for_the_oldest_and_the_newest_python(python, tmp_path):
-    """A package that drops a Python leaves `make` without it. torch's wheels are looked up, not fetched."""
-    if subprocess.run([*PIP, "index", "versions", "pytest"], capture_output=True).returncode:
-        pytest.skip("no package registry in reach; the workflow's matrix installs on both")
-    lines = [line for name in (*INSTALLED, "requirements-test.txt") for line in (ROOT / name).read_text().splitlines()]
-    wanted = [line for line in lines if re.match("[A-Za-z]", line)]
-    pinned = [line for line in wanted if re.match("torch(vision)?==", line)]
-    there = ["--python-version", python, "--only-binary=:all:"]
-    for name, _, number in (line.partition("==") for line in pinned):
-        done = subprocess.run([*PIP, "index", "versions", name, *there], capture_output=True, text=True)
-        assert f"{number}," in done.stdout or f"({number})" in done.stdout, done.stdout + done.stderr
-    how = ["--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--target", tmp_path]
-    done = subprocess.run(
-        [*PIP, "install", *how, *there, *set(wanted).difference(pinned)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

@@ -96,15 +96,6 @@ def test_configurations_keys_and_shapes(size, qk_norm):
         assert sum(value.numel() for value in model.parameters()) == parameters
 
 
-def test_the_demo():
-    """Small enough to be shipped; its head dim is 3B's."""
-    with torch.device("meta"):
-        model = Large_DiT_models["Large-DiT-Demo/2"]()
-    assert model.dim // model.n_heads == 96 and model.y_embedder.num_classes == 8 and model.input_size == 16
-    assert sum(value.numel() for value in model.parameters()) < 7e6
-    assert "layers.0.attention.q_norm.weight" in model.state_dict()
-
-
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="width 100 does not divide into 3 heads"):
         DiT_Llama(**{**SMALL, "dim": 100})

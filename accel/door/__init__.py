@@ -100,7 +100,7 @@ def load(
     """The run of opened weights. placement, sizes: as `batch_of` has them; tuner, part: as loading.load."""
     options, weights, device, tier, _ = opened
     process, guidance = process_of(options, weights), guidance_of(options)
-    trained = options.fit.trained_size(options.space.factor)
+    trained = options.fit.trained_size(options.factor)
     if trained not in (None, options.image_size):
         print(f"{options.model}: weights trained at {trained} px, sampling at {options.image_size} px")
     batch = batch_of(options, process, guidance, placement, sizes)

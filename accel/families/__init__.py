@@ -22,6 +22,7 @@ class Defaults(NamedTuple):
 
     image_size: int = 512
     num_classes: int = 1000
+    factor: int = 8  # pixels of a picture's side for one of the latent's
     vae: str = "ema"
     ckpt: str | None = None  # weights that ship with the code
     cfg_scale: float = 4.0

@@ -1,5 +1,5 @@
-"""A network that a caller holds, in a Checkpoint's place: models.DiT, the original classes of every family, and what
-wraps them. Each family's weights.py says by `of_module` which modules are its own."""
+"""A network that a caller holds, in a Checkpoint's place: models.DiT, the original classes of every family, and their
+wrappers. Each family's weights.py recognises its own modules by `of_module`."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,33 +10,33 @@ from torch.func import functional_call
 
 from accel.errors import UsageError, shown
 from accel.families import Family, families
-from accel.families.recognise import recognise, reference_state
+from accel.families.recognise import converted, recognise, reference_state
 from accel.network import unwrapped
 from accel.weights.shapes import require_fit, shapes_only
 
-COMPARED = "eps", "approximate"  # attributes of submodules that decide their function, and are in no weight
+COMPARED = "eps", "approximate"  # attributes that decide a submodule's function and are in no state dict
 
 
 class OfModule(NamedTuple):
-    """How a module of a family is read, called and stood in for; by default as models.DiT is."""
+    """How a module of a family is read, called and replaced; the defaults are for models.DiT."""
 
     family: Family
     latent_size: int
-    metadata: dict[str, Any]  # of what no tensor holds, such as num_heads
-    strength: int = 0  # of several families that know a module the strongest has it
+    metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
+    strength: int = 0  # the strongest of several families that recognise a module gets it
     read: Callable[[dict], dict] = dict  # its state dict → under the names of the family's files
     arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})  # x, t, y of the reference network → its own
     output: Callable[[Any], Tensor] = lambda out: out  # its own output → the reference network's
     timestep_embedding: Callable[[Tensor, int], Tensor] | None = None  # in place of the reference network's
-    face: type | None = None  # of what stands in for it: a mixin over accelerated.Accelerated
+    face: type | None = None  # signature of its accelerated copy: a mixin over accelerated.Accelerated
 
 
 class LoadedModule:
-    """The weights of a network that the caller holds, and what they imply.
+    """The weights of a network that the caller holds, and the facts that follow from them.
 
-    module: wrapped and compiled ones are unwrapped; of a pipeline its transformer. `state`: the weights under the names
-    of the family's files, not copied unless `copy`. `fit`: what they are; `model`: the reference network of their
-    shape, without values. Raises UsageError, naming what differs, for another network.
+    module: a network, or a pipeline with one; wrapped and compiled modules are unwrapped. `state`: the weights under
+    the names of the family's files, not copied unless `copy`. `fit`: their family and sizes; `model`: the reference
+    network of their shape, without values. Raises UsageError, naming the difference, for another network.
     """
 
     def __init__(self, module: nn.Module, copy: bool = False):
@@ -90,8 +90,8 @@ class LoadedModule:
             raise UsageError(f"{self.name}: {error}") from None
 
     def read(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state dict of the module under the names of the reference network. Raises UsageError if it is not
-        one: dense tensors of floats by name."""
+        """Return a state dict of the module under the names of the reference network. Raises UsageError for anything
+        but dense tensors of floats by name."""
         if not isinstance(state, Mapping):
             raise UsageError(f"{self.name}: a state dict maps names to tensors, and this is a {type(state).__name__}")
         for name, value in state.items():
@@ -100,7 +100,7 @@ class LoadedModule:
                 raise UsageError(f"{self.name}: {shown(name)} is {kind}; weights are dense tensors of floats")
             if value.is_meta:
                 raise UsageError(f"{self.name}: {shown(name)} is on the meta device, without values; load them first")
-        return self.how.family.part("weights").converted(self._raw(state), self.metadata)
+        return converted(self.how.family, self._raw(state), self.metadata)
 
     def _require_attributes(self):
         theirs = dict(self.module.named_modules())
@@ -118,7 +118,7 @@ class LoadedModule:
         """No-op: the weights stay until `release`."""
 
     def release(self) -> None:
-        """Let go of the module and its weights. What they implied stays."""
+        """Let go of the module and its weights; keep the facts."""
         self.module = self.state = None
 
     def evaluate(self, x: Tensor, t: Tensor, y: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:
@@ -130,10 +130,8 @@ class LoadedModule:
 
     def evaluate_guided(
         self, x: Tensor, t: Tensor, y: Tensor, scale: float, state: dict[str, Tensor] | None = None
-    ) -> Tensor | None:
-        """Return the output of the module's own forward_with_cfg, as `evaluate` has it; None if it has none."""
-        if not hasattr(self.module, "forward_with_cfg") or self.how.face:
-            return None
+    ) -> Tensor:
+        """Return the output of the module's own forward_with_cfg, as `evaluate` has it."""
         if state is None:
             return self.module.forward_with_cfg(x, t, y, scale)
         named = {f"module.{name}": value for name, value in state.items()}
@@ -159,7 +157,7 @@ def _with_embedding(build: Callable[..., nn.Module], embedding: Callable, **shap
 
 
 def _class_names(labels):
-    """The name of every class by its number, from a DiTPipeline's numbers by name; () if a number has none."""
+    """Return the name of every class by number, from a DiTPipeline's numbers by name; () if a number has none."""
     names = [[] for _ in range(1 + max((labels or {}).values(), default=-1))]
     for name, number in (labels or {}).items():
         names[number].append(name)

@@ -5,11 +5,16 @@ A family's weights.py has
     MODELS                         name of a model → constructor of the reference network
     KEYS                           names of tensors that every file of the family has
     LABELS                         the label table's name
-    claim(shapes, metadata)        (strength, reason) where something beside the keys speaks for the family, or None
     sizes(shapes, metadata)        (name, constructor, heads): KeyError for a missing entry, ValueError for weights that
                                    cannot be computed
-    converted(state, metadata)     state dict of the file → of the reference network
-    sampled(state, metadata)       the entries of a file, all that sampling needs and no others
+    of_module(module, state)       how a module of the family is read, or None (loaded_module.py)
+
+and, where a family differs from the default,
+
+    claim(shapes, metadata)        (strength, reason) where something beside keys and names speaks for the family, or
+                                   None
+    converted(state, metadata)     state dict of the file → of the reference network; default: the same entries
+    sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: as `converted`
     latent_size(state)             the latent's side at which converted weights were trained, or None
 """
 
@@ -33,7 +38,7 @@ EXPLICIT = 3  # the family's name, as this program writes it
 
 
 class Fit(NamedTuple):
-    """The family and the sizes of weights, and the facts that lie beside them."""
+    """The family and the sizes of weights, and the facts beside the tensors."""
 
     family: Family
     model: str  # its name, or sizes where it has none: DiT-2x96/2
@@ -58,7 +63,7 @@ class Fit(NamedTuple):
         return factor * self.latent_size if self.latent_size else self.image_size
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a file of these weights should say, as weights/metadata.py has it."""
+        """Return the facts that a file of these weights should hold, by their names in weights/metadata.py."""
         facts = {
             "family": self.family.name,
             "prediction": self.family.prediction,
@@ -81,11 +86,11 @@ def recognise(
     num_classes: int | None = None,
     shipped_as: str | None = None,
 ) -> Fit:
-    """Return what the weights `state` are, which the user named `source`.
+    """Return the family, sizes and facts of the weights `state`, which the user named `source`.
 
     metadata: checked entries beside the tensors. model, num_classes: the user's. shipped_as: the model of a file that
-    this program ships or fetches. Prints what is assumed where a file does not say it. Raises UsageError for weights of
-    no family, of another model, and for contradictions.
+    this program ships or fetches. Prints every assumption. Raises UsageError for weights of no family, of another
+    model, and for contradictions.
     """
     have = shapes_of(state)
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
@@ -100,7 +105,7 @@ def recognise(
         raise UsageError(f"`ckpt={source}`: {error}") from None
     classes, null_class = _classes(source, rows, metadata, num_classes)
     build = partial(build, class_dropout_prob=0.1 if null_class else 0.0)
-    state = weights.converted(state, metadata)
+    state = converted(family, state, metadata)
     with shapes_only():
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)
@@ -121,7 +126,7 @@ def recognise(
         classes,
         null_class,
         learn_sigma=network.out_channels == 2 * network.in_channels,
-        latent_size=weights.latent_size(state),
+        latent_size=_optional(family, "latent_size", lambda state: None)(state),
         class_names=tuple(metadata.get("class_names", ())),
         usual=standard,
         **given,
@@ -130,7 +135,20 @@ def recognise(
 
 def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
     """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of their reference network."""
-    return fit.family.part("weights").converted(weights.state, weights.metadata)
+    return converted(fit.family, weights.state, weights.metadata)
+
+
+def converted(
+    family: Family, state: dict[str, torch.Tensor], metadata: dict[str, Any], sampled: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file under the names of their reference network; sampled: under the file's, without those
+    of training alone."""
+    convert = _optional(family, "converted", lambda state, metadata: state)
+    return (_optional(family, "sampled", convert) if sampled else convert)(state, metadata)
+
+
+def _optional(family, name, default):
+    return getattr(family.part("weights"), name, default)
 
 
 def choose_family(
@@ -145,8 +163,10 @@ def choose_family(
         missing = next(key for key in likely.part("weights").KEYS if key not in have)
         others = " or ".join(f"a {family.name}" for family in families() if family != likely)
         raise UsageError(f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}")
-    claims = [(*claim, family) for family in alike if (claim := family.part("weights").claim(have, metadata))]
-    claims += [(NAMED, f"model {shipped_as}", family) for family in alike if shipped_as in family.models]
+    found = [(_optional(family, "claim", lambda *_: None)(have, metadata), family) for family in alike]
+    claims = [(*claim, family) for claim, family in found if claim]
+    for name in (metadata.get("model"), shipped_as):
+        claims += [(NAMED, f"model {name}", family) for family in alike if name in family.models]
     claims += [(EXPLICIT, f"family {family.name}", family) for family in alike if metadata.get("family") == family.name]
     if "family" in metadata and metadata["family"] not in [family.name for family in alike]:
         raise UsageError(
@@ -171,13 +191,13 @@ def choose_family(
 
 
 def _by_file_name(source, alike):
-    """The family whose name the file's begins with, as published files are called."""
+    """Return the family whose name is the first word of the file's name, as of published files."""
     file = source.replace("\\", "/").rpartition("/")[2].lower()
     return next((family for family in alike if re.match(rf"{re.escape(family.name.lower())}(\b|[-_])", file)), None)
 
 
 def _say_what_is_assumed(source, family, have, metadata):
-    """Print the family that weights were taken for, and the flag for each other one."""
+    """Print the assumed family of weights, and the flag for each other candidate."""
     others = []
     for other in _alike(have):
         with suppress(ValueError):
@@ -188,12 +208,12 @@ def _say_what_is_assumed(source, family, have, metadata):
 
 
 def _alike(have):
-    """The families whose entries weights of shapes `have` hold."""
+    """Return the families whose KEYS are all in `have`."""
     return [family for family in families() if all(key in have for key in family.part("weights").KEYS)]
 
 
 def _classes(source, rows, metadata, wanted):
-    """(number of classes, whether a null class follows them), from the rows of the label table."""
+    """Return (number of classes, whether a null class follows them), from the rows of the label table."""
     says = metadata.get("num_classes")
     if wanted is None and says is not None:
         null = metadata.get("null_class", rows == says + 1)
@@ -225,7 +245,7 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     if not _alike(shapes):
         return state
     family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
-    return family.part("weights").converted(state, checkpoint.metadata)
+    return converted(family, state, checkpoint.metadata)
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:

@@ -4,14 +4,30 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 
+from accel.errors import UsageError
 from accel.fast.network import FastNetwork
 from accel.fast.ops import Half, Split, of_tier
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
-from accel.network import WHOLE, Part, family_module
+from accel.network import WHOLE, Part
+
+
+def family_of(model: torch.nn.Module) -> ModuleType:
+    """Import fast.py of a model's family, which lays out its weights: lay_out(read, model, ops) → Layout. It lies
+    beside the module of the model's class, or of a class that this derives from. Raises UsageError if there is none."""
+    packages = (kind.__module__.rpartition(".")[0] for kind in type(model).__mro__)
+    names = (f"{package}.fast" for package in packages if package.startswith("accel.families."))
+    name = next(filter(find_spec, names), None)
+    if name is None:
+        here = f"the family of {type(model).__name__} has no fast.py"
+        raise UsageError(f"`precision`: use fp32 or tf32, without `parallel=weights=N`: {here}")
+    return import_module(name)
 
 
 def laid_out(state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half | Split) -> FastNetwork:
@@ -21,7 +37,7 @@ def laid_out(state: dict[str, torch.Tensor], model: torch.nn.Module, ops: Half |
     the layer, for weights that the tier cannot hold.
     """
     read = Reader(state, ops.device, ops.stream, ops.part)
-    return FastNetwork(family_module(model, "fast").lay_out(read, model, ops), ops)
+    return FastNetwork(family_of(model).lay_out(read, model, ops), ops)
 
 
 def build(

@@ -19,7 +19,7 @@ from accel.kernels.split_linear import HighLow
 
 
 def traffic(exchange: str, rows: int, t: int, ranks: int, width: int, element: int) -> tuple[int, int]:
-    """(collectives, bytes that a rank receives) a layer; t tokens a rank, `element` bytes a value."""
+    """Return (collectives, bytes that a rank receives) of a layer; t tokens a rank, `element` bytes a value."""
     others = rows * t * (ranks - 1) * width * element  # one vector of each token that lies elsewhere
     return {"kv": (1, 2 * others), "push": (0, 2 * others), "ulysses": (2, 4 * others // ranks)}[exchange]
 
@@ -42,15 +42,15 @@ class KeysValues(Exchange):
         own = qkv[..., width // 3 :].contiguous()  # (N, t, 2·D)
         parts = own.new_empty(self.size, *own.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self.group)
-        kv = parts.transpose(0, 1).reshape(n, self.size * t, -1)  # a view for one row, which is the case that counts
+        kv = parts.transpose(0, 1).reshape(n, self.size * t, -1)  # a view for one batch row, the usual case
         return attention_to(qkv, kv, num_heads)
 
 
 class Ulysses(Exchange):
     """All-to-all: from a rank's tokens of all heads to all tokens of a rank's heads, and back.
 
-    What attends is the network's own attention. So this exchange keeps the exact tier's accuracy: of a HighLow, the
-    high and low halves travel as batch rows.
+    The network's own attention runs, so this exchange keeps the exact tier's accuracy: the high and low halves of a
+    HighLow travel as batch rows.
     """
 
     def __call__(self, qkv: torch.Tensor | HighLow, num_heads: int, attention: Callable) -> torch.Tensor | HighLow:
@@ -80,11 +80,11 @@ class Ulysses(Exchange):
 
 
 class Push(Exchange):
-    """Keys and values written straight into the memory of peers on this host, over NVLink (accel/kernels/push.py)."""
+    """Write keys and values straight into the memory of peers on this host, over NVLink (accel/kernels/push.py)."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
-        # Not used here, and its set-up can fail where GPUs are shared.
+        # Multicast is not used, and its set-up can fail where GPUs are shared.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric
 
@@ -101,7 +101,8 @@ class Push(Exchange):
         return attention_to(qkv, gathered[self.turn], num_heads)
 
     def _buffer(self, shape, dtype, device):
-        """Two gathered tensors and the peers' addresses of them: used in turn, since a peer may be one layer ahead."""
+        """Return two gathered tensors and the peers' addresses of them. They take turns: a peer may be one layer
+        ahead."""
         key = shape, dtype
         if key not in self.buffers:
             if torch.cuda.is_current_stream_capturing():

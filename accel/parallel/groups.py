@@ -21,8 +21,8 @@ class Groups:
         self._groups, self._exchanges = {}, {}  # by their ranks
 
     def part(self, layout: Layout | None) -> Part:
-        """The part of the weights that this rank reads and holds. A rank that is left idle holds one too: it chooses
-        GEMMs with the others."""
+        """Return the part of the weights that this rank reads and holds. An idle rank holds one too: it chooses GEMMs
+        with the others."""
         if layout is None or layout.weights == 1:
             return WHOLE
         self.job.wait_for_collectives()
@@ -32,8 +32,8 @@ class Groups:
         return Part(rank, layout.ranks, partial(dist.all_reduce, group=group), group)
 
     def apply(self, network: BlockNetwork, layout: Layout) -> Network:
-        """The network as `layout` has it on this rank; network itself on a rank that shares no evaluation, and where
-        the ranks divide the weights: it was loaded so."""
+        """Return the network as this rank evaluates it under `layout`: itself on a rank that shares no evaluation, and
+        where the ranks divide the weights, since it was loaded in parts."""
         if layout.ranks == 1 or layout.weights > 1:
             return network
         everyone, size = self._group(range(layout.ranks)), layout.tokens
@@ -58,7 +58,7 @@ class Groups:
         return self._groups[ranks]
 
     def peers(self) -> bool:
-        """Whether every rank's GPU can write into every other's."""
+        """Return whether every rank's GPU can write into every other's memory."""
         if self.device.type != "cuda":
             return False
         here, others = self.device.index or 0, range(torch.cuda.device_count())

@@ -1,11 +1,11 @@
-"""How ranks may share a network evaluation, as users write it. Imports no torch."""
+"""Layouts: how ranks share a network evaluation, as users write it. Imports no torch."""
 
 from typing import NamedTuple
 
 from accel.errors import UsageError, shown
 
 EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
-FAMILIES = {"rows", "tokens", "exchange"}, {"weights"}  # names of a layout that go together
+TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # names that one layout may have
 
 
 class Layout(NamedTuple):
@@ -13,12 +13,12 @@ class Layout(NamedTuple):
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
-    exchange: str = "kv"  # between the latter
+    exchange: str = "kv"  # of tokens
     weights: int = 1  # ranks that divide every layer's weights; then neither rows nor tokens are divided
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a network evaluation."""
+        """The number of ranks that share a network evaluation."""
         return self.rows * self.tokens * self.weights
 
     def __str__(self):
@@ -33,13 +33,13 @@ OFF = Layout()
 
 
 def parse(text: str, exchange: str = "kv") -> Layout:
-    """A layout as users write it, rows=2,tokens=2,exchange=kv; exchange: where it names none. Raises UsageError."""
+    """Return the layout that users write as rows=2,tokens=2,exchange=kv; exchange: the default. Raises UsageError."""
     items = [item.partition("=")[::2] for item in text.split(",")]
     given = dict(items)
     for name, value in items:
         number = value.isdecimal() and len(value) < 5 and int(value) > 0
         valid = value in EXCHANGES if name == "exchange" else number
-        if not valid or len(given) < len(items) or not any(given.keys() <= family for family in FAMILIES):
+        if not valid or len(given) < len(items) or not any(given.keys() <= names for names in TOGETHER):
             wrong = shown("=".join((name or "nothing", value)))
             raise UsageError(
                 f"`parallel={shown(text)}`: {wrong}: give auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, "
@@ -54,9 +54,9 @@ def parse(text: str, exchange: str = "kv") -> Layout:
 def check(
     layout: Layout, tier: str | None, tokens: int | None = None, heads: int | None = None, world: int | None = None
 ) -> None:
-    """UsageError if `layout` cannot run, by what is known so far.
+    """Raise UsageError if `layout` cannot run, by the values that are known so far.
 
-    tokens: of a batch row; heads: of the network; world: how many ranks there are.
+    tokens: of a batch row; heads: of the network; world: number of ranks.
     """
     problem, exchange = None, layout.exchange if layout.tokens > 1 else None
     if exchange not in (None, "ulysses") and tier == "exact":

@@ -1,9 +1,9 @@
-"""How GPUs share a batch with fewer pictures than there are of them: chosen by arithmetic and a measurement.
+"""The layout for a batch with fewer pictures than GPUs, chosen by arithmetic and a measurement.
 
-Arithmetic leaves few layouts: of those that give a rank no less to do, the one with fewer GPUs, then the one that
-divides tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation). What a layer and its
-exchange then cost differs from machine to machine. So each layout that is left evaluates a few blocks of the network,
-for a few milliseconds. Every rank makes the same calls.
+Arithmetic leaves few layouts: among layouts that give a rank as much to do, the one with fewer GPUs, then the one that
+divides tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation). The cost of a layer and
+its exchange differs from machine to machine, so each of these layouts evaluates a few blocks of the network, for a few
+milliseconds. Every rank makes the same calls.
 """
 
 import time
@@ -25,34 +25,33 @@ from accel.parallel.groups import Groups
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
 
-DEPTHS = 2, 6  # blocks that are timed; the difference gives the time of a block
+DEPTHS = 2, 6  # numbers of blocks that are timed; the difference gives the time of a block
 
 
 class Work(NamedTuple):
-    """What the ranks of a job evaluate in a run."""
+    """The network evaluations of a run, on all ranks."""
 
     pictures: int  # of all ranks
     at_once: int | None  # pictures that are denoised at a time; None: all
-    copies: Counter[int]  # batch rows of a picture → how many of the process's evaluations have so many
+    copies: Counter[int]  # batch rows of a picture → number of the process's evaluations
     tokens: int  # of a batch row
     tier: str
 
     def evaluations(self, placement: Placement) -> Counter[tuple[int, int]]:
-        """(pictures, batch rows of each) → how many evaluations of a run on this rank have them."""
+        """Return the number of evaluations on this rank by (pictures, batch rows of each)."""
         found = Counter()
         for part in placement.batches(self.pictures, self.at_once):
             found.update({(part.stop - part.start, copies): count for copies, count in self.copies.items()})
         return found
 
     def load(self, placement: Placement) -> int:
-        """Tokens in the GEMMs of all evaluations of a run on this rank."""
+        """Return the tokens in the GEMMs of all evaluations on this rank."""
         shapes = self.evaluations(placement).items()
         return sum(count * placement.row_tokens(*shape, self.tokens) for shape, count in shapes)
 
 
 def check(layout: Layout, tokens: int, heads: int, groups: Groups) -> None:
-    """UsageError if `layout`, as the user asked for it, cannot run here. tokens: of a batch row; heads: of the
-    network."""
+    """Raise UsageError if the user's layout cannot run here. tokens: of a batch row; heads: of the network."""
     layouts.check(layout, None, tokens, heads, groups.job.world)
     if layout.tokens > 1 and layout.exchange == "push" and not groups.peers():
         raise UsageError("`parallel=exchange=push`: needs NVLink between all these GPUs; take exchange=kv")
@@ -61,11 +60,8 @@ def check(layout: Layout, tokens: int, heads: int, groups: Groups) -> None:
 def share_evaluations(
     network: BlockNetwork, work: Work, groups: Groups, layout: Layout | None
 ) -> tuple[Network, Placement]:
-    """(network as this rank evaluates it, this rank's placement); layout: one that `check` has passed, or None to
-    choose.
-
-    The collectives must be open. A rank that the layout leaves idle keeps its network.
-    """
+    """Return (network as this rank evaluates it, this rank's placement); layout: one that `check` has passed, or None
+    to choose. The collectives must be open. An idle rank keeps its network."""
     job = groups.job
     if layout == OFF:
         return network, Placement(OFF, job.world, job.rank)
@@ -91,7 +87,8 @@ def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
 
 
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
-    """`choose`, kept on disk: two layouts that are equally fast round differently, and two runs shall agree."""
+    """Choose, and keep the choice on disk: two layouts that are equally fast round differently, and two runs shall
+    agree."""
     where = situation(network, work, groups)
     if found := groups.job.from_rank_0(lambda: choices.known(where)):
         return found[0], f"{found[1]}; measured before on this machine ({choices.file()})"
@@ -102,7 +99,7 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
 
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
-    """What a choice depends on, in words."""
+    """Return in words all that a choice depends on."""
     hosts = groups.job.all_gather_object(groups.job.host)
     sizes = "+".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))
     gpu = groups.device.type == "cuda"
@@ -116,13 +113,13 @@ def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
 
 
 def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
-    """(the fastest of the candidates, its time and the others'); the same on every rank."""
+    """Return (the fastest of the candidates, its time and the others'), the same on every rank."""
     job, peers = groups.job, groups.peers()
     exchanges = [name for name in network.exchanges if peers or name != "push"]
     hosts = job.all_gather_object(job.host)
     found = candidates(work, network.num_heads, hosts, exchanges)
     tune(network, work, [Placement(layout, job.world) for layout in found])
-    # Twice, and the better of both: the first pass also warms up the GPU and the communicators.
+    # The better of two passes: the first also warms up the GPU and the communicators.
     passes = [[milliseconds(network, work, groups, layout) for layout in found] for _ in range(2)]
     times = job.max_over_ranks(map(min, *passes))
     best = times.index(min(times))
@@ -131,7 +128,7 @@ def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, s
 
 
 def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[str]) -> list[Layout]:
-    """The layouts worth timing, the least parallel first.
+    """Return the layouts worth timing, the least parallel first.
 
     host_of: each rank's host; exchanges: names of the token exchanges that the devices and the network support.
     """
@@ -142,7 +139,7 @@ def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[s
 
     def fits(rows, size):  # tokens stay in a host
         hosts = [set(host_of[row * size : (row + 1) * size]) for row in range(rows)]
-        return tokens % size == 0 and all(len(those) == 1 for those in hosts)
+        return tokens % size == 0 and all(len(of_row) == 1 for of_row in hosts)
 
     batch_rows = max(work.copies) * min(work.pictures, work.at_once or work.pictures)
     meshes = [
@@ -165,7 +162,7 @@ def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[s
 
 @torch.no_grad()
 def milliseconds(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> float:
-    """Estimated time of a step of all pictures under `layout` on this rank; 0 if it is idle."""
+    """Return the estimated time of a step of all pictures under `layout` on this rank; 0 if it is idle."""
     depths = [min(depth, network.depth) for depth in DEPTHS]
     shared = [groups.apply(network.shallow(depth), layout) for depth in depths]  # idle ranks make its groups too
     placement = Placement(layout, groups.job.world)  # of rank 0, which has the most pictures
@@ -186,7 +183,7 @@ def milliseconds(network: BlockNetwork, work: Work, groups: Groups, layout: Layo
 
 
 def _inputs(network, work, device, pictures, copies):
-    """Noise, indices and labels of an evaluation."""
+    """Return noise, indices and labels of an evaluation."""
     side = isqrt(work.tokens) * network.patch_size
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=device)
@@ -195,7 +192,7 @@ def _inputs(network, work, device, pictures, copies):
 
 
 def _milliseconds(step: Callable[[], object], device: torch.device) -> float:
-    """Time of `step`, replayed from a graph on a GPU."""
+    """Return the time of `step`, replayed from a graph on a GPU."""
     if device.type != "cuda":
         step()
         start = time.perf_counter()

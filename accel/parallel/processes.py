@@ -26,8 +26,8 @@ import torch.distributed as dist
 from accel import start
 from accel.errors import STOPPED, USAGE, Stopped, UsageError, full_disk, out_of_memory, printable, record, shown
 
-START = timedelta(minutes=10)  # in which all ranks have to start and connect
-WAIT = timedelta(days=1)  # of one rank for another, whose share of an FID job may be larger
+START = timedelta(minutes=10)  # limit for all ranks to start and connect
+WAIT = timedelta(days=1)  # limit for one rank to wait for another, whose share of an FID job may be larger
 
 
 class _AgreedError(UsageError):
@@ -45,22 +45,22 @@ class Job:
         self._gpu = self._connecting = None
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank calls this."""
         if self.world > 1:
             dist.barrier()
 
     def all_gather_object(self, value: Any) -> list:
-        """Every rank's `value` (anything that pickles), by rank."""
+        """Return every rank's `value` (anything that pickles), by rank."""
         values = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
 
     def run_collectively(self, work: Callable[[], Any], only: int | None = None) -> Any:
-        """`work()` on every rank, or on rank `only`; returns its result there.
+        """Call `work` on every rank, or on rank `only`, and return its result there.
 
-        A UsageError on any rank is raised on every rank, each different message once, with the ranks that it came from:
-        a mistake on one node ends the job before any work. The `work` of every rank may itself call this method.
+        A UsageError on any rank is raised on every rank, each different message once with its ranks: a mistake on one
+        node ends the job before any work. `work` may itself call this method, on every rank.
         """
         result = message = None
         try:
@@ -81,8 +81,8 @@ class Job:
         return result
 
     def run_in_turns(self, work: Callable[[], Any]) -> Any:
-        """`work()` on rank 0, then on one rank of each other node, then on the others: of a download that it makes one
-        is enough where the file system is shared, one a node where it is not. Otherwise as `run_collectively`."""
+        """Call `work` on rank 0, then on one rank of each other node, then on the others: a download happens once where
+        the file system is shared, else once a node. Otherwise as `run_collectively`."""
         result = self.run_collectively(work, only=0)
         for first in (True, False):
             mine = self.rank > 0 and (self.local_rank == 0) == first
@@ -90,15 +90,15 @@ class Job:
         return result
 
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
-        """What `make()` returns on rank 0, on every rank."""
+        """Return on every rank the result of `make` on rank 0."""
         return self.all_gather_object(self.run_collectively(make, only=0))[0]
 
     def max_over_ranks(self, values: Iterable[float]) -> list[float]:
-        """The largest of each of `values`, of which every rank has as many."""
+        """Return the elementwise maximum of `values` over the ranks."""
         return [max(column) for column in zip(*self.all_gather_object(list(values)))]
 
     def assert_identical(self, tensor: torch.Tensor, ranks: int) -> None:
-        """RuntimeError unless the first `ranks` ranks hold the same bits in `tensor`."""
+        """Raise RuntimeError unless the first `ranks` ranks hold the same bits in `tensor`."""
         digest = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()[:8]
         digests = self.all_gather_object(digest)[:ranks]
         if len(set(digests)) > 1:
@@ -122,7 +122,7 @@ class Job:
             self._connecting.result()
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor] | None:
-        """Every rank's `part`, all of one shape → their list on rank 0, None elsewhere."""
+        """Return the list of every rank's `part`, all of one shape, on rank 0, and None elsewhere."""
         self.wait_for_collectives()
         return self._gather(part)
 
@@ -132,11 +132,11 @@ class Job:
         return parts
 
     def counter(self, name: str, add: int = 0) -> int:
-        """A number that all ranks share, 0 at first, after `add` has been added. No rank waits for another."""
+        """Add to a number that all ranks share, 0 at first, and return it. No rank waits for another."""
         return self.store.add(f"counter/{name}", add)
 
     def stop_on_signals(self, *signals: signal.Signals) -> None:
-        """From now on each of these signals, on whichever rank it arrives, asks the whole job to stop (`stopping`)."""
+        """Take each of these signals, on any rank, as a request that the whole job stop (`stopping`)."""
         for number in signals:
             signal.signal(number, self._on_signal)
 
@@ -145,7 +145,7 @@ class Job:
 
     @property
     def stopping(self) -> bool:
-        """Whether any rank was asked to stop; ranks look between batches."""
+        """Whether any rank was asked to stop; ranks check this between batches."""
         if self._stop:
             self.store.set("stop", "")
         return self._stop or self.store.check(["stop"])
@@ -201,9 +201,9 @@ def own_device(job: Job, wanted: str | None) -> str:
 
 
 def launched() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from the environment of torchrun or srun; (0, 1, 0) where neither started this.
+    """Return (rank, world size, local rank) from the environment of torchrun or srun; (0, 1, 0) without either.
 
-    Raises UsageError for variables that no launcher sets so.
+    Raises UsageError for values that no launcher sets.
     """
     if "RANK" in os.environ:
         names = "RANK", "WORLD_SIZE", "LOCAL_RANK" if "LOCAL_RANK" in os.environ else None
@@ -216,7 +216,7 @@ def launched() -> tuple[int, int, int]:
 
 
 def _variable(name, least, end):
-    """An integer variable of the environment, least <= value < end."""
+    """Return an integer variable of the environment, least <= value < end."""
     value = os.environ.get(name)
     if value is None or not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) < end:
         given = "is not set" if value is None else f"is {value[:40]!r}"
@@ -228,7 +228,7 @@ def _variable(name, least, end):
 
 
 def _set_address(env):
-    """Under srun: the ranks connect on the step's first host, at a port that only this step uses."""
+    """Set the address under srun: the step's first host, and a port that no step of a neighbouring job uses."""
     if "SLURM_STEP_ID" in env and "MASTER_PORT" not in env:
         job, step = (_variable(name, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         env["MASTER_PORT"] = str(12000 + (job * 16 + step % 16) % 20000)
@@ -251,13 +251,13 @@ def _set_address(env):
 
 
 def _join():
-    """The job that this process was started in. Raises UsageError if its ranks do not connect."""
+    """Join the job that this process was started in. Raises UsageError if its ranks do not connect."""
     rank, world, local_rank = launched()
     if world == 1:
         return Job()
     _set_address(os.environ)
     start.end_with_parent()
-    # gloo prints a line a rank and group: none of it is shown, nor what other ranks than 0 print.
+    # gloo prints a line a rank and group: hide it, and all output of other ranks than 0.
     printed = os.dup(1) if rank == 0 else os.open(os.devnull, os.O_WRONLY)
     sys.stdout = start.lasting(printed, sys.stdout)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -276,15 +276,15 @@ def _join():
 
 @contextmanager
 def launched_job(program: str, worded: Callable[[UsageError], str] = str) -> Iterator[Job]:
-    """Run the block as one rank of its job. However it ends on any rank, all ranks end, and the cause is printed once.
-    worded: the text of a user's error.
+    """Run the block as one rank of its job. When it ends on one rank, all ranks end, and the cause is printed once.
+    worded: gives the text of a user's error.
 
     A UsageError is one line and status USAGE, a Stopped one line and STOPPED, anything else a traceback and 1.
     """
     try:
         job = _join()
     except UsageError as error:
-        # Under srun it is the same line on every rank: on rank 0, or where the number is what is wrong.
+        # Under srun every rank has the same line: print it on rank 0, or where the number itself is wrong.
         if "SLURM_STEP_ID" not in os.environ or not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal():
             print(f"{program}: {worded(error)}", file=sys.stderr)
             record(f"{program}: {worded(error)}")

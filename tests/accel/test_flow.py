@@ -190,11 +190,14 @@ def test_accelerate_takes_the_original_and_repas_class(kind):
     assert error(got, want.detach().double()) < 1e-5
 
 
-def test_guidance_of_an_accelerated_sit():
+def test_guidance_of_an_accelerated_sit_and_repa():
     model = small()
     x, t, y = torch.randn(4, 4, 8, 8), torch.tensor([0.1, 0.5] * 2), torch.tensor([1, 2, 8, 8])
     want = model.forward_with_cfg(x, t, y, 3.0).detach().double()
     assert error(accelerate(model).forward_with_cfg(x, t, y, 3.0), want) < 1e-5
+    model = OfRepa(small(learn_sigma=False)).eval()  # its recipe guides all channels
+    cond, uncond = model(torch.cat([x[:2]] * 2), t, y)[0].detach().double().chunk(2)
+    assert error(accelerate(model).forward_with_cfg(x, t, y, 3.0)[:2], uncond + 3 * (cond - uncond)) < 1e-5
 
 
 def test_another_function_under_sits_name_is_refused():

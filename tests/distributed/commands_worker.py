@@ -11,12 +11,13 @@ from math import prod
 
 import sample_ddp
 from accel import door, loading
+from accel.fast.network import FastNetwork
 from accel.latents import files
 from accel.network import Plain
 from accel.parallel import processes
 
 found = {}
-prepare, evaluate, load_decoder, warm_up = loading.load, Plain.forward_blocks, files.load, door.warm_up
+prepare, load_decoder, warm_up = loading.load, files.load, door.warm_up
 
 
 def prepare_and_note(weights, fit, model, tier, device, batch, **how):
@@ -28,12 +29,17 @@ def tune_and_note(self, row_tokens):
     found["tuned"] = sorted({*found["tuned"], *row_tokens})
 
 
-def evaluate_and_note(self, h, *how):
-    if h.shape[0] * h.shape[1] not in found["tuned"]:
-        found["not tuned"].append(h.shape[:2])
-    if (shape := [*h.shape[:2]]) not in found["evaluated"]:
-        found["evaluated"].append(shape)
-    return evaluate(self, h, *how)
+def noting(evaluate):
+    """A network's forward_blocks that notes what it is given."""
+
+    def forward_blocks(self, h, *how):
+        if h.shape[0] * h.shape[1] not in found["tuned"]:
+            found["not tuned"].append(h.shape[:2])
+        if (shape := [*h.shape[:2]]) not in found["evaluated"]:
+            found["evaluated"].append(shape)
+        return evaluate(self, h, *how)
+
+    return forward_blocks
 
 
 def warm_up_and_note(*how):
@@ -47,8 +53,9 @@ def load_decoder_and_note(*arguments):
 
 
 if __name__ == "__main__":
-    loading.load, Plain.forward_blocks, files.load = prepare_and_note, evaluate_and_note, load_decoder_and_note
-    Plain.tune, door.warm_up = tune_and_note, warm_up_and_note
+    loading.load, files.load, door.warm_up = prepare_and_note, load_decoder_and_note, warm_up_and_note
+    for kind in (Plain, FastNetwork):
+        kind.forward_blocks, kind.tune = noting(kind.forward_blocks), tune_and_note
     results = []
     with processes.launched_job("commands_worker.py") as job:
         processes.launched_job = lambda *_: nullcontext(job)

@@ -11,8 +11,6 @@ from itertools import product
 import torch
 from conftest import fill
 from networks import evaluate, network_of
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel import loading
@@ -28,7 +26,6 @@ from accel.network import Plain
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import Layout
 from accel.parallel.processes import launched_job
-from accel.parallel.tensor_parallel import divide_weights
 from accel.weights.checkpoint import Checkpoint
 
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
@@ -116,29 +113,6 @@ def sharded(job, model, generator):
                     yield row | {"guided": False} | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
-def divided(job, model, generator):
-    """Every layer's weights of a reference model over two ranks and over all; half as in many a file, float32 once they
-    are divided."""
-    half = copy.deepcopy(model).half()
-    model = copy.deepcopy(half).float()
-    x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
-    for ranks in (2, job.world):
-        part = Groups(job, torch.device("cpu")).part(Layout(weights=ranks))
-        if part.group is None:
-            continue
-        network = copy.deepcopy(half)
-        divide_weights(network, part.group, torch.device("cpu"))
-        with CommDebugMode() as calls:
-            got = evaluate(Plain(network), x, t, y, 4.0)
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in network.blocks.parameters()]
-        yield {
-            "kind": "weights",
-            "ranks": ranks,
-            "calls": {str(name).split(".")[-1]: count for name, count in calls.get_comm_counts().items()},
-            "part": sum(map(torch.numel, parts)) / sum(map(torch.numel, model.blocks.parameters())),
-        } | difference(got, evaluate(Plain(model), x, t, y, 4.0))
-
-
 class BytesRead(TorchDispatchMode):
     """Counts the bytes that are copied out of a state dict."""
 
@@ -166,7 +140,8 @@ def accelerated(job, model, generator):
     sit = fill(SiT(input_size=SIDE, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
     x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
     groups = Groups(job, torch.device("cpu"))
-    for ranks, tier, one in product((2, job.world), TIERS_DIVIDED, (model, sit, *large)):
+    cases = [(2, "fp16"), *((job.world, tier) for tier in ("fp32", "fp16", "exact"))]
+    for (ranks, tier), one in product(cases, (model, sit, *large)):
         part, state = groups.part(Layout(weights=ranks)), one.state_dict()
         with BytesRead(state) as whole_read:
             whole = build(state, one, tier, torch.device("cpu"))
@@ -201,13 +176,7 @@ def loaded(job, model, generator):
         yield row | difference(network.forward(x, t, y), build(model.state_dict(), model, "fp16", cpu).forward(x, t, y))
 
 
-TIERS_DIVIDED = "fp32", "fp16", "exact"
-LARGE = (
-    Layout(rows=2),
-    Layout(rows=4),
-    *(Layout(tokens=tokens, exchange=name) for tokens in (2, 4) for name in ("kv", "ulysses")),
-    Layout(rows=2, tokens=2, exchange="kv"),
-)
+LARGE = Layout(rows=2), Layout(tokens=4), Layout(tokens=2, exchange="ulysses"), Layout(rows=2, tokens=2)
 
 
 def large(job, _, generator):
@@ -229,7 +198,7 @@ def main():
     model = fill(DiT(input_size=SIDE, patch_size=2, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
     with launched_job("sharded_worker.py") as job:
         results = []
-        for part in (sharded, divided, accelerated, loaded, large):
+        for part in (sharded, accelerated, loaded, large):
             results += part(job, model, torch.Generator().manual_seed(1))
         print(json.dumps(job.all_gather_object(results)))
 

@@ -30,6 +30,9 @@ def test_shares_cover_all_rows_once_and_evenly():
         for world in range(1, 9):
             parts = [list(range(n))[Placement(world=world, rank=rank).pictures(n)] for rank in range(world)]
             assert sum(parts, []) == list(range(n))
+            sliced = [Placement(world=world, rank=rank).batches(n, 2) for rank in range(world)]
+            assert [[i for one in mine for i in range(n)[one]] for mine in sliced] == parts
+            assert all(0 < one.stop - one.start <= 2 for mine in sliced for one in mine)
             sizes = [len(part) for part in parts]
             assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
             assert not range(n)[Placement(world=world, rank=world).pictures(n)]  # a rank too many
@@ -37,7 +40,7 @@ def test_shares_cover_all_rows_once_and_evenly():
 
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]
 SHORT = ["--num-sampling-steps", 6, "--output-type", "latent", "--seed", 3]
-WHOLE = ["--model", "DiT-Demo/2", "--device", "cpu", "--labels", 2]
+WHOLE = ["--model", "DiT-Demo/2", "--device", "cpu", "--labels", 2, "--num-sampling-steps", 50]
 GRIDS = {
     "labels.npy": [*SHORT, "--labels", 1, 2, 3, 4, 5],
     **{f"{layout}.npy": [*SHORT, "--labels", 6, "--parallel", layout] for layout in ("off", "rows=2", "weights=3")},
@@ -45,13 +48,6 @@ GRIDS = {
 }
 STRICT = "rows=2", "tokens=2,exchange=kv"
 FID = ["--num-fid-samples", 12, "--per-proc-batch-size", 3, "--num-sampling-steps", 2]
-# What a rank evaluates, and how many of four do.
-PREPARED = {
-    "two of eight labels": (4, 4, ["--labels", *range(8)]),
-    "batch rows on two ranks": (2, 2, ["--labels", 1, 2, "--parallel", "rows=2,tokens=1"]),
-    "FID with guidance": (6, 4, [*FID, "--cfg-scale", 1.5]),
-    "FID without": (3, 4, [*FID, "--cfg-scale", 1]),
-}
 # Guidance at one of three steps, and slices of two pictures and of one: the tokens of every GEMM, 64 a batch row.
 MIXED = ["--num-sampling-steps", 3, "--guidance-interval", 0.2, 0.7]
 SLICED = ["--batch-size", 2, "--repeats", 2, "--output-type", "latent"]
@@ -74,9 +70,6 @@ def grids(demo, tmp_path_factory):
     commands = {name: [*demo, *flags, "--output", folder / name] for name, flags in GRIDS.items()}
     for layout in STRICT:
         commands[layout] = [*WHOLE, "--parallel", layout, "--output", folder / f"{layout}.png"]
-    for name, (_, _, flags) in PREPARED.items():
-        place = ["--sample-dir", folder / name] if "FID" in name else ["--output", folder / "x.png"]
-        commands[name] = [*demo, "--num-sampling-steps", 2, *flags, *place]
     for name, flags in (("three", []), ("rank0", ["--decode", "rank0"])):
         commands[name] = [*demo, *THREE, *flags, "--output", folder / f"{name}.png"]
     return folder, dict(zip(commands, run_each(4, *commands.values(), XDG_CACHE_HOME=str(folder)), strict=True))
@@ -118,8 +111,8 @@ def test_two_runs_give_one_picture(grids):
     assert (folder / "auto.npy").read_bytes() == (folder / "again.npy").read_bytes()
 
 
-def test_strict_gate_after_a_whole_run(grids, here, tmp_path):
-    """250 steps of the demo with its own weights against one process. (`ulysses`, on two ranks, does not divide its
+def test_strict_gate_after_a_run(grids, here, tmp_path):
+    """50 steps of the demo with its own weights against one process. (`ulysses`, on two ranks, does not divide its
     three heads: test_sharded.py has it.)"""
     assert here("sample.py", *WHOLE, "--output", tmp_path / "one.png").returncode == 0
     one, strict = np.asarray(Image.open(tmp_path / "one.png")), GATES["strict"]
@@ -128,15 +121,6 @@ def test_strict_gate_after_a_whole_run(grids, here, tmp_path):
         many = np.asarray(Image.open(grids[0] / f"{layout}.png"))
         assert mae(one, many) / 255 <= strict["mae"] and psnr(one, many) > strict["psnr"], layout
         assert ssim(one, many) >= strict["ssim"], layout
-
-
-@pytest.mark.parametrize("name", PREPARED)
-def test_the_engine_is_prepared_for_what_a_rank_evaluates(name, grids):
-    """A rank with two of eight labels evaluates four batch rows, not sixteen; an FID batch of three six, or three."""
-    rows, busy, _ = PREPARED[name]
-    ranks = grids[1][name]["ranks"]
-    assert [rank["prepared"] for rank in ranks] == [rows] * 4
-    assert [rank["evaluated"] for rank in ranks] == [[[rows, 64]]] * busy + [[]] * (4 - busy)
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +137,13 @@ def tuned(demo, tmp_path_factory):
 @pytest.mark.parametrize("name", TUNED)
 def test_what_is_tuned_is_what_runs(name, tuned):
     """No rank evaluates a number of tokens that was not tuned before, or that its warm-up has not seen, and none is
-    tuned that no rank evaluates. Ranks that share tokens check whole rows for overflow."""
+    tuned that no rank evaluates. Ranks that share tokens check whole rows for overflow. Kernels are compiled for the
+    most rows; ranks that a layout leaves idle evaluate nothing."""
     tokens, ranks = TUNED[name][0], tuned[name]
     assert [rank["not tuned"] for rank in ranks] == [[]] * 4
-    assert all(rank["tuned"] == ranks[0]["tuned"] for rank in ranks)
+    assert all(rank["tuned"] == ranks[0]["tuned"] and rank["prepared"] * 64 == max(tokens) for rank in ranks)
+    busy = {"rows=2": 2, "tokens=2": 2, "weights=3": 3}.get(name, 4)
+    assert name == "auto" or [bool(rank["evaluated"]) for rank in ranks] == [True] * busy + [False] * (4 - busy)
     evaluated = {prod(shape) for rank in ranks for shape in rank["evaluated"]}
     whole_rows = {max(tokens)} if "tokens" in name else set()
     assert set(ranks[0]["tuned"]) == tokens and tokens - whole_rows <= evaluated <= tokens

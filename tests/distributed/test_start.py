@@ -1,7 +1,6 @@
 """sample.py --gpus in real processes, as CPU ranks: the same picture, and how it ends. A terminal holds the command."""
 
 import fcntl
-import gc
 import os
 import pty
 import re
@@ -80,14 +79,13 @@ class Terminal:
 
 
 def test_the_picture_of_one_process(demo, here, tmp_path):
-    for labels in range(8), (5, 0, 2):
-        flags = [*demo, "--num-sampling-steps", 4, "--labels", *labels, "--output"]
-        done = here("sample.py", *flags, tmp_path / "one.png")
-        assert done.returncode == 0 and re.search(r" · [\d.]+ s since start$", done.stdout), done
-        text = Terminal(*flags, tmp_path / "two.png").end(status=0)
-        assert text.count(" · 2 ranks") == text.count("s since start") == 1
-        one, two = (np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("one.png", "two.png"))
-        assert one.std() > 1 and np.abs(one - two).max() <= 1  # GEMMs of fewer rows round otherwise
+    flags = [*demo, "--num-sampling-steps", 4, "--labels", 5, 0, 2, "--output"]
+    done = here("sample.py", *flags, tmp_path / "one.png")
+    assert done.returncode == 0 and re.search(r" · [\d.]+ s since start$", done.stdout), done
+    text = Terminal(*flags, tmp_path / "two.png").end(status=0)
+    assert text.count(" · 2 ranks") == text.count("s since start") == 1
+    one, two = (np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("one.png", "two.png"))
+    assert one.std() > 1 and np.abs(one - two).max() <= 1  # GEMMs of fewer rows round otherwise
 
 
 LONG = ["--num-sampling-steps", 1000, "--labels", 1, 2]
@@ -97,11 +95,10 @@ LONG = ["--num-sampling-steps", 1000, "--labels", 1, 2]
     "ask, status, line",
     [
         (lambda job: os.write(job.ours, b"\x03"), INTERRUPTED, "interrupted"),  # Ctrl-C
-        (lambda job: job.process.send_signal(signal.SIGINT), INTERRUPTED, "interrupted"),
         (lambda job: job.process.send_signal(signal.SIGTERM), STOPPED, "stopped; start again with the same command"),
         (lambda job: os.kill(job.ranks[1], signal.SIGKILL), 1, "rank 1 of 2: ended by signal 9"),
     ],
-    ids=["ctrl-c", "SIGINT", "SIGTERM", "a killed rank"],
+    ids=["ctrl-c", "SIGTERM", "a killed rank"],
 )
 def test_all_end_together(ask, status, line, demo, tmp_path):
     job = Terminal(*demo, *LONG, "--output", tmp_path / "x.png")
@@ -112,16 +109,13 @@ def test_all_end_together(ask, status, line, demo, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("case, words", [("missing", "no such file"), ("infinite", "not finite from step 1 of 2")])
-def test_a_mistake_is_said_once(case, words, demo, tmp_path):
-    path = tmp_path / "w.safetensors"
-    if case == "infinite":
-        state = build("DiT-Demo/2").state_dict()
-        state["final_layer.linear.bias"][0] = float("inf")
-        save_file(state, path)
+def test_a_mistake_is_said_once(demo, tmp_path):
+    path, state = tmp_path / "w.safetensors", build("DiT-Demo/2").state_dict()
+    state["final_layer.linear.bias"][0] = float("inf")
+    save_file(state, path)
     flags = [*demo[:3], path, *demo[4:], "--num-sampling-steps", 2, "--output", tmp_path / "x.png"]
     text = Terminal(*flags).end(USAGE)
-    assert text.count("sample.py: ") == 1 and words in text and "Traceback" not in text
+    assert text.count("sample.py: ") == 1 and "not finite from step 1 of 2" in text and "Traceback" not in text
     assert not (tmp_path / "x.png").exists()
 
 
@@ -187,17 +181,6 @@ def test_a_rank_whose_parent_has_ended_does_not_begin():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "-c: the process that started this rank has ended\n"
     assert not done.stdout
-
-
-def test_the_garbage_collector_leaves_torch_alone():
-    """Not what a caller has made who imported torch before."""
-    code = "import gc; from accel import start; start.import_torch('cpu'); print(gc.isenabled(), gc.get_freeze_count())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    enabled, frozen = done.stdout.split()
-    assert enabled == "True" and int(frozen) > 100_000
-    before = gc.get_freeze_count()
-    start.import_torch("cpu")
-    assert gc.get_freeze_count() == before and gc.isenabled()
 
 
 @pytest.mark.gpu

@@ -161,6 +161,9 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     assert [torch.equal(a, b) for a, b in zip(got, want)] == [False, True, False, True]
     assert torch.equal(got, torch.cat([decoder.decode(one) for one in latents.split(1)]))
     assert capsys.readouterr().out == ""  # said once
+    plain.decoder.conv_out.bias[1] = float("nan")
+    with pytest.raises(UsageError, match="pixels that are not finite"):
+        decoder.decode(latents)
 
 
 def test_a_decoder_that_gives_nan_stops_the_run():

@@ -47,7 +47,6 @@ def checkout(tmp_path):
 @pytest.mark.parametrize(
     "ending, status, words",
     [
-        ("exchange", 0, "exchanged"),
         ("on_one", USAGE, "--ckpt x: no such file"),
         ("killed", 128 + signal.SIGKILL, "task 1: Killed"),
     ],

@@ -12,7 +12,6 @@ from accel.families import Family, dit
 from accel.families.dit import diffusers_module
 from accel.families.dit.network import DiT, DiT_models, get_2d_sincos_pos_embed
 from accel.families.loaded_module import OfModule
-from accel.families.recognise import NAMED
 from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
@@ -20,16 +19,6 @@ LAST = "final_layer.linear.weight"
 LABELS = "y_embedder.embedding_table.weight"
 MODELS = DiT_models  # name → constructor
 KEYS = PATCHES, "blocks.0.attn.qkv.weight"
-
-
-def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the claim of a training run that names one of the family's models."""
-    return named_claim(dit.FAMILY.models, metadata)
-
-
-def named_claim(models: Mapping[str, Any], metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return a claim if the metadata name one of `models`."""
-    return (NAMED, f"model {metadata['model']}") if metadata.get("model") in models else None
 
 
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
@@ -79,9 +68,6 @@ def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[
     kernel = state[PATCHES]  # (D, C, p, p)
     table = get_2d_sincos_pos_embed(len(kernel), metadata["latent_size"] // kernel.shape[-1])
     return {**state, "pos_embed": torch.from_numpy(table).to(kernel.dtype).unsqueeze(0)}
-
-
-sampled = converted  # no entry is of training alone
 
 
 def latent_size(state: dict[str, torch.Tensor]) -> int:

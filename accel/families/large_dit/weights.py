@@ -8,21 +8,16 @@ import torch
 from torch import nn
 
 from accel.families import large_dit
-from accel.families.dit.weights import LABELS, LAST, named_claim
+from accel.families.dit.weights import LABELS, LAST
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
 from accel.families.loaded_module import OfModule
 from accel.weights.shapes import Shapes
 
-__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "sampled", "sizes"]
+__all__ = ["KEYS", "LABELS", "MODELS", "of_module", "sizes"]
 PATCHES = "x_embedder.weight"  # (D, C·p·p)
 QK_NORM = "layers.0.attention.q_norm.weight"
 MODELS = Large_DiT_models  # name → constructor
 KEYS = PATCHES, "layers.0.attention.wq.weight"
-
-
-def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the claim of metadata that name one of the family's models."""
-    return named_claim(large_dit.FAMILY.models, metadata)
 
 
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
@@ -84,16 +79,3 @@ def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | N
         in_channels=module.in_channels,
     )
     return OfModule(large_dit.FAMILY, module.input_size, facts)
-
-
-def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return `state` itself: the reference network has the file's entries."""
-    return state
-
-
-sampled = converted  # no entry is of training alone
-
-
-def latent_size(state: dict[str, torch.Tensor]) -> None:
-    """Return None: rotations are a function of the position, and no tensor has the latent's side."""
-    return None

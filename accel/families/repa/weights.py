@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
-from accel.families.dit.weights import KEYS, LABELS, latent_size, named_claim, of_dit, sizes_of
+from accel.families.dit.weights import KEYS, LABELS, latent_size, of_dit, sizes_of
 from accel.families.loaded_module import OfModule
 from accel.families.recognise import STRUCTURE
 from accel.families.sit.network import SiT, SiT_models
@@ -31,7 +31,7 @@ def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
     if any(name.startswith(PROJECTORS) for name in shapes):
         return STRUCTURE, "projectors"
     found = [name for name in ARGUMENTS if name in metadata]
-    return (STRUCTURE, found[0]) if found else named_claim(repa.FAMILY.models, metadata)
+    return (STRUCTURE, found[0]) if found else None
 
 
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:

@@ -7,33 +7,20 @@ import torch
 from torch import nn
 
 from accel.families import sit
-from accel.families.dit.weights import KEYS, LABELS, converted, latent_size, named_claim, of_dit, sampled, sizes_of
+from accel.families.dit.weights import KEYS, LABELS, converted, latent_size, of_dit, sizes_of
 from accel.families.loaded_module import OfModule
 from accel.families.recognise import NAMED
 from accel.families.sit.network import SiT, SiT_models
 from accel.weights.shapes import Shapes
 
-__all__ = [
-    "KEYS",
-    "LABELS",
-    "MODELS",
-    "claim",
-    "converted",
-    "latent_size",
-    "of_module",
-    "require_computable",
-    "sampled",
-    "sizes",
-]
+__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "sizes"]
 MODELS = SiT_models  # name → constructor
 COMPUTED = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}  # of the arguments of a training run
 
 
 def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the claim of a training run that names a model of the family, or a path between noise and data."""
-    if "path_type" in metadata:
-        return NAMED, f"path_type {metadata['path_type']}"
-    return named_claim(sit.FAMILY.models, metadata)
+    """Return the claim of a training run that names a path between noise and data."""
+    return (NAMED, f"path_type {metadata['path_type']}") if "path_type" in metadata else None
 
 
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
