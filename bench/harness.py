@@ -1,4 +1,4 @@
-"""What every benchmark shares: flags, provenance, timing, random weights, networks. All that knows the core is here."""
+"""Flags, provenance, timing, random weights and networks of all benchmarks. Only this file knows the core."""
 
 import json
 import os
@@ -21,37 +21,56 @@ import accel
 from accel import fast, gpu, loading, precision
 from accel.diffusion import create_diffusion
 from accel.door import opening
-from accel.errors import UsageError
-from accel.families import ROOT, Defaults, constructor_of, model_names
-from accel.families import family_of as family_of_name
+from accel.families import ROOT, Defaults, Family, constructor_of, families, family_of, model_names
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
 from accel.kernels.linear import Tuner
-from accel.latents import LatentSpace, files
+from accel.latents import LatentSpace
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
 from accel.options import GridOptions
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
-from accel.sampling.flow import Sde
+from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance
 from accel.sampling.process import Process
+from accel.weights.shapes import shapes_only
 from bench import seen_as
 
-
-def implied(model: str) -> Defaults:
-    """Return what a model's name implies."""
-    return family_of_name(model).models[model]
+STEPS = 250  # of a sampling run
 
 
 def is_flow(model: str) -> bool:
-    """Whether a model's name is of a network that predicts a velocity."""
-    return family_of_name(model).prediction == "velocity"
+    """Whether the network of a model's name predicts a velocity."""
+    return family_of(model).prediction == "velocity"
+
+
+def demo_of(model: str) -> str:
+    """Return a model that ships with its weights: of the same family if there is one, else of the same prediction."""
+    own = family_of(model)
+
+    def distance(family: Family):
+        return family is not own, family.prediction != own.prediction
+
+    named = (item for family in sorted(families(), key=distance) for item in family.models.items())
+    return next(name for name, implied in named if implied.ckpt)
+
+
+def space_of(model: str) -> LatentSpace:
+    """Return channels and factor of the latents that a model's network takes."""
+    with shapes_only():
+        reference = constructor_of(model)()
+    channels, usual = reference.in_channels, LatentSpace()
+    if channels == usual.channels:
+        return usual
+    # Others were made for the decoder of their model's image size.
+    side = reference.x_embedder.img_size[0]
+    return LatentSpace(channels=channels, factor=family_of(model).models[model].image_size // side)
 
 
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
-    """The flags that benchmarks share; network, batch: those of one network, of a batch whose steps are timed."""
+    """Add the flags that benchmarks share; network, batch: also the flags of a network, of a batch that is timed."""
     if network:
         parser.add_argument("--model", choices=model_names(), help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
         parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
@@ -61,36 +80,24 @@ def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = Tr
     if network and batch:
         parser.add_argument("--pictures", type=positive, default=8, help="pictures in a batch, two rows each")
         add_seconds(parser)
-        what = "take the GPU for one of this compute capability: docs/gpus.md#rehearsals"
-        parser.add_argument("--seen-as", type=seen_as.version, metavar="X.Y", help=what)
+        text = "take the GPU for one of this compute capability: docs/gpus.md#rehearsals"
+        parser.add_argument("--seen-as", type=seen_as.version, metavar="X.Y", help=text)
     parser.add_argument("--device", help="where to measure (default: a GPU if there is one)")
     parser.add_argument("--output", help="JSON file to write")
     parser.add_argument("--commit", help="commit to record (default: git's)")
 
 
 def add_seconds(parser: ArgumentParser, load: float = 5.0, window: float = 3.0) -> None:
-    """--load and --window; without a GPU their defaults are short."""
+    """Add --load and --window; without a GPU their defaults are short."""
     load, window = (load, window) if torch.cuda.is_available() else (0.1 * load, 0.3 * window)
-    what = "seconds of steps before those that count (default: %(default)g)"
-    parser.add_argument("--load", type=float, default=load, help=what)
-    what = "seconds of steps that count (default: %(default)g)"
-    parser.add_argument("--window", type=float, default=window, help=what)
-
-
-def require_gpu(args: Namespace, what: str) -> torch.device:
-    """The GPU whose `what` is measured. Raises UsageError without one, or if --output cannot be written."""
-    device = loading.choose_device(args.device)
-    if device.type != "cuda":
-        raise UsageError(f"--device {device}: a GPU's {what}")
-    if args.output:
-        check_writable(args.output)
-    device = torch.device("cuda", device.index or 0)
-    torch.cuda.set_device(device)
-    return device
+    parser.add_argument(
+        "--load", type=float, default=load, help="seconds of steps before timing (default: %(default)g)"
+    )
+    parser.add_argument("--window", type=float, default=window, help="seconds of timed steps (default: %(default)g)")
 
 
 def prepare(args: Namespace) -> torch.device:
-    """The device, and in `args` whatever it and the model imply: on a CPU the demo.
+    """Return the device, and fill `args` with all that it and the model imply: on a CPU the demo.
 
     Raises UsageError for a size that does not fit the network or an output that cannot be written.
     """
@@ -98,11 +105,8 @@ def prepare(args: Namespace) -> torch.device:
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
-    implied = options_of(args)
-    if args.ckpt:
-        implied = implied.complete(opening.fit_of(opening.checkpoint_of(implied, device), implied))
-    opening.empty_model(implied)
-    args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
+    options = options_of(args.model, args.ckpt, args.image_size, args.num_classes)
+    args.image_size, args.num_classes, args.ckpt = options.image_size, options.num_classes, options.ckpt
     if args.output:
         check_writable(args.output)
     if device.type != "cuda":
@@ -110,16 +114,16 @@ def prepare(args: Namespace) -> torch.device:
     return device
 
 
-def options_of(args: Namespace) -> GridOptions:
-    """The options that the flags of a network name, and what they imply."""
-    sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
-    return GridOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
-
-
-def check_sizes(model: str | None, sizes: list[int]) -> None:
-    """Raises UsageError for a side in pixels that a model does not take."""
-    for size in sizes:
-        opening.empty_model(GridOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
+def options_of(
+    model: str, ckpt: str | None = None, image_size: int | None = None, num_classes: int | None = None
+) -> GridOptions:
+    """Return the options that follow from these. Raises UsageError for a size that the network does not take."""
+    sizes = dict(image_size=image_size, num_classes=num_classes, space=space_of(model))
+    options = GridOptions(model, ckpt=ckpt, labels=(0,), **sizes).resolve()
+    if options.ckpt:
+        options = options.complete(opening.fit_of(opening.checkpoint_of(options, torch.device("cpu")), options))
+    opening.empty_model(options)
+    return options
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
@@ -230,23 +234,13 @@ def time_steps(loop: Callable, device: torch.device, load: float, window: float,
 
 
 def repeated(work: Callable) -> Callable:
-    """`work()` as a step of a sampling run, for `time_steps`."""
+    """Return `work()` as the step of a sampling run, for `time_steps`."""
 
     def loop(on_step):
         work()
         on_step()
 
     return loop
-
-
-def elapsed_ms(work: Callable, device: torch.device) -> float:
-    """Milliseconds of `work()`; on a GPU of what it queues on the current stream."""
-    marks = Marks(device)
-    marks()
-    work()
-    marks()
-    synchronize(device)
-    return marks.milliseconds()[0]
 
 
 def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
@@ -261,52 +255,33 @@ def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
     return state
 
 
-def random_network(build: str | Callable, device: torch.device, **arguments) -> torch.nn.Module:
-    """A model with random, non-zero weights, in eval mode. build: its class or name; arguments: its constructor's."""
+def random_network(build: Callable, device: torch.device, **arguments) -> torch.nn.Module:
+    """Build a network of random, non-zero weights in eval mode. build: its constructor, called with `arguments`."""
     with torch.device(device):
-        model = (constructor_of(build) if isinstance(build, str) else build)(**arguments)
+        model = build(**arguments)
     model.load_state_dict(random_state(model))
     return model.eval().requires_grad_(False)
 
 
 def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
-    """The model of `args`, float32: with the weights of --ckpt or the demo's own, else random ones."""
+    """Return the float32 network of `args` with the weights of --ckpt or the demo's own, else random ones."""
     if args.ckpt is None:
-        size, norms = args.image_size // 8, dict(qk_norm=True) if args.model.startswith("Large") else {}
-        return random_network(args.model, device, input_size=size, num_classes=args.num_classes, **norms)
-    options = options_of(args)
+        arguments = dict(input_size=args.image_size // space_of(args.model).factor, num_classes=args.num_classes)
+        siblings = family_of(args.model).part("weights").MODELS.values()
+        if any(build.config.get("qk_norm") for build in siblings):  # as the family's trained weights have it
+            arguments["qk_norm"] = True
+        return random_network(constructor_of(args.model), device, **arguments)
+    options = options_of(args.model, args.ckpt, args.image_size, args.num_classes)
     weights = opening.checkpoint_of(options, device)
-    options = options.complete(opening.fit_of(weights, options))
-    batch = loading.Batch([(1, 1)], options.latent_size, options.num_classes)
-    return loading.load_network(weights, options.fit, opening.empty_model(options), "fp32", device, batch).model
+    # fp32 chooses nothing by the batch.
+    return loading.load_network(weights, options.fit, opening.empty_model(options), "fp32", device, batch=None).model
 
 
 def random_decoder(device: torch.device) -> KLDecoder:
-    """A decoder of sd-vae-ft-*'s size with random weights."""
+    """Return a decoder of sd-vae-ft-*'s size with random weights."""
     torch.manual_seed(0)
     with torch.device(device):
         return KLDecoder(SD_VAE_FT).eval().requires_grad_(False)
-
-
-def decoder_of(args: Namespace, device: torch.device) -> tuple[LatentSpace, KLDecoder]:
-    """The space and decoder of --vae or the demo's own, else a random decoder."""
-    name = args.vae or GridOptions(model=args.model).resolve().vae
-    if name in files.PUBLISHED and not args.vae:
-        return LatentSpace(), random_decoder(device)
-    space = files.find(name)
-    return space, files.load(space, device)
-
-
-def write_weights(folder: Path, model: torch.nn.Module) -> tuple[Path, Path]:
-    """`model` and a random decoder as files that sample.py reads: a checkpoint and a folder."""
-    from safetensors.torch import save_file
-
-    ckpt, decoder = folder / "random.pt", folder / "vae"
-    torch.save({name: value.cpu() for name, value in model.state_dict().items()}, ckpt)
-    decoder.mkdir()
-    (decoder / files.FILES[0]).write_text(json.dumps(SD_VAE_FT))
-    save_file(random_decoder(torch.device("cpu")).state_dict(), decoder / files.FILES[1])
-    return ckpt, decoder
 
 
 HALF = tuple(name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32)
@@ -348,9 +323,11 @@ def build(
     return network
 
 
-def process_of(model: str, steps: int = 250) -> Process:
-    """The process that sample.py takes for a model of that name."""
-    return Sde(steps) if is_flow(model) else Ancestral(create_diffusion(str(steps)))
+def process_of(model: str, steps: int = STEPS) -> Process:
+    """Return the process by which sample.py samples a model of that name."""
+    if is_flow(model):
+        return FLOWS[family_of(model).samplers[0]](steps)
+    return Ancestral(create_diffusion(str(steps)))
 
 
 def sampling(
@@ -376,9 +353,9 @@ def sampling(
 
 
 def batch(network: Network, args: Namespace, device: torch.device) -> Callable:
-    """`sampling` of the batch that `args` names."""
-    side = args.image_size // 8
-    z = torch.randn(args.pictures, 4, side, side, device=device)
+    """Return `sampling` of the batch that `args` names."""
+    side = args.image_size // space_of(args.model).factor
+    z = torch.randn(args.pictures, network.in_channels, side, side, device=device)
     labels = torch.arange(args.pictures, device=device) % args.num_classes
     return sampling(network, process_of(args.model), z, labels, args.cfg_scale, args.num_classes)
 

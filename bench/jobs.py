@@ -31,14 +31,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.families import ROOT
+from accel.families import ROOT, family_of
 from accel.flags import positive
-from accel.options import FidOptions, GridOptions
+from accel.latents import files
+from accel.latents.autoencoder_kl import SD_VAE_FT
+from accel.options import FidOptions
 from bench import harness
 
 
@@ -74,69 +77,65 @@ def score(seconds: float) -> float:
 
 
 def contest(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+    """Time sample.py in each tier, score it and record its picture."""
     results, picture, rehearsed = [], folder / "sample.png", rehearsal(vars(args) | dict(pictures=8))
-    tiers = args.contest or [precision.default_tier(device)]
-    with tqdm(total=len(tiers) * (1 + args.repeats), desc="runs", unit="run", leave=False) as bar:
-        for tier in tiers:
-            command = ["sample.py", *flags, "--cfg-scale", args.cfg_scale, "--device", device, "--precision", tier]
-            command += ["--output", picture, "--num-sampling-steps"]
-            run([*command, min(3, args.steps)])
-            bar.update()
-            runs = []
-            while len(runs) < args.repeats and sum(one["total"] for one in runs) < ENOUGH:
-                lines, taken = run([*command, args.steps])
-                runs.append(dict(phases(lines), process=taken))
-                bar.update()
-            bar.update(args.repeats - len(runs))
-            totals = [one["total"] for one in runs]
-            row = dict(tier=tier, seconds=statistics.median(totals), runs=runs)
-            row |= dict(picture=hashlib.sha256(picture.read_bytes()).hexdigest())
-            row |= {} if rehearsed else dict(points=score(row["seconds"]))
-            results.append(row | dict(settings=next(line for line in lines if " · " in line)))
-            record(dict(contest=results))
-            points = "a rehearsal, no points" if rehearsed else f"{row['points']:.1f} of 50 points"
-            least, most = min(totals), max(totals)
-            tqdm.write(f"{tier:6} T = {row['seconds']:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}")
+    for tier in tqdm(args.contest or [precision.default_tier(device)], desc="tiers", leave=False):
+        command = ["sample.py", *flags, "--cfg-scale", args.cfg_scale, "--device", device, "--precision", tier]
+        command += ["--output", picture, "--num-sampling-steps"]
+        run([*command, min(3, args.steps)])
+        runs = []
+        while len(runs) < args.repeats and sum(one["total"] for one in runs) < ENOUGH:
+            lines, taken = run([*command, args.steps])
+            runs.append(dict(phases(lines), process=taken))
+        totals = [one["total"] for one in runs]
+        row = dict(tier=tier, seconds=statistics.median(totals), runs=runs)
+        row |= dict(picture=hashlib.sha256(picture.read_bytes()).hexdigest())
+        row |= {} if rehearsed else dict(points=score(row["seconds"]))
+        results.append(row | dict(settings=next(line for line in lines if " · " in line)))
+        record(dict(contest=results))
+        points = "a rehearsal, no points" if rehearsed else f"{row['points']:.1f} of 50 points"
+        least, most = min(totals), max(totals)
+        tqdm.write(f"{tier:6} T = {row['seconds']:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}")
 
 
 def against_one(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+    """Time a grid and an FID job on --gpus GPUs and on one."""
     results = {}
     flags = [*flags, "--precision", args.precision or precision.default_tier(device)]
     flags += ["--device", "cpu"] if device.type == "cpu" else []
-    with tqdm(total=(device.type == "cuda") + 2 * args.repeats + 2, desc="jobs", unit="job", leave=False) as bar:
 
-        def launch(command, ranks, steps, *more):
-            threads = str(max(1, min(4, os.cpu_count() // ranks)))
-            lines, taken = run([*command, *flags, "--num-sampling-steps", steps, *more], OMP_NUM_THREADS=threads)
-            bar.update()
-            return dict(phases=phases(lines), seconds=taken)
+    def launch(command, ranks, steps, *more):
+        threads = str(max(1, min(4, os.cpu_count() // ranks)))
+        lines, taken = run([*command, *flags, "--num-sampling-steps", steps, *more], OMP_NUM_THREADS=threads)
+        return dict(phases=phases(lines), seconds=taken)
 
-        def grid(ranks, steps):
-            return launch(["sample.py", "--gpus", ranks], ranks, steps, "--output", folder / "grid.png")
+    def grid(ranks, steps):
+        return launch(["sample.py", "--gpus", ranks], ranks, steps, "--output", folder / "grid.png")
 
-        if device.type == "cuda":
-            grid(args.gpus, 3)  # file and kernel caches
-        grids = {ranks: [] for ranks in (1, args.gpus)}
-        for ranks, some in [*grids.items()] * args.repeats:
-            some.append(grid(ranks, args.steps))
-        sampling = {ranks: [one["phases"]["sample"] for one in some] for ranks, some in grids.items()}
-        results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
-        for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
-            results[name] = {ranks: [one[key] for one in some] for ranks, some in grids.items()}
-        record(results)
-        rates = {}
-        for ranks in (1, args.gpus):
-            size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
-            launch(torchrun, ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
-            rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
-        efficiency = rates[args.gpus] / (args.gpus * rates[1])
-        results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)
-        record(results)
+    if device.type == "cuda":
+        grid(args.gpus, 3)  # file and kernel caches
+    grids = {ranks: [] for ranks in (1, args.gpus)}
+    for ranks, some in tqdm([*grids.items()] * args.repeats, desc="grids", leave=False):
+        some.append(grid(ranks, args.steps))
+    sampling = {ranks: [one["phases"]["sample"] for one in some] for ranks, some in grids.items()}
+    results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
+    for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
+        results[name] = {ranks: [one[key] for one in some] for ranks, some in grids.items()}
+    record(results)
+    rates = {}
+    for ranks in tqdm(grids, desc="FID jobs", leave=False):
+        size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
+        launch(torchrun, ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
+        rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
+    efficiency = rates[args.gpus] / (args.gpus * rates[1])
+    results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)
+    record(results)
     print(json.dumps(results, indent=1))
 
 
 def fid(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+    """Time an FID job of --fid pictures."""
     flags = [*flags, "--cfg-scale", args.cfg_scale, "--device", device]
     flags += ["--precision", args.precision or precision.default_tier(device), "--sampler", "dpm++"]
     flags += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
@@ -192,7 +191,7 @@ def check(args: Namespace) -> torch.device:
             raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
     if args.fid and args.fid <= args.batch:
         raise UsageError(f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}")
-    steps = 25 if args.gpus and device.type != "cuda" else GridOptions.num_sampling_steps
+    steps = 25 if args.gpus and device.type != "cuda" else harness.STEPS
     args.steps = args.steps or (10 if args.fid else steps)
     return device
 
@@ -208,11 +207,16 @@ def main() -> None:
         if args.contest is None:
             about |= dict(gpus=args.gpus or 1, precision=args.precision or precision.default_tier(device))
         flags = ["--model", args.model, "--image-size", args.image_size, "--num-classes", args.num_classes]
-        args.vae = args.vae or harness.implied(args.model).vae
-        if not (args.ckpt and args.vae):
-            model = harness.model_of(Namespace(**vars(args) | dict(ckpt=None)), device)
-            ckpt, vae = harness.write_weights(folder, model)
-            args.ckpt, args.vae = args.ckpt or ckpt, args.vae or vae
+        implied = family_of(args.model).models[args.model].vae
+        args.vae = args.vae or (None if implied in files.PUBLISHED else implied)
+        if not args.ckpt:
+            args.ckpt = folder / "random.pt"
+            torch.save(harness.model_of(Namespace(**vars(args) | dict(ckpt=None)), device).state_dict(), args.ckpt)
+        if not args.vae:
+            args.vae = folder / "vae"
+            args.vae.mkdir()
+            (args.vae / files.FILES[0]).write_text(json.dumps(SD_VAE_FT))
+            save_file(harness.random_decoder(torch.device("cpu")).state_dict(), args.vae / files.FILES[1])
         flags += ["--ckpt", args.ckpt, "--vae", args.vae]
         work(args, device, flags, folder, lambda results: harness.write(args.output, about | results))
 

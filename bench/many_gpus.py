@@ -1,41 +1,33 @@
-"""One picture, or a few, on many GPUs: every way to share them, timed in one run; and the link between the GPUs.
+"""One picture, or a few, on many GPUs: every way to share them, timed in one run.
 
     torchrun --standalone --nproc_per_node=4 bench/many_gpus.py --gate --output output/parallel.json
-    torchrun --standalone --nproc_per_node=4 bench/many_gpus.py --link --output output/link.json
 
 Times are of whole denoising steps on the slowest rank, as in bench/steps.py. The speed-up is over the same network,
-tier and kernels on one of these GPUs. Error: relative, of one guided forward pass, against one GPU. Bytes: what a
-rank receives a layer. --gate judges 250-step pictures of the demo, shared, against fp32's on one GPU. --link times
-collectives among two ranks and among all, of several sizes: over NCCL, ten calls in a CUDA graph as in a captured
-step, else over gloo.
+tier and kernels on one of these GPUs. Error: relative, of one guided forward pass, against one GPU. --gate judges
+250-step pictures of the demo, shared, against fp32's on one GPU.
 """
 
 if not __package__:
     __import__("_as_module")
 
 import gc
-import statistics
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from math import prod
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.families import model_names
+from accel.families import Defaults, model_names
 from accel.flags import check_writable, positive
-from accel.graphs import capture
 from accel.kernels.linear import Tuner
 from accel.network import BlockNetwork, Network
 from accel.parallel import layouts, planner
-from accel.parallel.exchanges import traffic
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import EXCHANGES, OFF, Layout
 from accel.parallel.placement import Placement
@@ -52,9 +44,7 @@ PLANS = (
     *(f"rows=2,tokens=2,exchange={name}" for name in EXCHANGES),
     *(f"tokens=4,exchange={name}" for name in EXCHANGES),
 )
-NULL_LABEL, SCALE = 1000, harness.Defaults().cfg_scale
-CALLS = 10  # of a collective, timed as one
-SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+NULL_LABEL, SCALE = 1000, Defaults().cfg_scale
 
 
 def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, active: bool) -> dict:
@@ -76,7 +66,7 @@ def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, a
 
 
 def runnable(work: Work, heads: int, groups: Groups, wanted: list[Layout]) -> Iterator[Layout]:
-    """Those layouts that can run here."""
+    """Yield the layouts that can run here."""
     for layout in dict.fromkeys(wanted):
         with suppress(UsageError):
             planner.check(layout, work.tokens, heads, groups)
@@ -84,7 +74,7 @@ def runnable(work: Work, heads: int, groups: Groups, wanted: list[Layout]) -> It
 
 
 def laid_out(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> Network:
-    """The network as this rank has it, its GEMMs chosen. Every rank calls it, since every rank makes the groups."""
+    """Return the network as this rank has it, its GEMMs chosen. Every rank calls it: all make the groups."""
     planner.tune(network, work, [Placement(layout, groups.job.world)])
     return groups.apply(network, layout)
 
@@ -98,11 +88,13 @@ class Table:
 
     def __init__(self, args: Namespace, groups: Groups, case: dict, network: BlockNetwork):
         self.args, self.groups, self.case, self.network, self.job = args, groups, case, network, groups.job
-        self.pictures, latent = case["labels"], case["size"] // 8
+        self.pictures, latent = case["labels"], case["size"] // harness.space_of(args.model).factor
         tokens = (latent // network.patch_size) ** 2
         self.work = Work(self.pictures, None, Counter([Guidance.copies]), tokens, case["tier"])
         generator = torch.Generator(groups.device).manual_seed(1)
-        self.z = torch.randn(self.pictures, 4, latent, latent, generator=generator, device=groups.device)
+        self.z = torch.randn(
+            self.pictures, network.in_channels, latent, latent, generator=generator, device=groups.device
+        )
         self.labels = torch.arange(self.pictures, device=groups.device)
         self.process = harness.process_of(args.model)
         self.alone = None  # one GPU's output
@@ -133,14 +125,6 @@ class Table:
             out = harness.guided(network, self.z, self.labels, SCALE, NULL_LABEL)
             self.alone = out if ranks == 1 else self.alone
             row["error"] = float((out - self.alone).norm() / self.alone.norm())
-        if layout.tokens > 1:
-            element = precision.TIERS[self.case["tier"]].dtype.itemsize  # exact: two float16
-            rows, tokens = (
-                prod(Placement(layout, ranks).rows(pictures, Guidance.copies)),
-                self.work.tokens // layout.tokens,
-            )
-            sent = traffic(layout.exchange, rows, tokens, layout.tokens, self.network.width, element)
-            row["collectives"], row["bytes"] = sent
         return row
 
     def auto(self, rows: list[dict]) -> dict:
@@ -157,7 +141,8 @@ def share_pictures(args: Namespace, groups: Groups, wanted: list[Layout], record
     """Fill `record` with the layouts of every tier, size and number of labels."""
     job, device = groups.job, groups.device
     for tier, size in ((tier, size) for tier in args.precision for size in args.image_size):
-        model = harness.random_network(args.model, device, input_size=size // 8, num_classes=NULL_LABEL)
+        case = Namespace(model=args.model, ckpt=None, image_size=size, num_classes=NULL_LABEL)
+        model = harness.model_of(case, device)
         network = harness.build(model, tier, device, Tuner(share=job.from_rank_0))
         for labels in args.labels:
             table, rows = Table(args, groups, dict(tier=tier, size=size, labels=labels), network), []
@@ -196,38 +181,6 @@ def judge_layouts(args: Namespace, groups: Groups, wanted: list[Layout], record:
     harness.write(args.output, record)
 
 
-def time_link(job: Job, device: torch.device, record: dict) -> None:
-    """Fill `record` with microseconds of collectives among two ranks and among all."""
-    on_gpu = device.type == "cuda"
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in dict.fromkeys((2, job.world))}
-    cases = [(ranks, size) for ranks in groups for size in (SIZES if on_gpu else SIZES[:4])]
-    for ranks, size in tqdm(cases, desc="sizes", leave=False, disable=job.rank > 0):
-        mine = torch.randn(size // 2, device=device).to(torch.float16 if on_gpu else torch.bfloat16)
-        every, back, among = mine.new_empty(ranks * len(mine)), mine.clone(), groups[ranks]
-        collectives = {
-            "all-gather": lambda: dist.all_gather_into_tensor(every, mine, group=among),
-            "all-to-all": lambda: dist.all_to_all_single(back, mine, group=among),
-            "all-reduce": lambda: dist.all_reduce(back, group=among),
-        }
-        for name, call in collectives.items():
-            [us] = job.max_over_ranks([time_collective(call, device) if job.rank < ranks else 0.0])
-            record["link"].append(dict(collective=name, ranks=ranks, bytes=size, us=us))
-            tqdm.write(f"{name:11} {ranks} ranks {size / 2**20:8.2f} MiB {us:10.1f} µs")
-
-
-def time_collective(call: Callable, device: torch.device) -> float:
-    """Median microseconds of one call, after a warm-up."""
-
-    def many():
-        for _ in range(CALLS):
-            call()
-
-    many()
-    replay, repeats = (capture(many), 30) if device.type == "cuda" else (many, 3)
-    times = [harness.elapsed_ms(replay, device) for _ in range(3 + repeats)][3:]
-    return 1e3 * statistics.median(times) / CALLS
-
-
 def parse() -> tuple[OneLineParser, Namespace]:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=model_names(), help="default: DiT-XL/2 on GPUs, DiT-Demo/2 on CPUs")
@@ -238,7 +191,6 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--plans", **plans, help="plans to time besides auto's choice")
     harness.add_seconds(parser, load=1.0, window=0.5)
     parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")
-    parser.add_argument("--link", action="store_true", help="instead: time the link's collectives")
     harness.add_arguments(parser, network=False)
     return parser, parser.parse_args()
 
@@ -249,7 +201,8 @@ def main() -> None:
         wanted = [layouts.parse(text) for text in args.plans]
         if any(layout.weights > 1 for layout in wanted):
             raise UsageError("--plans weights=N: divides a network while it is read; time sample_ddp.py --repeats 3")
-        harness.check_sizes(args.model, args.image_size or [])
+        for size in args.image_size or []:
+            harness.options_of(args.model or "DiT-XL/2", image_size=size)
         if launched()[1] < 2:
             launcher = "torchrun --standalone --nproc_per_node=4 bench/many_gpus.py"
             raise UsageError(f"there is nothing to share with one process: {launcher}")
@@ -260,21 +213,17 @@ def main() -> None:
         device = torch.device(name)
         on_gpu = device.type == "cuda"
         args.model = args.model or ("DiT-XL/2" if on_gpu else "DiT-Demo/2")
-        args.image_size = args.image_size or [harness.implied(args.model).image_size]
+        args.image_size = args.image_size or [harness.options_of(args.model).image_size]
         args.precision = args.precision or [precision.default_tier(device)]
         if not on_gpu:
             print(f"{job.world} processes over gloo share this machine's processor; times say nothing about GPUs")
         job.open_collectives(name)
         job.wait_for_collectives()
-        record = dict(kind="link" if args.link else "parallel", **harness.provenance(device, args.commit))
-        if args.link:
-            record |= dict(gpus=job.world, backend="nccl" if on_gpu else "gloo", link=[])
-            time_link(job, device, record)
-        else:
-            record |= dict(gpus=job.world, model=args.model, load_seconds=args.load, plans=[], judged=[])
-            if args.gate:
-                judge_layouts(args, Groups(job, device), wanted, record)
-            share_pictures(args, Groups(job, device), wanted, record)
+        record = dict(kind="parallel", **harness.provenance(device, args.commit), gpus=job.world, model=args.model)
+        record |= dict(load_seconds=args.load, plans=[], judged=[])
+        if args.gate:
+            judge_layouts(args, Groups(job, device), wanted, record)
+        share_pictures(args, Groups(job, device), wanted, record)
         harness.write(args.output, record)
 
 

@@ -4,10 +4,9 @@
     python bench/profile_step.py --baseline ../DiT --output output/upstream.json
 
 --baseline profiles the loop of a checkout of upstream; without a folder this repository's own models.py in the loop of
-its diffusion/. Beside the figures lies a trace for Perfetto (ui.perfetto.dev). The figures are those of the profiler's
-own averages: kernels' names tell the kind of GPU work; idle is the time between the first kernel's start and the last
-one's end in which none runs. A host that waits is shown with the operator that made it wait: the time inside such a
-call is the GPU's queue draining, not the call's own work.
+its diffusion/. Prints the profiler's table of the ten most expensive functions. Beside --output lies a trace for
+Perfetto (ui.perfetto.dev). A kernel's name tells its kind of work; idle is the time between the first kernel's start
+and the last kernel's end in which none runs.
 """
 
 if not __package__:
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from accel import precision
@@ -35,13 +34,10 @@ from accel.errors import UsageError
 from accel.families import ROOT
 from accel.files import atomic_write
 from accel.flags import positive
-from accel.options import GridOptions
 from bench import harness, seen_as, work
 
-WAIT, WARMUP = 1, 2  # steps before those that are recorded
+WAIT, WARMUP = 1, 2  # steps before the recorded ones
 STEP = "ProfilerStep*"  # the profiler's name for a step
-ITS_OWN = (STEP, "cudaDeviceSynchronize", "Activity Buffer Request")  # what the profiler itself does on the host
-
 # The first kind whose pattern a kernel's name contains. Attention comes first: its kernels are named after GEMMs too.
 KINDS = (
     ("attention", r"attention|flash|fmha|sdpa|softmax|mha_fwd"),
@@ -49,20 +45,20 @@ KINDS = (
     ("copies", r"^Mem(cpy|set)|CatArray|direct_copy|copy_kernel|copy_device|FillFunctor"),
     ("GEMM", r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv|winograd|implicit"),
 )
-OTHER = "norm/elementwise"
 OPERATORS = (  # the same for operators, where there are no kernels to go by (CPU)
     ("attention", r"attention|softmax"),
     ("GEMM", r"addmm|::mm|bmm|linear|matmul|conv"),
     ("copies", r"copy|::to$|::cat$|clone|contiguous|::fill|::zero"),
 )
-WAITS = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cudaMemcpy(2D)?Async")
-STAGED = 50  # µs: an asynchronous copy from or to the host that takes it longer than this has waited for the GPU
-RATES = {"tflops": "TFLOP/s", "gb_s": "GB/s"}
+OTHER = "norm/elementwise"
+# cudaDeviceSynchronize is the profiler's own.
+WAITS = r"^cu(da)?(Stream|Event|Ctx)Synchronize|^cudaMemcpy"
+STAGED = 50  # µs: an asynchronous copy that takes the host longer than this has waited for the GPU
 
 
 def upstream_loop(folder: Path, model: torch.nn.Module, args: Namespace, device: torch.device) -> Callable:
-    """The sampling run of the checkout in `folder`, upstream's or a fork of it, as `loop(on_step)`: its models.py, with
-    the weights of `model`, in the loop of its diffusion/. Modules of ours with these names stay what they are."""
+    """Return the sampling run of the checkout of upstream in `folder` as `loop(on_step)`: its models.py with `model`'s
+    weights in the loop of its diffusion/. Modules of ours with these names stay what they are."""
 
     if not all((folder / name).exists() for name in ("models.py", "diffusion")):
         raise UsageError(f"--baseline {folder}: no models.py and diffusion/ there; name a checkout of upstream")
@@ -82,25 +78,26 @@ def upstream_loop(folder: Path, model: torch.nn.Module, args: Namespace, device:
         sys.modules.update(ours)
     if args.model not in theirs.DiT_models:
         raise UsageError(f"--baseline {folder}: has no {args.model}; take --model DiT-XL/2")
+    side = args.image_size // 8
     with torch.device(device):
-        network = theirs.DiT_models[args.model](input_size=args.image_size // 8, num_classes=args.num_classes)
+        network = theirs.DiT_models[args.model](input_size=side, num_classes=args.num_classes)
     network.load_state_dict(model.state_dict())
     network.eval()
     y = torch.arange(args.pictures, device=device) % args.num_classes
     kwargs = dict(y=torch.cat([y, torch.full_like(y, args.num_classes)]), cfg_scale=args.cfg_scale)
-    z = torch.randn(args.pictures, 4, args.image_size // 8, args.image_size // 8, device=device).repeat(2, 1, 1, 1)
-    diffusion = make(str(GridOptions.num_sampling_steps))
+    z = torch.randn(args.pictures, 4, side, side, device=device).repeat(2, 1, 1, 1)
+    diffusion = make(str(harness.STEPS))
 
     def loop(on_step):
-        how = dict(clip_denoised=False, model_kwargs=kwargs, device=device)
-        for out in diffusion.p_sample_loop_progressive(network.forward_with_cfg, z.shape, z, **how):
+        arguments = dict(clip_denoised=False, model_kwargs=kwargs, device=device)
+        for out in diffusion.p_sample_loop_progressive(network.forward_with_cfg, z.shape, z, **arguments):
             on_step(out["sample"])
 
     return torch.no_grad()(loop)
 
 
 def record(loop: Callable, steps: int, device: torch.device) -> profile:
-    """`steps` warm steps of `loop` under the profiler."""
+    """Run `steps` warm steps of `loop` under the profiler."""
     # CUPTI must outlive the first profile, or a captured step that is replayed in the second one crashes.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -126,87 +123,53 @@ def record(loop: Callable, steps: int, device: torch.device) -> profile:
 
 
 def kind_of(name: str, table: tuple = KINDS) -> str:
+    """Return the kind of work of a kernel or operator."""
     return next((kind for kind, pattern in table if re.search(pattern, name, re.I)), OTHER)
 
 
-def clip(name: str, width: int = 72) -> str:
-    """A kernel's name without what all of torch's have in common, at most `width` long."""
-    name = re.sub(r"void |at::native::|\(anonymous namespace\)::", "", name)
-    return name if len(name) <= width else name[: width - 1] + "…"
-
-
-def on_device(event: FunctionEvent) -> bool:
-    """Whether it is a kernel, a copy or a fill on the GPU; `event` may be an average too."""
+def on_device(event) -> bool:
+    """Whether an event or average is of a kernel, a copy or a fill on the GPU."""
     return event.device_type != DeviceType.CPU and not event.is_user_annotation
 
 
 def analyse(events: EventList, steps: int) -> dict:
-    """Times by kind, the most expensive functions and the host's waits, of `steps` profiled steps. Milliseconds;
-    `kinds` are a step's."""
+    """Return the times of `steps` profiled steps by kind of work, and the host's waits, in milliseconds a step."""
     averages, times = events.key_averages(), defaultdict(float)
     host = [row for row in averages if row.device_type == DeviceType.CPU]
     device = [row for row in averages if on_device(row)]
-    functions = [row for row in host if row.key not in ITS_OWN]
-    result = dict(steps=steps, host=most_expensive(functions, "self_cpu_time_total"), waits=waits(events, steps))
+    waits = [row for row in host if re.search(WAITS, row.key)]
+    waits = [row for row in waits if "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count]
+    result = dict(steps=steps)
+    result["waits"] = [
+        dict(where=row.key, per_step=row.count / steps, ms_per_step=row.self_cpu_time_total / steps / 1e3)
+        for row in sorted(waits, key=lambda row: -row.self_cpu_time_total)
+    ]
     if device:
         for row in device:
             times[kind_of(row.key)] += row.self_device_time_total
-        spans = [(event.time_range.start, event.time_range.end) for event in events if on_device(event)]
-        window = max(end for _, end in spans) - min(start for start, _ in spans)
-        times["idle"] = window - union(spans)
+        spans = sorted((event.time_range.start, event.time_range.end) for event in events if on_device(event))
+        reach, idle = spans[0][0], 0.0
+        for start, end in spans:
+            idle += max(0.0, start - reach)
+            reach = max(reach, end)
+        window, times["idle"] = reach - spans[0][0], idle
         copied = sum(row.self_device_time_total for row in device if re.match("Memcpy (HtoD|DtoH)", row.key))
-        result |= dict(kernels=most_expensive(device, "self_device_time_total"), host_copies_ms=copied / steps / 1e3)
+        result["host_copies_ms"] = copied / steps / 1e3
         result["launches_per_step"] = sum(row.count for row in device) / steps
     else:
-        for row in functions:
-            times[kind_of(row.key, OPERATORS)] += row.self_cpu_time_total
         [whole] = (row for row in host if row.key == STEP)
         window, times["host, outside operators"] = whole.cpu_time_total, whole.self_cpu_time_total
+        for row in host:
+            if row.key != STEP:
+                times[kind_of(row.key, OPERATORS)] += row.self_cpu_time_total
     result["window_ms"] = window / steps / 1e3
     result["kinds"] = {kind: time / steps / 1e3 for kind, time in sorted(times.items(), key=lambda item: -item[1])}
     return result
 
 
-def most_expensive(averages: list, key: str, count: int = 10) -> list[dict]:
-    """The `count` averages with most time in their field `key`: calls, total and average in ms."""
-    rows = sorted(averages, key=lambda row: -getattr(row, key))[:count]
-    totals = [(row, getattr(row, key) / 1e3) for row in rows]
-    return [dict(name=row.key, calls=row.count, total_ms=ms, average_ms=ms / row.count) for row, ms in totals]
-
-
-def union(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union of (start, end)."""
-    total, reach = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
-
-
-def waits(events: EventList, steps: int) -> list[dict]:
-    """Where in a step the host waits for the GPU, longest first."""
-    # A copy within the device is queued like a kernel, however long the host takes to do it.
-    queued = {event.id for event in events if on_device(event) and event.name.startswith("Memcpy DtoD")}
-    found = defaultdict(list)
-    for event in events:
-        if event.device_type != DeviceType.CPU or not WAITS.search(event.name):
-            continue
-        if "Async" in event.name and (event.self_cpu_time_total <= STAGED or event.id in queued):
-            continue
-        outermost, *names = around(event)
-        if outermost == STEP:  # the wait after the last step is the profiler's
-            found[" → ".join(names)].append(event.self_cpu_time_total)
-    longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:10]
-    return [dict(where=name, per_step=len(us) / steps, ms_per_step=sum(us) / steps / 1e3) for name, us in longest]
-
-
-def around(event: FunctionEvent) -> list[str]:
-    """The names of the functions around an event, outermost first, and its own."""
-    return [*(around(event.cpu_parent) if event.cpu_parent else []), event.name]
-
-
 def ceilings(tier: str, device: torch.device) -> dict:
-    """What this machine reaches on a large GEMM in the tier's arithmetic, after seconds of it, and on a large copy."""
+    """Measure what this machine reaches on a large GEMM in the tier's arithmetic, after seconds of it, and on a large
+    copy."""
     cuda = device.type == "cuda"
     side, dtype, parts = 8192 if cuda else 1024, precision.TIERS[tier].dtype, 1
     if tier == "exact":
@@ -228,22 +191,22 @@ def rates(result: dict, shape: work.Shape, value_bytes: int, ceiling: dict) -> N
     for kind, ms in result["kinds"].items():
         row = result["kinds"][kind] = dict(ms=ms, share=ms / result["window_ms"])
         if kind in flops and ms:
-            row |= dict(tflop=flops[kind] / 1e12, tflops=flops[kind] / ms / 1e9)
+            row["tflops"] = flops[kind] / ms / 1e9
             row["of_ceiling"] = row["tflops"] / ceiling["gemm_tflops"]
         elif kind == OTHER and ms:
-            size = work.adaln_bytes(shape, value_bytes)
-            row |= dict(gb=size / 1e9, gb_s=size / ms / 1e6, of_ceiling=size / ms / 1e9 / ceiling["copy_tb_s"])
+            row["gb_s"] = work.adaln_bytes(shape, value_bytes) / ms / 1e6
+            row["of_ceiling"] = row["gb_s"] / 1e3 / ceiling["copy_tb_s"]
     result["floor_ms"] = work.floor_ms(shape, value_bytes, ceiling["gemm_tflops"], ceiling["copy_tb_s"])
 
 
 def driver() -> str:
-    """The GPU driver's version."""
+    """Return the version of the GPU's driver."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
 
 
 def run(args: Namespace, device: torch.device) -> dict:
-    """The record of a profile; its trace goes beside --output."""
+    """Return the record of a profile, and print the profiler's table; the trace goes beside --output."""
     precision.apply_precision(args.precision, device)
     model = harness.model_of(args, device)
     if args.baseline:
@@ -258,10 +221,13 @@ def run(args: Namespace, device: torch.device) -> dict:
             profiler.export_chrome_trace(trace.name)
             with atomic_write(Path(args.output).with_suffix(".trace.json.gz")) as file:
                 file.write(Path(trace.name).read_bytes())
-    result, shape = analyse(profiler.events(), args.steps), work.Shape.of(model, 2 * args.pictures)
+    events, shape = profiler.events(), work.Shape.of(model, 2 * args.pictures)
+    order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    print(events.key_averages().table(sort_by=order, row_limit=10, max_name_column_width=72))
+    result = analyse(events, args.steps)
     rates(result, shape, precision.TIERS[args.precision].dtype.itemsize, ceiling)
     if args.seen_as:
-        names = {event.name for event in profiler.events() if on_device(event)}
+        names = {event.name for event in events if on_device(event)}
         result["newer"] = seen_as.newer(sorted(names), args.seen_as)
     about = {key: getattr(args, key) for key in ("model", "image_size", "pictures")}
     return dict(
@@ -269,13 +235,12 @@ def run(args: Namespace, device: torch.device) -> dict:
         **harness.provenance(device, args.commit),
         **about,
         driver=driver() if device.type == "cuda" else None,
-        threads=torch.get_num_threads(),
         weights=Path(args.ckpt).name if args.ckpt else "random, seed 0",
         batch_rows=shape.batch_rows,
         tier=args.precision,
         baseline=bool(args.baseline),
         checkout=args.baseline and args.baseline.resolve().name,
-        num_sampling_steps=GridOptions.num_sampling_steps,
+        num_sampling_steps=harness.STEPS,
         shape=vars(shape),
         timed=timed,
         ceilings=ceiling,
@@ -284,41 +249,32 @@ def run(args: Namespace, device: torch.device) -> dict:
 
 
 def describe(record: dict) -> list[str]:
-    """The lines that a profile prints."""
+    """Return the lines that a profile prints below the profiler's table."""
     timed, ceiling = record["timed"], record["ceilings"]
-    here = f"CPU, {record['threads']} threads, no GPU here: times by operator, nothing about kernels or idle"
-    about = f"the loop of {record['checkout']}" if record["baseline"] else "as sample.py runs it"
     lines = [
-        f"{record['model']} · {record['image_size']} px, {record['batch_rows']} batch rows · {record['tier']}",
-        f"{about} · {record['gpu'] or here}",
+        f"{record['model']}, {record['image_size']} px, {record['batch_rows']} batch rows, {record['tier']}, "
+        f"{record['gpu'] or 'CPU: times by operator, nothing about kernels or idle'}",
         f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled {record['window_ms']:.2f}; "
         f"floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM {ceiling['gemm_tflops']:.3g} TFLOP/s, copy "
         f"{ceiling['copy_tb_s']:.3g} TB/s, both measured here)",
     ]
-    for key in ("kernels", "host"):  # of the latter own time
-        for row in record.get(key, []):
-            times = f"{row['calls']:7}{row['total_ms']:11.3f}{row['average_ms']:12.4f}"
-            lines.append(f"{key:8}{clip(row['name']):72}{times} ms")
     for kind, row in record["kinds"].items():
-        rate = next((f"   {row[key]:.4g} {unit}" for key, unit in RATES.items() if key in row), "")
-        rate += f"  {row['of_ceiling']:.0%} of the ceiling" if "of_ceiling" in row else ""
+        rate = f"  {row['of_ceiling']:.0%} of the ceiling" if "of_ceiling" in row else ""
         lines.append(f"  {kind:24}{row['ms']:12.3f} ms{row['share']:8.1%}{rate}")
     if record["gpu"] and not record["waits"]:
         lines.append("The host never waits for the GPU in these steps.")
-    elif record["gpu"]:
-        lines.append(f"The host waits for the GPU; copies between them take {record['host_copies_ms']:.3f} ms a step.")
-        for one in record["waits"]:
-            lines.append(f"  {one['ms_per_step']:9.3f} ms, {one['per_step']:.1f} × a step: {one['where']}")
+    for one in record["waits"]:
+        lines.append(f"  the host waits {one['per_step']:.1f} × a step, {one['ms_per_step']:.3f} ms, in {one['where']}")
     return lines + [f"a kernel of a newer generation: {name}" for name in record.get("newer", [])]
 
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     harness.add_arguments(parser)
-    what = "default: sample.py's; --baseline: upstream's"
-    parser.add_argument("--precision", choices=tuple(precision.TIERS), help=what)
-    what = "instead: the loop of this checkout of upstream (default: of this repository)"
-    parser.add_argument("--baseline", nargs="?", type=Path, const=ROOT, metavar="FOLDER", help=what)
+    text = "default: sample.py's; --baseline: upstream's"
+    parser.add_argument("--precision", choices=tuple(precision.TIERS), help=text)
+    text = "instead: the loop of this checkout of upstream (default: of this repository)"
+    parser.add_argument("--baseline", nargs="?", type=Path, const=ROOT, metavar="FOLDER", help=text)
     parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
     args = parser.parse_args()
     with user_errors(parser):

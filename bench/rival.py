@@ -5,25 +5,28 @@ from collections.abc import Callable
 
 import torch
 
-from accel.families.large_dit.network import DiT_Llama
 from accel.graphs import Replayed
 from accel.network import Network, Plain
 from accel.weights.diffusers_layout import config_of, to_diffusers
 
+RIVALS = "eager", "compile", "max-autotune", "diffusers"
+LARGE = 10**9  # parameters above which the compiler would be busy with the whole network for many minutes
+
 
 class Rival(Plain):
-    """A plain network as others run it in `dtype`: eager, compile or max-autotune (torch.compile), diffusers. `model`
-    becomes of that dtype; guidance and update are those of our loop.
+    """A plain network in `dtype` as others run it: one of RIVALS. `model` is converted to that dtype; guidance and
+    update are those of our loop. eager runs under autocast.
 
-    The blocks of a Large-DiT are compiled one by one and share a compilation, since the whole keeps the compiler busy
-    for many minutes; a CUDA graph then holds a step. diffusers' timestep frequencies differ (shift 1), and so its
-    output.
+    A LARGE network's blocks are compiled one by one and share a compilation; a CUDA graph then holds a step. diffusers
+    embeds timesteps at other frequencies (shift 1), so its output differs.
     """
 
     def __init__(self, what: str, model: torch.nn.Module, dtype: torch.dtype, device: torch.device):
         super().__init__(model.to(dtype))
         self.evaluate = super().tokens
-        if what == "diffusers":
+        if what == "eager":
+            self.evaluate = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)(self.evaluate)
+        elif what == "diffusers":
             from diffusers import DiTTransformer2DModel
 
             state = model.state_dict()
@@ -34,11 +37,11 @@ class Rival(Plain):
             self.transformer.load_state_dict(to_diffusers(state))
             self.transformer.to(dtype).eval().requires_grad_(False)
             self.evaluate = self._diffusers
-        elif what != "eager" and isinstance(model, DiT_Llama):
+        elif sum(value.numel() for value in model.parameters()) > LARGE:
             for block in model.blocks:
                 block.compile(mode="max-autotune-no-cudagraphs", dynamic=False)
             self.evaluate = Replayed(self.evaluate)
-        elif what != "eager":
+        else:
             self.evaluate = torch.compile(self.evaluate, mode=what.replace("compile", "default"), dynamic=False)
 
     @torch.no_grad()

@@ -2,9 +2,9 @@
 
     python bench/sanitize.py --captured --batch-rows 2 --side 32
 
-cuBLASLt's choice of each GEMM, then one block of XL/2's width and one of Large-DiT, fp16 and exact, in a sampling run;
-a decoded picture. Exit status 1: a result is not finite. Run it without a tool first: it compiles
-the kernels and times the GEMMs."""
+First cuBLASLt's choice of each GEMM of XL/2, then one block of each family's demo, or of its first model if there is
+none, in fp16 and exact, in a sampling run; last a decoded picture. Exit status 1: a result is not finite. Run it
+without a tool first: it compiles the kernels and times the GEMMs."""
 
 if not __package__:
     __import__("_as_module")
@@ -15,26 +15,33 @@ from itertools import product
 import torch
 
 from accel.command_line import OneLineParser, user_errors
-from accel.diffusion import create_diffusion
-from accel.families.dit.network import DiT
-from accel.families.large_dit.network import DiT_Llama
+from accel.errors import UsageError
+from accel.families import Family, constructor_of, families
 from accel.flags import positive
 from accel.graphs import Replayed
 from accel.kernels.attention import attention_to
 from accel.kernels.linear import cublaslt
 from accel.latents.half import HalfDecoder
-from accel.sampling.ancestral import Ancestral
+from accel.loading import choose_device
 from bench import harness
-from bench.winners import LAYERS
+
+LAYERS = (3456, 1152, False), (1152, 1152, False), (4608, 1152, True), (1152, 4608, False)  # N, K, GELU
+DEPTH = "depth", "n_layers"  # a constructor's argument
+
+
+def one_block(family: Family, side: int, device: torch.device) -> tuple[str, torch.nn.Module]:
+    """Return the name and one block of a family's demo or, without one, of its first model, with random weights."""
+    name = next((name for name, implied in family.models.items() if implied.ckpt), next(iter(family.models)))
+    build = constructor_of(name)
+    arguments = {argument: 1 for argument in DEPTH if argument in build.config}
+    return name, harness.random_network(build, device, input_size=side, num_classes=1000, **arguments)
 
 
 @torch.inference_mode()
 def work(args: Namespace, device: torch.device) -> None:
     """Launch every kernel once, or capture and replay it. Raises RuntimeError for a result that is not finite."""
     captured, generator = args.captured, torch.Generator(device).manual_seed(0)
-    model = harness.random_network(DiT, device, input_size=args.side, depth=1, hidden_size=1152, num_heads=16)
-    norms = dict(n_layers=1, dim=768, n_heads=8, qk_norm=True)  # head dim 96, as 3B
-    large = harness.random_network(DiT_Llama, device, input_size=args.side, **norms)
+    models = [one_block(family, args.side, device) for family in families()]
 
     def noise(*shape):
         return torch.randn(shape, generator=generator, device=device)
@@ -57,13 +64,14 @@ def work(args: Namespace, device: torch.device) -> None:
                 return out
 
             run(f"{shape[:4]}", launch, x)
-        x, t, y = noise(rows, 4, args.side, args.side), torch.full((rows,), 500, device=device), torch.arange(rows)
-        for (name, one), tier in product((("DiT", model), ("Large-DiT", large)), ("fp16", "exact")):
-            network = harness.build(one, tier, device, graph=captured)
-            run(f"{name}, {tier}, {rows} rows", network.forward, x, t, y.to(device))
+        t, y = torch.full((rows,), 500, device=device), torch.arange(rows, device=device)
+        for (name, model), tier in product(models, ("fp16", "exact")):
+            x = noise(rows, model.in_channels, args.side, args.side)
+            network = harness.build(model, tier, device, graph=captured)
+            run(f"{name}, {tier}, {rows} rows", network.forward, x, t, y)
             if rows % 2 == 0:
-                half = x[: rows // 2], y[: rows // 2].to(device)
-                harness.sampling(network, Ancestral(create_diffusion("2")), *half, 4.0, 1000)()
+                half = x[: rows // 2], y[: rows // 2]
+                harness.sampling(network, harness.process_of(name, 2), *half, 4.0, 1000)()
         qkv, kv = noise(rows, tokens // 2, 3 * 1152).half(), noise(rows, tokens, 2 * 1152).half()
         run("attention_to", lambda qkv, kv: attention_to(qkv, kv, 16), qkv, kv)
     HalfDecoder(harness.random_decoder(device))(noise(1, 4, 8, 8))
@@ -75,10 +83,13 @@ def main() -> None:
     parser.add_argument("--captured", action="store_true", help="capture everything in CUDA graphs and replay them")
     parser.add_argument("--batch-rows", nargs="+", type=positive, default=[1, 2, 4, 16], metavar="N")
     parser.add_argument("--side", type=positive, default=32, help="of a latent, even; 64 is a picture of 512 px")
-    harness.add_arguments(parser, network=False)
+    parser.add_argument("--device", help="GPU to check (default: the first)")
     args = parser.parse_args()
     with user_errors(parser):
-        device = harness.require_gpu(args, "kernels are checked")
+        device = choose_device(args.device)
+        if device.type != "cuda":
+            raise UsageError(f"--device {device}: a GPU's kernels are checked")
+    torch.cuda.set_device(device)
     work(args, device)
 
 

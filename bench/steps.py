@@ -2,16 +2,14 @@
 
     python bench/steps.py --gate 3 --output output/ladder.json
     python bench/steps.py --only "CUDA graph" --vs compile,max-autotune,diffusers --output output/versus.json
-    python bench/steps.py --model Large-DiT-3B/2 --pictures 1 --only "CUDA graph" --vs eager,compile
     python bench/steps.py --only exact --backends exact:gemm=cublas,attention=cublas --output output/backends.json
-    python bench/steps.py --sweep-pictures 1 2 4 8 16 32 64 --sweep-sizes 256 512 1024 --output output/sweep.json
     python bench/steps.py --decoder --output output/decoder.json
 
 Times are of whole steps in the sampling loop that sample.py runs (guidance, update and noise draw included, no
 decoder): median, 10th and 90th percentile, after --load seconds of the same steps. Weights are random and not zero,
 except the demo's: a fresh DiT outputs zeros. Errors are relative, ‖out − ref‖ / ‖ref‖, of one forward pass against
-float64. --gate judges 250-step pictures of the demo against fp32's from the same noise. --decoder times decoding
-instead.
+float64. --gate judges 250-step pictures of the family's demo, or of one with its prediction, against fp32's from the
+same noise. To compare two trees, run it in each, with --commit for a tree that git does not know.
 """
 
 if not __package__:
@@ -19,7 +17,6 @@ if not __package__:
 
 import copy
 import gc
-import math
 import os
 import time
 from argparse import ArgumentTypeError, Namespace
@@ -33,13 +30,14 @@ import evaluate
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.flags import positive
+from accel.families import family_of
+from accel.latents import LatentSpace, files
 from accel.latents.decoder import Decoder
-from accel.latents.files import find
 from accel.latents.pixels import to_uint8
 from accel.network import Network
-from bench import harness, rival
+from bench import harness
 from bench.harness import BACKENDS, HALF
+from bench.rival import RIVALS, Rival
 
 STEPS = (  # rung → switches of harness.build; each adds one to the rung before
     ("half GEMMs", {}),
@@ -51,7 +49,6 @@ STEPS = (  # rung → switches of harness.build; each adds one to the rung befor
     ("patch embedding and sampler update", dict(embed_update="auto")),
     ("CUDA graph", dict(graph=True)),
 )
-RIVALS = "eager", "compile", "max-autotune", "diffusers"
 Rung = tuple[str, str, dict]  # name, tier, switches
 
 
@@ -73,8 +70,8 @@ class Reference:
     """A forward pass in float64 and others' distance to it: a label and the null label, at three timesteps."""
 
     def __init__(self, model: torch.nn.Module, args: Namespace, device: torch.device):
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(2, 4, args.image_size // 8, args.image_size // 8, generator=generator).to(device)
+        generator, side = torch.Generator().manual_seed(1), args.image_size // harness.space_of(args.model).factor
+        self.x = torch.randn(2, model.in_channels, side, side, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
         times = (0.02, 0.5, 0.98) if harness.is_flow(args.model) else (980, 500, 20)
         self.t = [torch.full((2,), t, device=device) for t in times]
@@ -83,6 +80,7 @@ class Reference:
 
     @torch.no_grad()
     def error(self, network: Network) -> float:
+        """Return the largest relative error of a network's output."""
         outs = [network.forward(self.x, t, self.y).double() for t in self.t]
         return max(float((out - want).norm() / want.norm()) for out, want in zip(outs, self.out))
 
@@ -92,23 +90,22 @@ class Judge:
 
     def __init__(self, seeds: int, device: torch.device, each: int = 64, steps: int = 250, model: str = "DiT-Demo/2"):
         self.device, self.seeds, self.process = device, range(seeds), harness.process_of(model, steps)
-        demo = Namespace(model=model, ckpt=None, image_size=None, num_classes=None)
-        self.options = harness.options_of(demo)
-        demo.ckpt = self.options.ckpt
-        self.model = harness.model_of(demo, device)
+        self.options = harness.options_of(model)
+        sizes = {name: getattr(self.options, name) for name in ("model", "ckpt", "image_size", "num_classes")}
+        self.model = harness.model_of(Namespace(**sizes), device)
         self.labels = torch.arange(each, device=device) % self.options.num_classes
-        self.decoder = Decoder(find(self.options.vae), device)
+        self.decoder = Decoder(files.find(self.options.vae), device)
         self.want = self.pictures("fp32", {})
 
     def pictures(self, tier: str, switches: dict, share: Callable = lambda network: network) -> list:
         """Of each seed (n, H, W, 3) uint8. share: makes the network one that GPUs share."""
         network = share(harness.build(self.model, tier, self.device, **switches))
-        options, latents, side = self.options, [], self.options.latent_size
+        options, latents, shape = self.options, [], (self.model.in_channels, *2 * [self.options.latent_size])
         total, quiet = self.process.steps * len(self.seeds), os.environ.get("RANK", "0") != "0"
         with tqdm(total=total, desc=f"{tier}: pictures", unit="step", leave=False, disable=quiet) as bar:
             for seed in self.seeds:
                 generator = torch.Generator(self.device).manual_seed(seed)
-                z = torch.randn(len(self.labels), 4, side, side, generator=generator, device=self.device)
+                z = torch.randn(len(self.labels), *shape, generator=generator, device=self.device)
                 if self.process.noise_from_cpu:
                     generator = torch.Generator().manual_seed(seed)
                 guidance = options.cfg_scale, options.num_classes
@@ -131,18 +128,18 @@ class Judge:
 
 
 def timed(name: str, network: Network, args: Namespace, device: torch.device) -> dict:
-    """The time of a network's steps."""
+    """Return the time of a network's steps."""
     return harness.time_steps(harness.batch(network, args, device), device, args.load, args.window, name)
 
 
 def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
-    """The rungs, timed and judged, then the rivals."""
+    """Yield the rungs, timed and judged, then the rivals."""
     model = harness.model_of(args, device)
-    demo = "SiT-Demo/2" if harness.is_flow(args.model) else "DiT-Demo/2"
-    reference, judge = Reference(model, args, device), Judge(args.gate, device, model=demo) if args.gate else None
+    reference = Reference(model, args, device)
+    judge = Judge(args.gate, device, model=harness.demo_of(args.model)) if args.gate else None
 
     def rung(name, make):
-        gc.collect()  # the memory of the one before
+        gc.collect()  # the memory of the rung before
         row, started = dict(rung=name), time.perf_counter()
         try:
             network = make()
@@ -160,7 +157,7 @@ def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
     for what in args.vs:
         precision.apply_precision("fp16", device)
         torch._dynamo.reset()
-        make = partial(rival.Rival, what, harness.model_of(args, device), torch.float16, device)
+        make = partial(Rival, what, harness.model_of(args, device), torch.float16, device)
         mode = "diffusers' DiTTransformer2DModel" if what == "diffusers" else what.replace("compile", "default")
         yield rung(f"fp16 + {mode}" if what in ("diffusers", "eager") else f"fp16 + torch.compile {mode}", make)
 
@@ -178,30 +175,15 @@ def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
     return rungs + args.backends
 
 
-def sweep(args: Namespace, device: torch.device) -> Iterator[dict]:
-    """What a step of the last rung costs as pictures grow in number and in size."""
-    cases = [(args.image_size, pictures) for pictures in args.sweep_pictures]
-    cases += [(size, args.pictures) for size in args.sweep_sizes]
-    name, tier, switches = list(ladder(device, args.precision))[-1]
-    before, network = None, None
-    for size, pictures in dict.fromkeys(cases):
-        case = Namespace(**{**vars(args), "image_size": size, "pictures": pictures})
-        row = dict(image_size=size, pictures=pictures)
-        try:
-            if before != size:
-                network = None  # its memory first
-                gc.collect()
-                network, before = harness.build(harness.model_of(case, device), tier, device, **switches), size
-            row |= dict(rung=name, **timed(f"{size} px, {pictures} pictures", network, case, device))
-            row["ms_a_picture"] = row["ms"] / pictures
-        except torch.OutOfMemoryError:
-            row["failed"] = "out of memory"
-        yield row
-
-
 def decoding(args: Namespace, device: torch.device) -> Iterator[dict]:
-    """What decoding costs in each arithmetic, and what it loses against fp32; latents are noise."""
-    space, plain = harness.decoder_of(args, device)
+    """Yield the time of decoding noise in each arithmetic and its error against fp32: --vae, the demo's own decoder, or
+    one with random weights."""
+    name = args.vae or harness.options_of(args.model).vae
+    if name in files.PUBLISHED and not args.vae:
+        space, plain = LatentSpace(), harness.random_decoder(device)
+    else:
+        space = files.find(name)
+        plain = files.load(space, device)
     shape = args.pictures, space.channels, args.image_size // space.factor, args.image_size // space.factor
     latents = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
     want = None
@@ -209,24 +191,18 @@ def decoding(args: Namespace, device: torch.device) -> Iterator[dict]:
         decoder = Decoder(space, device, arithmetic, network=plain)
         got = decoder.decode(latents)
         want = got if want is None else want
-        error = (got.clamp(-1, 1) - want.clamp(-1, 1)).square().mean((1, 2, 3)).sqrt().max()
         row = dict(arithmetic=arithmetic, refused=decoder.refusal, error=float((got - want).norm() / want.norm()))
-        row["worst_psnr"] = 20 * math.log10(2 / float(error)) if error else None
         del got
         loop = harness.repeated(partial(decoder.decode, latents))
         yield row | harness.time_steps(loop, device, args.load, args.window, arithmetic)
 
 
 def line(row: dict) -> str:
-    """A row as it is printed."""
-    what = row.get("rung") or row.get("arithmetic")
-    if "image_size" in row:
-        what = f"{row['image_size']} px, {row['pictures']} pictures"
-    text = f"{what:40} " + row.get("failed", "")
+    """Return a row as text."""
+    name = row.get("rung") or row.get("arithmetic")
+    text = f"{name:40} " + row.get("failed", "")
     if "ms" in row:
         text += f"{row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]"
-    if "ms_a_picture" in row:
-        text += f"   {row['ms_a_picture']:.3f} a picture"
     if "error" in row:
         text += f"   error {row['error']:.1e}"
     if "judged" in row:
@@ -237,7 +213,7 @@ def line(row: dict) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """--vs' value: what to compare with, separated by commas."""
+    """Return the rivals that a value of --vs names, separated by commas."""
     names = text.split(",")
     if set(names) - set(RIVALS):
         raise ArgumentTypeError(f"{text}: choose from {', '.join(RIVALS)}, separated by commas")
@@ -245,7 +221,7 @@ def listed(text: str) -> list[str]:
 
 
 def backends(text: str) -> Rung:
-    """A value of --backends: a rung of a tier whose switches are named."""
+    """Return the rung that a value of --backends names: a tier and its switches."""
     tier, _, rest = text.partition(":")
     given, known = dict(item.partition("=")[::2] for item in rest.split(",")), BACKENDS.get(tier)
     if known is None:
@@ -268,9 +244,6 @@ def parse() -> tuple[OneLineParser, Namespace]:
     what = f"the same weights in float16 as others run them: {', '.join(RIVALS)} (compile: torch.compile)"
     parser.add_argument("--vs", type=listed, default=[], metavar="WHAT,WHAT", help=what)
     parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed")
-    numbers = dict(nargs="+", type=positive, default=[])
-    parser.add_argument("--sweep-pictures", **numbers, metavar="N", help="instead: the last rung's step at these")
-    parser.add_argument("--sweep-sizes", **numbers, metavar="PX", help="the same at these sizes of a picture")
     parser.add_argument("--decoder", action="store_true", help="instead: decoding in fp32, tf32 and fp16")
     parser.add_argument("--vae", help="--decoder's decoder, as in sample.py (default: a random one; the demo's own)")
     return parser, parser.parse_args()
@@ -282,13 +255,10 @@ def main() -> None:
         device = harness.prepare(args)
         if args.vs and device.type != "cuda":
             raise UsageError("--vs: compares float16 on a GPU, and this is none; leave it out")
-        if "diffusers" in args.vs and not args.model.startswith("DiT"):
+        if "diffusers" in args.vs and family_of(args.model) is not family_of("DiT-XL/2"):
             raise UsageError(f"--vs diffusers: has no {args.model}; leave it out")
         rungs_of(args, device)
-        harness.check_sizes(args.model, args.sweep_sizes)
         kind, work = ("decoder", decoding) if args.decoder else ("steps", climb)
-        if args.sweep_pictures or args.sweep_sizes:
-            kind, work = "sweep", sweep
         record = dict(kind=kind, **harness.provenance(device, args.commit))
         print(", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True)
         record |= dict(model=args.model, image_size=args.image_size, pictures=args.pictures)

@@ -47,12 +47,12 @@ from accel import precision
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 print(*(tier for tier in precision.TIERS if precision.supports(tier, device)))')
 if ((gpus)); then
-  ranks=$gpus ladder=(--gate 3) pictures="1 2 4 8 16 32 64" sizes="256 512 1024"
+  ranks=$gpus ladder=(--gate 3)
   shared=(--gate --image-size 512 1024 256) verify=("$@")
   (($#)) || verify=(--model DiT-Demo/2)
 else
   echo "No GPU: the demo is measured on the CPU. There is no comparison with the compiler and diffusers."
-  ranks=2 ladder=() pictures="1 2 4 8" sizes="64 128 256"
+  ranks=2 ladder=()
   shared=(--labels 1 2) verify=(--model DiT-Demo/2)
 fi
 measure profile-baseline.json python bench/profile_step.py --baseline ${UPSTREAM:+"$UPSTREAM"} "$@" \
@@ -62,17 +62,14 @@ measure ladder.json python bench/steps.py "${ladder[@]}" "$@" --output "$log/lad
 if ((gpus)); then
   measure versus.json python bench/steps.py "$@" --only "CUDA graph" --vs compile,diffusers --output "$log/versus.json"
 fi
-# shellcheck disable=SC2086  # lists of words
-measure sweep.json python bench/steps.py "$@" --sweep-pictures $pictures --sweep-sizes $sizes --output "$log/sweep.json"
-# shellcheck disable=SC2086
+# shellcheck disable=SC2086  # a list of words
 measure contest.json python bench/jobs.py "$@" --contest $tiers --output "$log/contest.json"
 measure verify/verify.json python scripts/verify.py "${verify[@]}" --output "$log/verify"
 sections="1 2 3"
 if ((ranks > 1)); then
   torchrun=(torchrun --standalone --nproc_per_node="$ranks")
-  measure link.json "${torchrun[@]}" bench/many_gpus.py --link --output "$log/link.json"
   measure parallel.json "${torchrun[@]}" bench/many_gpus.py "${shared[@]}" --output "$log/parallel.json"
   measure ddp.json python bench/jobs.py "$@" --gpus "$ranks" --output "$log/ddp.json"
-  sections="1 2 3 4 5"
+  sections="1 2 3 4"
 fi
 echo "Now: python scripts/report.py output/report --team TEAM --log $log --sections $sections"

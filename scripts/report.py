@@ -1,10 +1,10 @@
-"""The contest's report from what was measured: report.md and a self-contained report.html, from the JSON files in log/.
+"""The contest's report from measurements: report.md and a self-contained report.html, from the JSON files in log/.
 
     python scripts/report.py output/report --team US --log log/mine
     python scripts/report.py output/report --lang zh --log log/mine --sections 1 2 3
 
-scripts/report_data.py reads the log and computes plain data, scripts/front_page.py sums it up; the text lies in
-scripts/report/, a template a language and the words of plots and tables.
+scripts/report_data.py reads the log and computes plain data. scripts/report/ holds the text: a template a language,
+and the words of plots and tables.
 """
 
 if not __package__:
@@ -19,64 +19,45 @@ from pathlib import Path
 
 import jinja2
 from markdown_it import MarkdownIt
-from PIL import Image
 
-import evaluate
 from accel.command_line import OneLineParser, user_errors
 from accel.families import ROOT
 from accel.files import atomic_write
 from accel.flags import check_writable
-from bench.harness import safe
-from scripts import front_page, report_plots
+from scripts import report_plots
 from scripts.report_data import NEEDS, collect
 
 TEMPLATES = ROOT / "scripts" / "report"
 
 
 def words(lang: str) -> Callable[[str], str]:
-    """English → the language of the report's tables and figures. What has no entry is a name."""
+    """Return the function from English to the language of the report's tables and figures. Names have no entry."""
     known = json.loads((TEMPLATES / f"words.{lang}.json").read_text()) if lang != "en" else {}
     return lambda text: known.get(text, text)
 
 
 def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
-    """File name → picture."""
+    """Return file name → picture."""
     figures, known = {}, words(lang)
 
-    def say(text):
-        return report_plots.roomy(known(text))
+    def say(text):  # with room for wide characters, whose width matplotlib's font lacks: spaces that no browser shows
+        return known(text) + " " * round(1.3 * sum(ord(letter) > 0x2E7F for letter in known(text)))
 
     if data["front"]["shown"]:
-        figures["pictures.jpg"] = front_page.pictures(data["front"]["shown"])
+        figures["pictures.jpg"] = report_plots.pictures(data["front"]["shown"]["files"])
     if "profile" in data:
-        figures["kinds.svg"] = report_plots.kinds(
-            {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["runs"]}, say
-        )
+        runs = {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["runs"]}
+        figures["kinds.svg"] = report_plots.kinds(runs, say)
     if single := data.get("single"):
         floor = single["floor"]
         figures["ladder.svg"] = report_plots.ladder(single["rungs"], floor["floor_ms"], floor["tier"], say)
-        figures["growth.svg"] = report_plots.growth(*single["growth"], say)
-        if single["tiers"]:
-            points = single["tiers"]["points"]
-            figures["error-speed-tiers.svg"] = report_plots.error_against_speed(points, evaluate.GATES, "picture", say)
-        for record in single["verified"]:
-            if not single["tiers"]:
-                name = f"error-speed-{safe(record['model'])}.svg"
-                figures[name] = report_plots.error_against_speed(record["tiers"], evaluate.GATES, "grid", say)
-            for tier in record["tiers"]:
-                figures |= {name: small_jpeg(path) for name, path in tier["heatmaps"].items() if "-picture-" in name}
     if data.get("many", {}).get("series"):
         figures["scaling.svg"] = report_plots.scaling(data["many"]["series"], say)
     return figures
 
 
-def small_jpeg(path: Path) -> bytes:
-    with Image.open(path) as image:
-        return front_page.jpeg(image.convert("RGB"), 1200)
-
-
 def markdown(data: dict, lang: str) -> str:
-    """The report's text, by the language's template."""
+    """Return the report's text, by the language's template."""
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
 
@@ -89,13 +70,13 @@ def markdown(data: dict, lang: str) -> str:
     say = words(lang)
     environment.filters |= dict(say=say, rung=lambda name: report_plots.rung_name(name, say))
     environment.filters["code"] = lambda text: "`" + str(text).replace("`", "'").replace("|", r"\|") + "`"
-    text = environment.get_template(f"report.{lang}.md.j2").render(data, safe=safe)
+    text = environment.get_template(f"report.{lang}.md.j2").render(data)
     text = re.sub(r"(?<=[\u3000-\uffee])\n(?=[\u3000-\uffee])", "", text)  # Chinese lines join without a space
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def page(text: str, figures: dict[str, bytes], lang: str) -> str:
-    """report.md's text as one HTML file with its pictures inside."""
+    """Return report.md's text as one HTML file with its pictures inside."""
 
     def figure(match):
         kind = "jpeg" if match[1].endswith("jpg") else "svg+xml"
@@ -110,7 +91,7 @@ def page(text: str, figures: dict[str, bytes], lang: str) -> str:
 
 
 def main() -> None:
-    parser = OneLineParser(description="The contest's report from what was measured.")
+    parser = OneLineParser(description="The contest's report from measurements.")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for report.md, report.html and figures/")
     parser.add_argument("--team", help="the team's name, for the front page")
     parser.add_argument("--lang", choices=("en", "zh"), default="en", help="language of the report")

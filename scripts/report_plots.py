@@ -1,4 +1,4 @@
-"""The report's figures: measured rows → SVG. Colours are Okabe and Ito's, and no figure relies on colour alone.
+"""The report's figures: measured rows → SVG, grids → JPEG. Colours are Okabe and Ito's; no figure needs them alone.
 
 Text stays text, so the reader's browser brings the fonts of its language. say: English → the report's language.
 """
@@ -7,13 +7,15 @@ import io
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
 
-BLUE, ORANGE, GREEN, RED, SKY, PINK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-styled = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"})
-COLOURS, MARKS = (BLUE, ORANGE, GREEN, RED, SKY, PINK), "osD^vP*X"
+BLUE, ORANGE, GREEN, RED, SKY, PINK = COLOURS = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+MARKS = "osD^vP"
 KINDS = {  # colour, hatch
     "GEMM": (BLUE, None),
     "attention": (ORANGE, "//"),
@@ -23,12 +25,11 @@ KINDS = {  # colour, hatch
     "idle": ("#BBBBBB", ".."),
     "host, outside operators": ("#BBBBBB", None),
 }
+styled = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"})
 
 
-def canvas(rows: list, width: float, height: float, panels: int = 1) -> tuple[Figure, list]:
-    """A figure without pyplot, which would look for a display, and its axes. Raises ValueError for no rows."""
-    if not rows:
-        raise ValueError("nothing measured: no figure is drawn")
+def canvas(width: float, height: float, panels: int = 1) -> tuple[Figure, list]:
+    """Return a figure without pyplot, which would look for a display, and its axes."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for axis in axes:
@@ -45,13 +46,8 @@ def svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def roomy(text: str) -> str:
-    """`text` and spaces that no browser shows: room for wide characters, whose width matplotlib's font lacks."""
-    return text + " " * round(1.3 * sum(ord(letter) > 0x2E7F for letter in text))
-
-
 def label(axis, text, x: float, y: float, dx: int = 0, dy: int = 4, **style) -> None:
-    """`text` beside a point of the data, `dx` and `dy` points away."""
+    """Write `text` beside a point of the data, `dx` and `dy` points away."""
     axis.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", fontsize=8, **style)
 
 
@@ -59,32 +55,26 @@ def short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def plain_log(axis, low: float, high: float) -> None:
-    """A log axis from `low` to `high`, ticks written out: 1, 2 and 5 of each decade, of many decades 1 alone."""
-    getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [m * 10.0**decade for decade in decades for m in ((1,) if len(decades) > 4 else (1, 2, 5))]
-    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_ticks([], minor=True)
-    getattr(axis.axes, f"set_{axis.axis_name}lim")(low, high)
-
-
 def rung_name(rung: str, say: Callable[[str], str]) -> str:
-    """ "fp16 + half GEMMs" in the report's language."""
+    """Return the name of a rung, such as "fp16 + half GEMMs", in the report's language."""
     return " + ".join(map(say, rung.split(" + ")))
 
 
 @styled
-def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str] = str) -> bytes:
-    """A bar of ms a step for each rung (rung, ms, p10, p90), and the floor as a line."""
-    figure, (axis,) = canvas(rungs, 8, 0.36 * len(rungs) + 1.4)
+def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str]) -> bytes:
+    """Draw a bar of ms a step for each rung (rung, ms, p10, p90), and the floor as a line."""
+    figure, (axis,) = canvas(8, 0.36 * len(rungs) + 1.4)
     for place, rung in enumerate(rungs):
-        name, ms = rung["rung"], rung["ms"]
-        colour = RED if name in ("fp32", "tf32") else ORANGE if "compile" in name or "diffusers" in name else BLUE
+        ms, colour = rung["ms"], RED if rung["rung"] in ("fp32", "tf32") else BLUE
         spread = [[max(0.0, ms - rung["p10"])], [max(0.0, rung["p90"] - ms)]]
         axis.barh(place, ms, 0.7, color=colour, xerr=spread, ecolor="#444444")
         label(axis, short(ms), rung["p90"], place, 5, 0, va="center")
-    plain_log(axis.xaxis, floor_ms / 1.6, max(rung["ms"] for rung in rungs) * 1.7)
+    low, high = floor_ms / 1.6, max(rung["ms"] for rung in rungs) * 1.7
+    axis.set(xscale="log", xlim=(low, high))
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [m * 10.0**decade for decade in decades for m in (1, 2, 5) if low <= m * 10.0**decade <= high]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks([], minor=True)
     axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2)
     label(axis, f"{say('floor')} ({floor_tier}): {floor_ms:.1f}", floor_ms, -0.75, 3, 0, va="center")
     axis.set_yticks(range(len(rungs)), [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
@@ -94,9 +84,9 @@ def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[s
 
 
 @styled
-def kinds(runs: dict[str, dict], say: Callable[[str], str] = str) -> bytes:
-    """Where a step's time goes, stacked, in ms and in shares. runs: {name: {kind: {ms}}}."""
-    figure, axes = canvas(runs, 8, 3.2, 2)
+def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
+    """Draw where a step's time goes, stacked, in ms and in shares. runs: {name: {kind: {ms}}}."""
+    figure, axes = canvas(8, 3.2, 2)
     runs = {name: {kind: row["ms"] for kind, row in parts.items()} for name, parts in runs.items()}
     every = dict.fromkeys(kind for parts in runs.values() for kind in parts)
     for axis, unit in zip(axes, ("ms a step", "share of a step, %")):
@@ -117,73 +107,34 @@ def kinds(runs: dict[str, dict], say: Callable[[str], str] = str) -> bytes:
 
 
 @styled
-def error_against_speed(points: list[dict], criteria: dict, part: str, say: Callable[[str], str] = str) -> bytes:
-    """Worst PSNR and worst MAE against the speed over fp32, with the criteria's thresholds.
-
-    points: tier, speedup, psnr in dB, mae in levels of 255. Pictures equal to the bit stand at the upper edge.
-    """
-    figure, axes = canvas(points, 8, 3.6, 2)
-    ceiling = 10 + max([60.0, *(point["psnr"] for point in points if math.isfinite(point["psnr"]))])
-    least = min([1e-3, *(point["mae"] for point in points if point["mae"] > 0)]) / 2
-    for index, point in enumerate(points):
-        for axis, value in zip(axes, (min(point["psnr"], ceiling), max(point["mae"], least))):
-            axis.plot(point["speedup"], value, MARKS[index % 8], color=COLOURS[index % 6], markeredgecolor="black")
-            label(axis, point["tier"], point["speedup"], value, 7, 5)
-    psnr = criteria["contest"]["psnr"]
-    contest, strict = (255 * criteria[name]["mae"] for name in ("contest", "strict"))
-    thresholds = (
-        (axes[0], psnr, f"{say('both criteria: above')} {psnr:g} dB", "--"),
-        (axes[1], contest, f"{say('contest criterion')}: {contest:.2g}", "--"),
-        (axes[1], strict, f"{say('strict criterion')}: {strict:.2g}", ":"),
-    )
-    speed = max(point["speedup"] for point in points) * 1.25
-    for axis, height, text, style in thresholds:
-        axis.axhline(height, color=RED, linestyle=style, linewidth=1.2)
-        label(axis, text, speed, height, -3, 2, ha="right")
-    axes[0].set_ylim(min(psnr, *(point["psnr"] for point in points)) - 5, ceiling + 4)
-    plain_log(axes[1].yaxis, least / 2, 4 * max(contest, *(point["mae"] for point in points)))
-    for axis, unit in zip(axes, (f"worst {part}'s PSNR, dB", f"worst {part}'s MAE, levels of 255")):
-        axis.set(xlabel=say("speed over fp32, same run"), ylabel=say(unit), xlim=(0, speed))
-        axis.grid(True, color="#dddddd", linewidth=0.6)
-    return svg(figure)
-
-
-@styled
-def growth(by_pictures: list[dict], by_size: list[dict], say: Callable[[str], str] = str) -> bytes:
-    """Ms a step and ms a picture, as pictures grow in number and in size."""
-    figure, axes = canvas(by_pictures and by_size, 8, 3.4, 2)
-    texts = "pictures in a batch (with guidance, two rows each)", "side of a picture, px"
-    for axis, rows, key, text in zip(axes, (by_pictures, by_size), ("pictures", "image_size"), texts):
-        x = [row[key] for row in rows]
-        for name, style, colour, unit in (
-            ("ms", "o-", BLUE, "step"),
-            ("ms_a_picture", "s--", ORANGE, "step and picture"),
-        ):
-            axis.plot(x, [row[name] for row in rows], style, color=colour, label=say(f"ms a {unit}"))
-        for row in rows:
-            label(axis, short(row["ms"]), row[key], row["ms"], 0, 6, ha="center")
-        axis.set_xscale("log", base=2)
-        plain_log(axis.yaxis, min(row["ms_a_picture"] for row in rows) / 1.4, max(row["ms"] for row in rows) * 1.6)
-        axis.set_xticks(x, [str(value) for value in x])
-        axis.minorticks_off()
-        axis.set_xlabel(say(text), fontsize=9)
-        axis.grid(True, color="#dddddd", linewidth=0.6)
-    axes[0].legend(fontsize=8, frameon=False)
-    return svg(figure)
-
-
-@styled
-def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str] = str) -> bytes:
-    """Speed over one GPU against their number: {name: {GPUs: speed}}, with the ideal line."""
-    figure, (axis,) = canvas(series, 8.4, 3.8)
+def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> bytes:
+    """Draw speed over one GPU against their number, with the ideal line. series: {name: {GPUs: speed}}."""
+    figure, (axis,) = canvas(8.4, 3.8)
     most = max(max(points) for points in series.values())
     axis.plot([1, most], [1, most], "--", color="black", linewidth=1.1, label=say("ideal"))
     for index, (name, points) in enumerate(series.items()):
-        x = sorted(points)
-        style = dict(marker=MARKS[index % 8], color=COLOURS[index % 6], linestyle=("-", "-.")[index // 6 % 2])
+        x, style = sorted(points), dict(marker=MARKS[index], color=COLOURS[index])
         axis.plot(x, [points[gpus] for gpus in x], label=rung_name(name, say), **style)
     axis.set_xticks(range(1, most + 1))
     axis.set(xlabel=say("GPUs"), ylabel=say("speed over one GPU, same setting"), ylim=(0, most * 1.08))
     axis.grid(True, color="#dddddd", linewidth=0.6)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return svg(figure)
+
+
+def pictures(files: list[Path], width: int = 1600) -> bytes:
+    """Draw two grids side by side, below them their largest differences, white where largest; or a heatmap as it is."""
+    sheet, *other = (Image.open(path).convert("RGB") for path in files)
+    if other:
+        a, b = (np.asarray(image, dtype=np.int16) for image in (sheet, *other))
+        gap, (height, side, _) = 16, a.shape
+        across, difference = 2 * side + gap, np.abs(a - b).max(axis=2)
+        difference = Image.fromarray((difference * (255 / max(1, difference.max()))).astype(np.uint8))
+        large = difference.resize((across, height * across // side), Image.Resampling.NEAREST)
+        left, sheet = sheet, Image.new("RGB", (across, height + gap + large.height), "white")
+        for picture, at in ((left, (0, 0)), (other[0], (side + gap, 0)), (large, (0, height + gap))):
+            sheet.paste(picture, at)
+    sheet.thumbnail((width, sheet.height), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    sheet.save(buffer, "JPEG", quality=82, optimize=True)
+    return buffer.getvalue()

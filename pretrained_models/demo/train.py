@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -47,10 +46,11 @@ KL_WEIGHT = 1.5e-4  # against L1 per pixel: the decoder learns to forgive the ne
 
 
 def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: float, average=None) -> dict:
-    """AdamW on `loss()`, gradients clipped at norm 1, the rate warmed up, then a cosine to zero. Returns what happened.
+    """Minimise `loss()` by AdamW, gradients clipped at norm 1, the rate warmed up, then a cosine to zero. Returns the
+    figures of the run.
 
-    The schedule runs over `steps`, or faster if `minutes` (compilation included) would end first: the rate always ends
-    near zero. The module `average` follows the weights of `module`, over a tenth of the steps.
+    The schedule runs over `steps`, or faster if `minutes` would end first: the rate always ends near zero. The module
+    `average` follows the weights of `module`, over a tenth of the steps.
     """
     start, parameters = time.perf_counter(), [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device
@@ -71,7 +71,6 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
             mean_loss.copy_(torch.where(mean_loss.isnan(), value, mean_loss.lerp(value, 0.01)))
 
     run = capture(step, runs=3) if cuda else step  # a backward pass settles after a few
-    begun = time.perf_counter()
     done, warm_up = 0, max(1, min(500, steps // 20))
     while done < steps and (progress := max(done / steps, (time.perf_counter() - start) / (60 * minutes))) < 1:
         now = PEAK_RATE * min(1.0, (done + 1) / warm_up) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -84,8 +83,7 @@ def optimise(name: str, loss: Callable, module: nn.Module, steps: int, minutes: 
         if not math.isfinite(mean_loss.item()):  # which waits for the device: the clock above is honest
             sys.exit(f"train.py: {name} diverged at step {done}")
         if done % 1000 < 20:
-            speed = 1e3 * (time.perf_counter() - begun) / done
-            print(f"{name} {done:6d}: loss {mean_loss.item():.4f}, {speed:.1f} ms/step", flush=True)
+            print(f"{name} {done:6d}: loss {mean_loss.item():.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     seconds = round(time.perf_counter() - start, 1)
     return {"steps": done, "loss": round(mean_loss.item(), 5), "seconds": seconds, "learning_rate": PEAK_RATE}
 
@@ -161,13 +159,17 @@ def reconstruction_psnr(vae: AutoencoderKL, pictures: torch.Tensor) -> float:
 
 
 def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, args: argparse.Namespace) -> dict:
-    """The network of --model on latents drawn from N(mean, std²), scaled, (M, 4, L, L). Saves the moving average of its
-    weights. Returns what happened."""
+    """Train the network of --model on latents drawn from N(mean, std²), scaled, (M, 4, L, L). Saves the moving average
+    of its weights. Returns the figures of the run."""
     device = mean.device
     stem, build = NETWORKS[args.model]
     model = build()
     if args.init:
-        model.load_state_dict(begun(load_file(args.init), model))
+        state = load_file(args.init)
+        for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
+            if isinstance(model, SiT):  # a DiT's has channels for variances: (p·p·2C, …) → (p·p·C, …)
+                state[name] = state[name].unflatten(0, (-1, 2, model.out_channels))[:, 0].flatten(0, 1)
+        model.load_state_dict(state)
     model = model.to(device).train()
     average = copy.deepcopy(model).eval().requires_grad_(False)
     # Autocast would keep a Large-DiT's residual stream in bfloat16.
@@ -175,7 +177,7 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     diffusion = create_diffusion("")
     diffusion.prepare(device)
     if args.compile:
-        for block in (block for blocks in model.children() if isinstance(blocks, nn.ModuleList) for block in blocks):
+        for block in model.blocks:
             block.compile()
 
     def network(x, t, y):
@@ -195,14 +197,6 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     state = {name: value.to("cpu", dtype).contiguous() for name, value in average.state_dict().items()}
     save_file(state, args.output / f"{stem}.safetensors")
     return {stem: report | {"batch": args.dit_batch, "init": args.init and args.init.name}}
-
-
-def begun(state: dict, model: nn.Module) -> dict:
-    """Weights to begin with; of a DiT for a SiT, whose last layer has no channels for variances."""
-    for name in ("final_layer.linear.weight", "final_layer.linear.bias"):
-        if isinstance(model, SiT):  # (p·p·2C, …) → (p·p·C, …)
-            state[name] = state[name].unflatten(0, (-1, 2, model.out_channels))[:, 0].flatten(0, 1)
-    return state
 
 
 def velocity_loss(network: Callable, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -249,21 +243,15 @@ def main() -> None:
     generator = torch.Generator(device).manual_seed(args.seed)
     pictures, labels = render_all(args.pictures, generator)
     fresh, _ = render_all(max(1, args.pictures // 256), generator)  # for the PSNR: never trained on
-    print(f"{len(pictures)} pictures drawn, {time.perf_counter() - start:.1f} s", flush=True)
     if args.vae:
         vae, vae_report = AutoencoderKL.from_pretrained(args.vae, torch_dtype=torch.float32), {"folder": str(args.vae)}
     else:
         vae, vae_report = train_vae(pictures, args)
     vae = vae.to(device).eval().requires_grad_(False)
     vae_report["psnr_db"] = round(reconstruction_psnr(vae, fresh), 2)
-    print(f"vae: PSNR of {len(fresh)} fresh pictures {vae_report['psnr_db']} dB", flush=True)
     mean, std = posteriors(vae, pictures)
-    noise = (std * SCALE).square().mean().sqrt()
-    print(f"latents: standard deviation {(mean * SCALE).std():.3f}, of which noise {noise:.3f}", flush=True)
     del pictures
     network_report = train_network(mean, std, labels, args)
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True)
     report = {
         "classes": CLASSES,
         "pictures": len(labels),
@@ -272,7 +260,6 @@ def main() -> None:
         **network_report,
         "seconds": round(time.perf_counter() - start, 1),
         "date": date.today().isoformat(),
-        "commit": git.stdout.strip() or None,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "command": "python -m pretrained_models.demo.train " + " ".join(sys.argv[1:]),

@@ -1,4 +1,4 @@
-"""Few pictures on many ranks, and the link between them, over gloo."""
+"""Few pictures on many ranks, over gloo."""
 
 import json
 
@@ -6,11 +6,10 @@ import torch
 from jobs import run
 
 from accel.parallel.layouts import Layout
-from bench import many_gpus
 
 
 def test_few_pictures_on_many_ranks(tmp_path):
-    """Error and traffic of a plan against one rank; what the device implies is the demo in fp32."""
+    """Error of a plan against one rank; what the device implies is the demo in fp32."""
     plans = "--labels", 1, "--plans", "tokens=2,exchange=kv", "rows=4", "--load", 0, "--window", 0.01
     text = run(2, "--device", "cpu", *plans, "--output", tmp_path / "out" / "x.json", script="bench/many_gpus.py")
     assert "say nothing about GPUs" in text
@@ -19,17 +18,6 @@ def test_few_pictures_on_many_ranks(tmp_path):
     one, two, auto = record["plans"]  # rows=4 needs more ranks than there are
     assert (one["plan"], one["gpus"], two["plan"], two["gpus"]) == ("one GPU", 1, str(Layout(1, 2, "kv")), 2)
     assert two["speedup"] == one["ms"] / two["ms"] and two["error"] < 1e-5
-    assert (two["collectives"], two["bytes"]) == (1, 2 * 2 * 32 * 216 * 4)
     assert auto["plan"] == "auto" and auto["chosen"]
     assert record["kind"] == "parallel" and record["gpu"] is None and record["torch"] == torch.__version__
     assert record["command"].startswith("torchrun --nproc_per_node=2 ")
-
-
-def test_the_link(tmp_path):
-    run(2, "--device", "cpu", "--link", "--output", tmp_path / "x.json", script="bench/many_gpus.py")
-    record = json.loads((tmp_path / "x.json").read_text())
-    assert record["kind"] == "link" and record["backend"] == "gloo"
-    assert [(row["collective"], row["ranks"], row["bytes"]) for row in record["link"]] == [
-        (name, 2, size) for size in many_gpus.SIZES[:4] for name in ("all-gather", "all-to-all", "all-reduce")
-    ]
-    assert all(row["us"] > 0 for row in record["link"])

@@ -1,4 +1,4 @@
-"""The profile: what torch.profiler's events are read as, and that the tables agree with the run."""
+"""The profile: times by kind from torch.profiler's events, and whole runs."""
 
 import gzip
 import json
@@ -63,32 +63,15 @@ def test_events_of_a_gpu():
     }
     assert found["window_ms"] == pytest.approx(0.751) and found["launches_per_step"] == 4
     assert found["host_copies_ms"] == pytest.approx(0.002)
-    [wait] = found[
-        "waits"
-    ]  # a copy is queued in 5 us; the wait after it is the queue's, and the last is the profiler's
-    where = "aten::to → aten::copy_ → cudaStreamSynchronize"
-    assert wait == dict(where=where, per_step=1, ms_per_step=pytest.approx(0.35))
-    own = {row["name"]: (row["calls"], pytest.approx(row["total_ms"])) for row in found["host"]}
-    assert own["cudaStreamSynchronize"] == (2, 0.7) and own["aten::copy_"] == (2, 0.05)
-    assert not {STEP, "cudaDeviceSynchronize"} & set(own)
-    first = dict(name="nvjet_sm90_hsh_128x128_bias", calls=2, total_ms=0.6, average_ms=0.3)
-    assert found["kernels"][0] == pytest.approx(first)
+    # A copy is queued in 5 us. The wait after it is the queue's, and the last wait is the profiler's.
+    assert found["waits"] == [dict(where="cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35))]
 
 
 def test_a_copy_that_blocks_is_a_wait():
     """An asynchronous copy from pageable memory returns when the queue before it is done."""
     blocked = [on_host(STEP, 0, 1000), on_host("aten::item", 10, 600), on_host("cudaMemcpyAsync", 20, 500)]
     [wait] = analyse([*blocked, on_gpu("gemm", 0, 500)], 1)["waits"]
-    assert wait["where"] == "aten::item → cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
-
-
-@pytest.mark.parametrize(
-    "copy, waits", [("Memcpy DtoD (Device -> Device)", 0), ("Memcpy DtoH (Device -> Pageable)", 1)]
-)
-def test_a_copy_within_the_device_is_no_wait(copy, waits):
-    """It is queued like a kernel, also where the host takes long to do it."""
-    host = [on_host(STEP, 0, 1000), on_host("aten::copy_", 10, 90), on_host("cudaMemcpyAsync", 20, 70, id=7)]
-    assert len(analyse([*host, on_gpu(copy, 200, 2, id=7)], 1)["waits"]) == waits
+    assert wait["where"] == "cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -119,19 +102,15 @@ def profile(monkeypatch, *args):
 
 def test_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert not profile(monkeypatch, "--device", "cpu", "--steps", 2, "--output", tmp_path / "a.json")
-    text = capsys.readouterr().out
-    assert "no GPU here" in text and "GEMM" in text and "aten::addmm" in text
+    assert "aten::addmm" in capsys.readouterr().out
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["gpu"] is None and record["tier"] == "fp32" and record["batch_rows"] == 2 and record["commit"]
     assert record["kind"] == "profile" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
     assert sum(row["ms"] for row in record["kinds"].values()) == pytest.approx(record["window_ms"], rel=0.05)
-    assert record["kinds"]["GEMM"]["tflops"] > 0  # on a loaded machine the ceiling may be slow
-    assert 0 < record["floor_ms"] < 2 * record["timed"]["ms"]
+    assert record["kinds"]["GEMM"]["tflops"] > 0 and record["floor_ms"] > 0
     with gzip.open(tmp_path / "a.trace.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    names = [one["name"] for one in events]
+        names = [one["name"] for one in json.load(file)["traceEvents"]]
     assert names.count("aten::scaled_dot_product_attention") == 2 * 6  # two steps of six blocks
-    assert any("Input Dims" in str(one.get("args")) for one in events)
 
 
 def test_a_checkout_is_profiled(tmp_path, monkeypatch, capsys):

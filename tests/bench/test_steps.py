@@ -7,6 +7,7 @@ from inspect import signature
 import pytest
 import torch
 
+from accel.families import constructor_of
 from bench import harness, steps
 
 
@@ -37,17 +38,6 @@ def test_on_a_cpu_the_demo_is_timed(model, tmp_path, monkeypatch):
     assert log["kind"] == "steps" and log["model"] == model and log["batch_rows"] == 2 and log["gpu"] is None
 
 
-def test_sweep(tmp_path, monkeypatch):
-    """The sizes that are asked for, and no others."""
-    sizes = "--sweep-pictures", 1, 3, "--sweep-sizes", 128, 64, "--pictures", 1
-    here(monkeypatch, "--device", "cpu", *sizes, "--output", tmp_path / "log.json")
-    log = json.loads((tmp_path / "log.json").read_text())
-    rows = log["sweep"]
-    assert [(row["image_size"], row["pictures"]) for row in rows] == [(128, 1), (128, 3), (64, 1)]
-    assert log["kind"] == "sweep" and log["image_size"] == 128
-    assert all(row["rung"] == "fp32" and row["ms_a_picture"] == row["ms"] / row["pictures"] > 0 for row in rows)
-
-
 def test_decoder(tmp_path, monkeypatch):
     small = "--decoder", "--pictures", 2, "--image-size", 64
     here(monkeypatch, "--device", "cpu", *small, "--output", tmp_path / "log.json")
@@ -61,7 +51,7 @@ def test_a_judge_sees_a_worse_tier():
     judge = steps.Judge(1, torch.device("cpu"), each=8, steps=2)
     same = judge.judge("fp32", {})
     assert same["contest"] and same["strict"] and same["pictures"] == 8 and same["worst"]["mae"] == 0
-    model = harness.random_network("DiT-Demo/2", "cpu", input_size=16, num_classes=8)
+    model = harness.random_network(constructor_of("DiT-Demo/2"), "cpu", input_size=16, num_classes=8)
     other = harness.build(model, "fp32", torch.device("cpu"))
     worse = judge.judge("fp32", {}, share=lambda network: other)
     assert not worse["contest"] and not worse["strict"] and worse["worst"]["psnr"] < 40
