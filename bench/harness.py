@@ -24,6 +24,7 @@ from accel.door import opening
 from accel.errors import UsageError
 from accel.families import ROOT, Defaults, constructor_of, model_names
 from accel.families import family_of as family_of_name
+from accel.families.recognise import Fit
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
@@ -31,12 +32,15 @@ from accel.kernels.linear import Tuner
 from accel.latents import LatentSpace, files
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
-from accel.options import GridOptions
+from accel.request import GridRequest
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.flow import Sde
 from accel.sampling.guidance import Guidance
 from accel.sampling.process import Process
+from accel.settings import implied as implied_by
+from accel.weights.checkpoint import Checkpoint
+from accel.weights.shapes import shapes_only
 from bench import seen_as
 
 
@@ -98,10 +102,8 @@ def prepare(args: Namespace) -> torch.device:
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
     args.model = args.model or ("DiT-XL/2" if device.type == "cuda" else "DiT-Demo/2")
-    implied = options_of(args)
-    if args.ckpt:
-        implied = implied.complete(opening.fit_of(opening.checkpoint_of(implied, device), implied))
-    opening.empty_model(implied)
+    fit = args.ckpt and opening.fit_of(Checkpoint(args.ckpt), args.model, args.num_classes)
+    implied = options_of(args, fit)
     args.image_size, args.num_classes, args.ckpt = implied.image_size, implied.num_classes, implied.ckpt
     if args.output:
         check_writable(args.output)
@@ -110,16 +112,16 @@ def prepare(args: Namespace) -> torch.device:
     return device
 
 
-def options_of(args: Namespace) -> GridOptions:
-    """The options that the flags of a network name, and what they imply."""
+def options_of(args: Namespace, fit: Fit | None = None) -> Namespace:
+    """Return the values that the flags of a network imply. fit: of the weights of --ckpt."""
     sizes = dict(image_size=args.image_size, num_classes=args.num_classes)
-    return GridOptions(args.model, ckpt=args.ckpt, labels=(0,), **sizes).resolve()
+    return implied_by(GridRequest(args.model, ckpt=args.ckpt, labels=(0,), **sizes), fit)
 
 
 def check_sizes(model: str | None, sizes: list[int]) -> None:
     """Raises UsageError for a side in pixels that a model does not take."""
     for size in sizes:
-        opening.empty_model(GridOptions(model or "DiT-XL/2", image_size=size, labels=(0,)).resolve())
+        implied_by(GridRequest(model, image_size=size, labels=(0,)))
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
@@ -274,11 +276,12 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
     if args.ckpt is None:
         size, norms = args.image_size // 8, dict(qk_norm=True) if args.model.startswith("Large") else {}
         return random_network(args.model, device, input_size=size, num_classes=args.num_classes, **norms)
-    options = options_of(args)
-    weights = opening.checkpoint_of(options, device)
-    options = options.complete(opening.fit_of(weights, options))
-    batch = loading.Batch([(1, 1)], 0, options.latent_size, options.num_classes)
-    return loading.load_network(weights, options.fit, opening.empty_model(options), "fp32", device, batch).model
+    weights = Checkpoint(args.ckpt)
+    fit = opening.fit_of(weights, args.model, args.num_classes)
+    side, classes = options_of(args, fit).image_size // 8, fit.num_classes
+    with shapes_only():
+        empty = fit.build(input_size=side, num_classes=classes)
+    return loading.load_network(weights, fit, empty, "fp32", device, loading.Batch([(1, 1)], 0, side, classes)).model
 
 
 def random_decoder(device: torch.device) -> KLDecoder:
@@ -290,7 +293,7 @@ def random_decoder(device: torch.device) -> KLDecoder:
 
 def decoder_of(args: Namespace, device: torch.device) -> tuple[LatentSpace, KLDecoder]:
     """The space and decoder of --vae or the demo's own, else a random decoder."""
-    name = args.vae or GridOptions(model=args.model).resolve().vae
+    name = args.vae or implied_by(GridRequest(model=args.model)).vae
     if name in files.PUBLISHED and not args.vae:
         return LatentSpace(), random_decoder(device)
     space = files.find(name)

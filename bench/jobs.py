@@ -38,7 +38,7 @@ from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import ROOT
 from accel.flags import positive
-from accel.options import FidOptions, GridOptions
+from accel.request import FidRequest, GridRequest
 from bench import harness
 
 
@@ -175,7 +175,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     for name, default, what in (
         ("--repeats", 3 if on_gpu else 1, "runs of each; a contest tier gets no more after a minute"),
         ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
-        ("--batch", FidOptions.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
+        ("--batch", FidRequest.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
     ):
         parser.add_argument(name, type=positive, default=default, help=f"{what} (default: {default})")
     return parser, parser.parse_args()
@@ -192,7 +192,7 @@ def check(args: Namespace) -> torch.device:
             raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
     if args.fid and args.fid <= args.batch:
         raise UsageError(f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}")
-    steps = 25 if args.gpus and device.type != "cuda" else GridOptions.num_sampling_steps
+    steps = 25 if args.gpus and device.type != "cuda" else GridRequest.num_sampling_steps
     args.steps = args.steps or (10 if args.fid else steps)
     return device
 

@@ -103,7 +103,7 @@ class Judge:
     def pictures(self, tier: str, switches: dict, share: Callable = lambda network: network) -> list:
         """Of each seed (n, H, W, 3) uint8. share: makes the network one that GPUs share."""
         network = share(harness.build(self.model, tier, self.device, **switches))
-        options, latents, side = self.options, [], self.options.latent_size
+        options, latents, side = self.options, [], self.options.image_size // 8
         total, quiet = self.process.steps * len(self.seeds), os.environ.get("RANK", "0") != "0"
         with tqdm(total=total, desc=f"{tier}: pictures", unit="step", leave=False, disable=quiet) as bar:
             for seed in self.seeds:

@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -28,9 +27,9 @@ import torch
 
 import evaluate
 from accel.command_line import OneLineParser, add_arguments, user_errors
-from accel.door.opening import Opened
 from accel.errors import UsageError, out_of_memory
-from accel.options import GridOptions
+from accel.request import GridRequest
+from accel.settings import GridSettings
 from scripts.page_studio import PLAN, PREVIEWS, Studio
 
 try:
@@ -122,25 +121,25 @@ def buttons(desk: Desk, work: Callable, inputs: list, *outputs) -> None:
     stop.click(desk.stop, **QUIET)
 
 
-def model_tab(desk: Desk, studio: Studio, opened: Opened) -> None:
+def model_tab(desk: Desk, studio: Studio, options: GridSettings) -> None:
     """All that is chosen and made of a model."""
-    options, (samplers, tiers) = opened.options, studio.choices(opened)
+    samplers, tiers = studio.choices(options)
 
     def settings(labels, seed, scale, low, high, sampler, steps, tier):
         if len(labels) > MOST:
             raise UsageError(f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}")
         how = dict(sampler="ddpm", forecast="plan") if sampler == PLAN else dict(sampler=sampler, forecast="off")
-        what = dict(model=options.model, labels=tuple(labels), seed=seed or 0, num_sampling_steps=steps or 0)
+        what = dict(model=options.request.model, labels=tuple(labels), seed=seed or 0, num_sampling_steps=steps or 0)
         return dict(**what, **how, cfg_scale=float(scale), guidance_interval=(low, high), precision=tier)
 
     def sample(say, *values):
         chosen = settings(*values)
-        path, _ = studio.sample(replace(options, **chosen).resolve(), "sample.png", say, PREVIEWS)
+        path, _ = studio.sample(options, chosen, "sample.png", say, PREVIEWS)
         return path, path, studio.command(chosen)
 
     def compare(say, *values):
         both = settings(*values[:8]), settings(*values[:5], *values[8:])
-        return studio.compare([replace(options, **chosen).resolve() for chosen in both], say)
+        return studio.compare(options, both, say)
 
     def chooser(sampler, steps, tier, title=""):
         with gr.Row():
@@ -149,9 +148,9 @@ def model_tab(desk: Desk, studio: Studio, opened: Opened) -> None:
             name.input(lambda name: FEW.get(name, 250), name, number, **QUIET)
             return [name, number, gr.Dropdown(tiers, value=tier, label="Arithmetic", min_width=100)]
 
-    first = [PLAN if options.forecast == "plan" else options.sampler, options.num_sampling_steps, opened.tier]
+    first = [PLAN if options.forecast == "plan" else options.sampler, options.num_sampling_steps, options.tier]
     other = PLAN if PLAN in samplers else samplers[-1]
-    second = [*first[:2], tiers[0]] if len(tiers) > 1 else [other, FEW.get(other, 250), opened.tier]
+    second = [*first[:2], tiers[0]] if len(tiers) > 1 else [other, FEW.get(other, 250), options.tier]
     shown = dict(format="png", buttons=["fullscreen"], render=False, interactive=False, elem_classes="pixels")
     with gr.Row():
         with gr.Column(scale=2, min_width=280):
@@ -168,9 +167,9 @@ def model_tab(desk: Desk, studio: Studio, opened: Opened) -> None:
                 buttons(desk, compare, shared + inputs, *outputs)
 
 
-def subject(options: GridOptions) -> list:
+def subject(options: GridSettings) -> list:
     """What is chosen for both, Sample and Compare."""
-    names = options.names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
+    names = options.class_names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
     choices = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
     info = f"A picture each, up to {MOST}. Type to search, by name or number."
     many = dict(multiselect=True, max_choices=MOST, allow_custom_value=True, label="Classes", info=info)
@@ -193,14 +192,14 @@ def main() -> None:
     args = parser.parse_args()
     with user_errors(parser), FOLDER as folder:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the folder would stay
-        given = {name: value for name, value in vars(args).items() if getattr(GridOptions, name, value) != value}
+        given = {name: value for name, value in vars(args).items() if getattr(GridRequest, name, value) != value}
         desk, studio = Desk(), Studio(given, Path(folder), args.vgg_weights)
         if gr is None:
             raise UsageError("gradio is missing; install it with pip install -e .[page]")
         with gr.Blocks(title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)) as page:
             gr.Markdown("# DiT, sampled faster")
             for opened in studio.opened:
-                with gr.Tab(opened.options.model):
+                with gr.Tab(opened.model):
                     model_tab(desk, studio, opened)
             page.unload(desk.stop)
         theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])

@@ -21,10 +21,11 @@ from accel.door import opening
 from accel.families import families
 from accel.flags import flag_names
 from accel.latents.pixels import to_grid
-from accel.options import GridOptions
 from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
+from accel.request import GridRequest
 from accel.run import Run
+from accel.settings import GridSettings
 
 GUIDANCE = "cfg_scale", "guidance_interval", "guidance_channels"  # that a model implies
 PREVIEWS = 6  # estimates on the way, each of one more network evaluation
@@ -36,7 +37,7 @@ Say = Callable[..., None]  # (text, share done, picture or None)
 class Studio:
     """The models of a page. The network that was used last stays in memory.
 
-    given: fields of GridOptions, from flags; folder: for pictures; vgg: VGG16's weights; without them LPIPS is left
+    given: fields of GridRequest, from flags; folder: for pictures; vgg: VGG16's weights; without them LPIPS is left
     out.
     """
 
@@ -45,24 +46,21 @@ class Studio:
         names = [given.get("model")] if {"model", "ckpt"} & given.keys() else shipped
         self.given, self.folder, self.vgg, self.loaded = given, folder, vgg, {}
         self.device = loading.choose_device(given.get("device"))
-        every = [GridOptions(**given | dict(model=name)).resolve() for name in names]
-        self.opened = [opening.open_weights(options, self.device) for options in every]
+        every = [GridRequest(**given | dict(model=name)) for name in names]
+        self.opened = [opening.open_weights(request, self.device) for request in every]
 
-    def choices(self, opened: opening.Opened) -> tuple[list[str], list[str]]:
+    def choices(self, options: GridSettings) -> tuple[list[str], list[str]]:
         """The samplers that the model's family has, its default first, and the tiers of this device."""
-        options = opened.options
-        first, *others = options.family.samplers
-        planned = first == "ddpm" and door.plan_path(options, opened.weights).exists()
+        first, *others = options.fit.family.samplers
+        planned = first == "ddpm" and door.plan_path(options).exists()
         tiers = [tier for tier in TIERS if supports(tier, self.device)]
         return [first, *([PLAN] if planned else []), *others], tiers
 
     def command(self, settings: dict) -> str:
-        """The command that makes the picture of `settings`, fields of GridOptions."""
+        """The command that makes the picture of `settings`, fields of GridRequest."""
         words, settings = ["python", "sample.py"], self.given | settings
-        model = next(
-            one.options for one in self.opened if one.options.model == settings.get("model", one.options.model)
-        )
-        for item in fields(GridOptions):
+        model = next(one for one in self.opened if one.model == (settings.get("model") or one.model))
+        for item in fields(GridRequest):
             value = settings.get(item.name, item.default)
             implied = item.name in GUIDANCE and item.name not in self.given and value == getattr(model, item.name)
             if value != item.default and not implied:
@@ -70,18 +68,20 @@ class Studio:
         return shlex.join(word for word in words if word != "True")
 
     @alone()
-    def sample(self, options: GridOptions, name: str, say: Say, previews: int = 0) -> tuple[str, float]:
-        """Write the picture of resolved options → its file, and the seconds of sampling. say is called on the way,
-        after each step too, and may raise."""
-        say(f"Loading {options.model} in {options.precision} …", 0)
-        if (key := (options.model, options.precision)) not in self.loaded:
+    def sample(self, opened: GridSettings, chosen: dict, name: str, say: Say, previews: int = 0) -> tuple[str, float]:
+        """Write the picture of opened weights with fields that the visitor has chosen → its file, and the seconds of
+        sampling. say is called on the way, after each step too, and may raise."""
+        options = opening.reopen(opened, **chosen)
+        say(f"Loading {options.model} in {options.tier} …", 0)
+        if (key := (options.model, options.tier)) not in self.loaded:
             self.loaded.clear()
             loading.free_memory(self.device)
-            self.loaded[key] = door.ready(options)
-        (opened, run, decoder), watch = self.loaded[key], Stopwatch(self.device)
-        run = run._replace(process=door.process_of(options, opened.weights), guidance=door.guidance_of(options))
+            self.loaded[key] = door.load(options), door.decoder_of(options)
+        (run, decoder), watch = self.loaded[key], Stopwatch(self.device)
+        run = run._replace(process=door.process_of(options), guidance=door.guidance_of(options))
         apply_precision(run.tier, run.device)
-        door.warm_up(options, run, watch)
+        batches = door.ALONE.batches(len(options.labels), options.batch_size)
+        door.warm_up(run, options.labels, batches, watch)
         total, start = run.process.steps, time.perf_counter()
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
 
@@ -97,13 +97,12 @@ class Studio:
 
         with watch.phase("sample"):
             latents = door.latents(options, run, on_step=on_step)
-        options.output = str(self.folder / name)
-        door.save(options, latents, watch, decoder)
-        return options.output, watch.seconds["sample"]
+        door.save(options, path := str(self.folder / name), latents, watch, decoder)
+        return path, watch.seconds["sample"]
 
-    def compare(self, both: list[GridOptions], say: Say) -> tuple[tuple[str, str], Image.Image, str]:
+    def compare(self, opened: GridSettings, both: tuple, say: Say) -> tuple[tuple[str, str], Image.Image, str]:
         """The files of two pictures, a map of their difference, and evaluate.py's report in Markdown."""
-        files, seconds = zip(*[self.sample(options, f"{number}.png", say) for number, options in enumerate(both)])
+        files, seconds = zip(*[self.sample(opened, chosen, f"{number}.png", say) for number, chosen in enumerate(both)])
         a, b = (np.asarray(evaluate.read_picture(path)) for path in files)
         difference = np.abs(a.astype(np.int16) - b).max(2)  # (H, W) in levels
         heat = matplotlib.colormaps["inferno"](difference / max(1, difference.max()), bytes=True)
@@ -117,7 +116,7 @@ class Studio:
 
 
 @torch.inference_mode()
-def estimate(options: GridOptions, run: Run, done: int, x: torch.Tensor) -> torch.Tensor:
+def estimate(options: GridSettings, run: Run, done: int, x: torch.Tensor) -> torch.Tensor:
     """The network's estimate x* of the finished latents, from latents x (n, C, L, L) after `done` steps, by one more
     evaluation: x* = (x − √(1 − ᾱ)·ε)/√ᾱ from its noise ε, x + (1 − t)·v from its velocity v."""
     ends = accumulate(steps for steps, _ in run.process.moves)
@@ -125,7 +124,7 @@ def estimate(options: GridOptions, run: Run, done: int, x: torch.Tensor) -> torc
     t, guidance = run.process.times()[made], run.guidance.at(run.process.levels()[made])
     y = guidance.labels(torch.tensor(options.labels, device=x.device))
     out = guidance.combine(run.network.forward(x, torch.full(y.shape, t, device=x.device), y))[:, : x.shape[1]]
-    if options.family.prediction == "velocity":
+    if options.fit.family.prediction == "velocity":
         return x + (1 - t) * out
     kept = create_diffusion("").alphas_cumprod[round(t)]
     return ((x - (1 - kept) ** 0.5 * out) / kept**0.5).clamp(-4, 4)  # the first overshoot; a half decoder overflows

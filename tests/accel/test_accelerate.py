@@ -450,7 +450,7 @@ def test_guidance_on_four_channels_is_recognised():
     assert torch.allclose(accelerate(model).forward_with_cfg(x, t, y, 4.0), want, atol=1e-5)
     assert torch.allclose(accelerate(model, guidance_channels=3).forward_with_cfg(x, t, y, 4.0), three, atol=1e-5)
     with Sampler(model, device="cpu", output_type="latent", num_sampling_steps=4) as sampler:
-        assert sampler.options.guidance_channels == 4
+        assert sampler.settings.guidance_channels == 4
         assert torch.allclose(sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4)
     untrained = FourChannels(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=8)
     assert accelerate(untrained).guidance_channels == 4  # its own output is zero
@@ -467,7 +467,7 @@ def test_another_guidance_is_refused_and_forward_is_not():
     with pytest.raises(UsageError, match="Rescaled: its forward_with_cfg guides in a way of its own; call accelerate"):
         Sampler(model, device="cpu", output_type="latent")
     with Sampler(model, device="cpu", output_type="latent", guidance_channels=3) as sampler:
-        assert sampler.options.guidance_channels == 3
+        assert sampler.settings.guidance_channels == 3
 
 
 class AsPublished(DiT_Llama):

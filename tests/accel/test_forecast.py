@@ -18,12 +18,11 @@ from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
 from accel.forecast import KIND, write_plan
 from accel.network import Plain
-from accel.options import GridOptions
+from accel.request import GridRequest
 from accel.sampling import moves_of, unlike
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.guidance import Guidance
 from accel.sampling.strides import Strides
-from accel.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six evaluations
@@ -36,18 +35,17 @@ def weights(tmp_path_factory):
     return path
 
 
-def options_of(weights, **more):
-    common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan")
-    options = GridOptions(**{**common, **more}).resolve()
-    return options.complete(opening.fit_of(Checkpoint(weights), options))
+def settings_of(weights, **more):
+    common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan", output_type="latent")
+    return opening.open_weights(GridRequest(**{**common, **more}), CPU)
 
 
 @pytest.fixture
 def plan(weights):
     """A plan beside the weights."""
-    options, checkpoint = options_of(weights), Checkpoint(str(weights))
-    path = plan_path(options, checkpoint)
-    write_plan(path, plan_settings(options, checkpoint), STRIDES, {})
+    settings = settings_of(weights)
+    path = plan_path(settings)
+    write_plan(path, plan_settings(settings), STRIDES, {})
     yield path
     path.unlink()
 
@@ -123,7 +121,7 @@ def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
 
 
 def test_plan_beside_the_weights_is_read(weights, plan):
-    assert plan.name == "demo.forecast.json" and plan_of(options_of(weights), Checkpoint(str(weights))) == STRIDES
+    assert plan.name == "demo.forecast.json" and plan_of(settings_of(weights)) == STRIDES
 
 
 REFUSED = {
@@ -158,18 +156,15 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
         change = json.dumps({**json.loads(plan.read_text()), **change}) if isinstance(change, dict) else change
         file.write_bytes(change.encode() if isinstance(change, str) else change)
     with pytest.raises(UsageError, match="^forecast_plan=.*" + re.escape(words)) as error:
-        plan_of(options_of(weights, forecast_plan=str(file)), Checkpoint(str(weights)))
+        plan_of(settings_of(weights, forecast_plan=str(file)))
     assert "\n" not in str(error.value)
 
 
 def test_the_demos_plan_is_for_the_demo():
     """The plan that ships fits the weights that ship. Its evidence says that it passes, and with how many
     evaluations."""
-    options = GridOptions(model="DiT-Demo/2", forecast="plan").resolve()
-    checkpoint = Checkpoint(options.ckpt)
-    options = options.complete(opening.fit_of(checkpoint, options))
-    strides = plan_of(options, checkpoint)
-    plan = json.loads(plan_path(options, checkpoint).read_text())
+    settings = opening.open_weights(GridRequest(model="DiT-Demo/2", forecast="plan"), CPU)
+    strides, plan = plan_of(settings), json.loads(plan_path(settings).read_text())
     assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]
     assert plan["evidence"]["passes"] and plan["evidence"]["calibration"]["seed"] not in plan["evidence"]["seeds"]
 

@@ -15,13 +15,14 @@ from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
 from accel.network import Plain
-from accel.options import GridOptions
 from accel.parallel import exchanges, layouts
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
 from accel.parallel.planner import Work, candidates, check, choose_once, share_evaluations, situation
 from accel.parallel.processes import Job
+from accel.request import GridRequest
+from accel.settings import implied
 
 ONE_HOST = ["a"] * 4
 SIX_HEADS = 1024, 6  # tokens of a batch row, heads
@@ -29,8 +30,7 @@ SIX_HEADS = 1024, 6  # tokens of a batch row, heads
 
 def wanted(parallel, world, **more):
     """The layout of a grid of one picture at 512 px, as the command takes it."""
-    options = GridOptions("DiT-S/2", labels=(1,), parallel=parallel, device="cpu", **more)
-    layout = wanted_layout(options.resolve(), world)
+    layout = wanted_layout(GridRequest("DiT-S/2", parallel=parallel, **more).layout, 1, world)
     if layout:
         check(layout, *SIX_HEADS, groups_of(world))
     return layout
@@ -106,7 +106,7 @@ def test_what_needs_no_torch_is_refused_by_the_options():
         ("tokens=2,exchange=kv", dict(precision="exact")),
     ):
         with pytest.raises(UsageError, match="^parallel="):
-            GridOptions("DiT-Demo/2", parallel=parallel, **more).resolve()
+            implied(GridRequest("DiT-Demo/2", parallel=parallel, **more))
 
 
 @pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
