@@ -121,7 +121,7 @@ class Sampler:
         *,
         progress: bool = False,
     ) -> list[Image.Image]:
-        """One picture a label, (image_size, image_size) RGB. Arguments as `latents` takes them."""
+        """Return one picture a label, (image_size, image_size) RGB. Arguments as for `latents`."""
         if self.settings.output_type == "latent":
             raise UsageError("`output_type=latent`: loads no decoder; drop it, or call latents()")
         latents = self.latents(labels, seed, num_sampling_steps, cfg_scale, progress=progress)
@@ -138,10 +138,10 @@ class Sampler:
         *,
         progress: bool = False,
     ) -> torch.Tensor:
-        """Latents (n, channels, side, side) float32, a side image_size/8 by sd-vae-ft-*, on the sampler's device.
+        """Return latents (n, channels, side, side) float32, side image_size/8 for sd-vae-ft-*, on the sampler's device.
 
-        labels: n classes, each a number or a name. What is None is as the constructor was given it. progress: show a
-        bar of the steps.
+        labels: n classes, each a number or a name. Arguments that are None are the constructor's. progress: show a bar
+        of the steps.
         """
         several = isinstance(labels, Iterable) and not isinstance(labels, str)
         labels = tuple(labels) if several else (labels,)
@@ -157,7 +157,7 @@ class Sampler:
             return latents.clone()  # no inference tensor: the caller may want gradients
 
     def close(self) -> None:
-        """Free the memory of the network and the decoder. The sampler cannot be used after it."""
+        """Free the memory of network and decoder. The sampler cannot be used afterwards."""
         with alone():
             if self._run is not None:
                 device, self._run, self._decoder = self._run.device, None, None
@@ -174,7 +174,7 @@ class Sampler:
 
     @contextmanager
     def _running(self) -> Iterator[Run]:
-        """The run, for this caller alone, with the switches of its tier."""
+        """Give the run to this caller alone, with the switches of its tier."""
         with alone():
             if self._run is None:
                 raise UsageError("this Sampler is closed; make another")
@@ -199,7 +199,7 @@ def _kind(held):
 
 
 def _held(model, options, check):
-    """A network that the caller holds, its weights copied."""
+    """Return a network that the caller holds, with a copy of its weights."""
     if wrong := [name for name in ("model", "ckpt", "forecast", "forecast_plan") if name in options]:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
@@ -216,7 +216,7 @@ def _held(model, options, check):
 
 
 def _written(vae: torch.nn.Module, folder: str) -> str:
-    """A decoder that the caller holds, in a folder as --vae takes one."""
+    """Write a decoder that the caller holds into a folder, as --vae takes one. Return the folder."""
     vae = unwrapped(vae)
     kind = type(vae)
     if kind.__name__ != "AutoencoderKL" or not kind.__module__.startswith("diffusers."):

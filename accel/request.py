@@ -145,7 +145,7 @@ class Request:
 
     @property
     def tier(self) -> str | None:
-        """Precision that `precision` or `tf32` asks for."""
+        """Return the precision that `precision` or `tf32` asks for."""
         return self.precision if self.tf32 is None else "tf32" if self.tf32 else "fp32"
 
 
@@ -228,12 +228,12 @@ class GridRequest(Request):
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seed of each grid."""
+        """Return the seed of each grid."""
         return (self.seed,) if self.seed_list is None else self.seed_list
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The file or folder of each grid."""
+        """Return the file or folder of each grid."""
         output = self.output or f"sample{SUFFIX[self.output_type]}"
         if self.seed_list is None:
             return (output,)
@@ -241,7 +241,7 @@ class GridRequest(Request):
 
     @property
     def layout(self) -> Layout | None:
-        """Layout that `parallel` names; None to measure."""
+        """Return the layout that `parallel` names; None to measure."""
         if self.parallel in ("auto", "off"):
             return OFF if self.parallel == "off" else None
         return layouts.parse(self.parallel, exchange="ulysses" if self.tier == "exact" else "kv")

@@ -55,12 +55,12 @@ class Settings:
 
     @property
     def latent_size(self) -> int:
-        """Side of a latent."""
+        """Return the side of a latent."""
         return self.image_size // self.space.factor
 
     @property
     def tokens(self) -> int:
-        """Tokens of a batch row."""
+        """Return the number of tokens of a batch row."""
         return (self.latent_size // self.fit.patch_size) ** 2
 
 
@@ -80,18 +80,18 @@ class GridSettings(Settings):
 
     @property
     def guided(self) -> bool:
-        """Whether the network is evaluated with guidance: always, if there is a null class, as upstream does."""
+        """Return whether the network is evaluated with guidance: whenever there is a null class, as upstream does."""
         return self.fit.null_class
 
     @property
     def pictures(self) -> str:
-        """Number of pictures, in words."""
+        """Return the number of pictures in words."""
         seeds = f" × {len(self.seeds)} seeds" if self.request.seed_list else ""
         return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}{seeds}"
 
     @property
     def too_large(self) -> str:
-        """Error for a batch that does not fit in memory: the parameter that asks for it, and the remedy."""
+        """Return the error for a batch that does not fit in memory: the parameter that asks for it, and the remedy."""
         n = len(self.labels)
         if 1 in (n, self.batch_size):
             return f"`image_size={self.image_size}`: a picture does not fit in free GPU memory; use a smaller one"
@@ -112,17 +112,17 @@ class FidSettings(Settings):
 
     @property
     def guided(self) -> bool:
-        """Whether the network is evaluated with guidance: above a scale of one, as upstream does."""
+        """Return whether the network is evaluated with guidance: above a scale of one, as upstream does."""
         return self.cfg_scale > 1
 
     @property
     def pictures(self) -> str:
-        """Number of pictures, in words."""
+        """Return the number of pictures in words."""
         return f"{self.num_fid_samples} pictures"
 
     @property
     def too_large(self) -> str:
-        """Error for a batch that does not fit in memory: the parameter that asks for it, and the remedy."""
+        """Return the error for a batch that does not fit in memory: the parameter that asks for it, and the remedy."""
         return f"`per_proc_batch_size={self.per_proc_batch_size}`: does not fit in free GPU memory; use a smaller one"
 
 

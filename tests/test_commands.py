@@ -12,9 +12,7 @@ from PIL import Image
 
 from accel import door
 from accel.errors import UsageError
-from accel.output import picture_names
 from accel.request import GridRequest
-from accel.settings import implied
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 3)
 BOTH = pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
@@ -52,18 +50,6 @@ def test_a_folder_gets_one_png_a_picture(script, here, tmp_path):
         tile = grid[2:130, 130 * index + 2 :][:, :128]
         assert np.array_equal(picture(tmp_path / "new" / "folder" / name), tile) and tile.std() > 1
         assert np.array_equal(picture(tmp_path / "old" / name), tile)
-
-
-@pytest.mark.parametrize(
-    "model, classes, labels, names",
-    [
-        ("DiT-XL/2", 1000, [207, 264], ["000-207-golden-retriever.png", "001-264-cardigan.png"]),
-        ("DiT-S/8", 10, [3], ["000-3.png"]),
-    ],
-)
-def test_names_of_pictures(model, classes, labels, names):
-    known = implied(GridRequest(model, labels=labels, num_classes=classes))
-    assert picture_names(known.labels, known.class_names) == names
 
 
 @BOTH
@@ -125,12 +111,10 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
     "flags, words",
     [
         (["--labels", "plnet"], "--labels plnet: no class has that name; give one of planet (0)"),
-        (["--labels", "golden", "retriever"], "--labels golden: no class has that name"),
         (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
         (["--seeds", 2**64], "must fit in 64 bits"),
         (["--batch-size", 0], "--batch-size 0: must be from 1 to"),
         (["--sampler", "dpm++", "--num-sampling-steps", 1000], "1000: must be from 1 to 999 for --sampler dpm++"),
-        (["--sampler", "unipc", "--num-sampling-steps", 1000], "1000: must be from 1 to 999 for --sampler unipc"),
         (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 1, no guidance, to 1,000,000"),
         (["--device", "\n\x1b[2Jgröße"], r"--device \n\x1b[2Jgröße: "),
         (["--ckpt", "no\n\x1b[2Jsuch" + 5000 * "x" + ".pt"], r"--ckpt no\n\x1b[2Jsuchxxx"),
@@ -138,7 +122,6 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
         (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
         (["--output", "file/deeper/"], "--output file/deeper/000.png: Not a directory"),
         (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
-        (["--precision", "fp16"], "--precision fp16: cpu has no float16 tensor cores"),
         (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
     ],
 )

@@ -311,12 +311,10 @@ def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_p
     "change, words",
     [
         (dict(image_size="x"), "says image_size x, which must be a whole number from 1 to 8192"),
-        (dict(image_size=-16), "says image_size -16, which must be"),
         (dict(image_size=10**12), "says image_size 1000000000000, which must be"),
         (dict(num_classes=True), "says num_classes True, which must be"),
         (dict(class_names=[1, 2]), "says class_names [1, 2], which must be a list of names"),
         (dict(num_heads=7), "says 7 heads, which do not divide its width 384"),
-        (dict(family="GAN"), "says family GAN, and its entries are of DiT or REPA or SiT"),
         (dict(family="Large-DiT"), "says family Large-DiT, and its entries are of DiT or REPA or SiT"),
     ],
 )

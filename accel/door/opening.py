@@ -72,7 +72,8 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
             missing.append(error.marked)
 
     def find_decoder(name):
-        return name and request.output_type == "image" and attempt(find, name) or space
+        found = attempt(find, name) if name and request.output_type == "image" else None
+        return found or space
 
     space = find_decoder(known.vae)
     attempt(weights.fetch)

@@ -29,6 +29,8 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
     other = implied(GridRequest(model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent"))
     assert (other.image_size, other.labels, other.vae, other.outputs) == (256, (3,), "mse", ("sample.npy",))
     assert implied(GridRequest(model="DiT-B/4")).num_classes == 1000  # as every other model
+    assert xl.class_names[207] == "golden retriever" and demo.class_names[0] == "planet"
+    assert implied(GridRequest(model="DiT-S/8", num_classes=10)).class_names == ()
 
 
 def test_weights_come_before_their_model_and_a_request_before_both(tmp_path):
