@@ -1,6 +1,6 @@
 """Sample pictures from a DiT: python sample.py --image-size 512 --labels 207 360
 
-Flags → values → picture, in one process, or with --gpus in one a GPU, which do what `sample_ddp.py` does.
+Flags → request → settings → picture, in one process. With --gpus, in one process a GPU, each as in `sample_ddp.py`.
 """
 
 import sys
@@ -10,9 +10,9 @@ from accel import start
 if __name__ == "__main__":
     start.begin()
 
-from accel.command_line import add_arguments, options_from, user_errors
-from accel.options import SPEED, GridOptions
+from accel.command_line import add_arguments, request_from, user_errors
 from accel.output import require_writable
+from accel.request import SPEED, GridRequest
 from sample_ddp import RankParser, sample
 
 EXAMPLES = """examples:
@@ -23,10 +23,10 @@ EXAMPLES = """examples:
 
 
 def make_parser() -> RankParser:
-    """The flags of a grid."""
+    """Return the parser of a grid's flags."""
     description = "Sample class-conditional pictures from a diffusion transformer."
     parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
-    groups = add_arguments(parser, GridOptions)
+    groups = add_arguments(parser, GridRequest)
     groups[SPEED].add_argument("--gpus", **start.GPUS)
     return parser
 
@@ -35,38 +35,39 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        options = options_from(args)
+        request = request_from(args)
         if start.STARTED_HERE:
-            return sample(options, parser)
-        for one in options.for_each_seed():
-            require_writable(one.output, one.output_type)
-        if (world := start.world_size(args.gpus, options.device)) > 1:
+            return sample(request, parser)
+        for path in request.outputs:
+            require_writable(path, request.output_type)
+        if (world := start.world_size(args.gpus, request.device)) > 1:
             sys.exit(start.run(world, parser.prog))
-        sample_alone(options)
+        sample_alone(request)
 
 
-def sample_alone(options: GridOptions) -> None:
-    """The picture, by this process."""
-    start.import_torch(options.device)  # after the cheap checks: it is slow
+def sample_alone(request: GridRequest) -> None:
+    """Make the pictures in this process."""
+    start.import_torch(request.device)  # after the cheap checks: it is slow
     from accel import door, loading
     from accel.progress import Stopwatch
 
-    watch = Stopwatch(loading.choose_device(options.device))
+    watch = Stopwatch(loading.choose_device(request.device))
     with watch.phase("load"):
-        opened, run, decoder = door.ready(options)
-    print(door.describe(opened.options, run))
+        settings, run, decoder = door.ready(request)
+    print(door.describe(settings, run))
 
-    each = opened.options.for_each_seed()
-    door.warm_up(each[0], run, watch)
+    labels = settings.labels
+    batches = door.ALONE.batches(len(labels), settings.batch_size)
+    door.warm_up(run, labels, batches, watch, settings.repeats)
     if decoder:
         decoder.load_ahead()
-    latents = [door.sample(one, run, watch) for one in each]
+    latents = [door.sample(run, labels, seed, batches, watch, settings.repeats) for seed in settings.seeds]
     del run
-    loading.free_memory(opened.device)
+    loading.free_memory(settings.device)
 
-    for one, of_seed in zip(each, latents, strict=True):
-        door.save(one, of_seed, watch, decoder)
-    print(f"{', '.join(one.output for one in each)}: {watch} · {start.seconds():.2f} s since start")
+    for path, of_seed in zip(settings.outputs, latents, strict=True):
+        door.save(settings, path, of_seed, watch, decoder)
+    print(f"{', '.join(settings.outputs)}: {watch} · {start.seconds():.2f} s since start")
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ from accel import start
 if __name__ == "__main__":
     start.begin()
 
-from accel.command_line import OneLineParser, add_arguments, options_from, refuse_given, user_errors
+from accel.command_line import OneLineParser, add_arguments, refuse_given, request_from, user_errors
 from accel.errors import STOPPED, record
-from accel.options import FidOptions, GridOptions, Options
 from accel.output import require_writable
+from accel.request import FidRequest, GridRequest, Request
 
 if TYPE_CHECKING:  # torch is slow to import
-    from accel.door.opening import Opened
     from accel.parallel.processes import Job
     from accel.progress import Stopwatch
+    from accel.settings import Settings
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
 
@@ -46,127 +46,130 @@ class RankParser(OneLineParser):
 
 
 def make_parser() -> RankParser:
-    """The flags of a grid and of an FID job."""
+    """Return the parser of the flags of a grid and of an FID job."""
     parser = RankParser(
         prog="sample_ddp.py",
         description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
         epilog=EXAMPLES,
     )
-    add_arguments(parser, GridOptions, FidOptions, ranks=True)
+    add_arguments(parser, GridRequest, FidRequest, ranks=True)
     return parser
 
 
-def chosen(args: Namespace) -> Options:
-    """The options of the job that the flags name: an FID job where its pictures are given, else a grid."""
+def chosen(args: Namespace) -> Request:
+    """Return the request that the flags name: an FID job if its number of pictures is given, else a grid."""
     if args.num_fid_samples is None:
         why = "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or drop it"
-        refuse_given(args, FidOptions, GridOptions, why)
-        return options_from(args, GridOptions)
+        refuse_given(args, FidRequest, GridRequest, why)
+        return request_from(args, GridRequest)
     why = "has no meaning with `num_fid_samples`, which draws its labels and fills a folder; drop one of them"
-    refuse_given(args, GridOptions, FidOptions, why)
-    return options_from(args, FidOptions)
+    refuse_given(args, GridRequest, FidRequest, why)
+    return request_from(args, FidRequest)
 
 
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     with user_errors(parser):
-        options = chosen(args)
-    sample(options, parser)
+        request = chosen(args)
+    sample(request, parser)
 
 
-def sample(options: Options, parser: OneLineParser) -> None:
-    """This process's part of the job, under its launcher."""
-    fid = isinstance(options, FidOptions)
+def sample(request: Request, parser: OneLineParser) -> None:
+    """Do this process's part of the job, under its launcher."""
+    fid = isinstance(request, FidRequest)
     if fid:
         for number in STOP_SIGNALS:
             signal.signal(number, start.on_signal)  # there is nothing to record yet
-    start.import_torch(options.device)  # after the cheap checks: it is slow
-    from accel.parallel.processes import launched_job, own_device
+    start.import_torch(request.device)  # after the cheap checks: it is slow
+    from accel.parallel.processes import launched_job
 
     with launched_job(parser.prog, parser.worded) as job:
         if fid:
             job.stop_on_signals(*STOP_SIGNALS)
-        options.device = own_device(job, options.device)
-        (sample_for_fid if fid else sample_grid)(options, job)
+        (sample_for_fid if fid else sample_grid)(request, job)
 
 
-def sample_grid(options: GridOptions, job: "Job") -> None:
-    """The picture of sample.py. Each rank makes the pictures of some labels or, where there are fewer labels than
+def sample_grid(request: GridRequest, job: "Job") -> None:
+    """Make the picture of sample.py. Each rank makes the pictures of some labels or, if there are fewer labels than
     ranks, a part of every network evaluation (--parallel). All ranks draw the same random stream."""
     from accel import door, loading
     from accel.kernels.linear import Tuner
     from accel.parallel.layouts import OFF
     from accel.parallel.placement import Placement
 
-    outputs = [(one.output, one.output_type) for one in options.for_each_seed()]
-    job.run_collectively(lambda: [require_writable(*output) for output in outputs], only=0)
-    opened, watch = open_weights(options, job)
-    groups, layout = job.run_collectively(lambda: door.layout_of(opened, job))
-    job.open_collectives(opened.device)
+    job.run_collectively(lambda: [require_writable(path, request.output_type) for path in request.outputs], only=0)
+    settings, watch = open_weights(request, job)
+    groups, layout = job.run_collectively(lambda: door.layout_of(settings, job))
+    job.open_collectives(settings.device)
     with watch.phase("load"):
         expected, tuner = Placement(layout or OFF, job.world), Tuner(share=job.from_rank_0)
         part = groups.part(layout)
-        run = job.run_collectively(lambda: door.load(opened, expected, tuner=tuner, part=part))
-    print(door.describe(opened.options, run, job.world))
+        run = job.run_collectively(lambda: door.load(settings, expected, tuner=tuner, part=part))
+    print(door.describe(settings, run, job.world))
     with watch.phase("plan"):
-        run, placement = door.place(opened, run, groups, layout)
+        run, placement = door.place(settings, run, groups, layout)
 
-    grids = opened.options.for_each_seed()
-    of_parts, of_all = door.decoders_of(opened, job.rank)
-    door.warm_up(grids[0], run, watch, placement)
-    if decoder := of_parts or of_all:
+    first, labels, n = job.rank == 0, settings.labels, len(settings.labels)
+    each_decodes = settings.decode == "each"
+    decoder = door.decoder_of(settings) if first or each_decodes else None
+    batches = placement.batches(n, settings.batch_size)
+    door.warm_up(run, labels, batches, watch, settings.repeats)
+    if decoder:
         decoder.load_ahead()
-    sampled = [door.sample(grid, run, watch, placement, show=job.rank == 0) for grid in grids]
+    sampled = [door.sample(run, labels, seed, batches, watch, settings.repeats, first) for seed in settings.seeds]
     del run
-    loading.free_memory(opened.device)
+    loading.free_memory(settings.device)
 
-    if job.rank == 0:  # a file that is being written is removed
+    if first:  # a file that is being written is removed
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
-    n = len(grids[0].labels)
-    for grid, latents in zip(grids, sampled, strict=True):
-        part = placement.own(job, latents, n)
-        if of_parts:
-            part = door.decode_part(of_parts, part, grid.image_size, watch)
+    for path, latents in zip(settings.outputs, sampled, strict=True):
+        own = placement.own(job, latents, n)
+        if decoder and each_decodes:
+            own = door.decode(decoder, own, watch)
         with watch.phase("gather"):
-            whole = placement.gather(job, part, n)
-        if job.rank == 0:
-            door.save(grid, whole, watch, of_all)
-    if job.rank == 0:
-        print(f"{', '.join(grid.output for grid in grids)}: {watch} · {start.seconds():.2f} s since start")
+            whole = placement.gather(job, own, n)
+        if first:
+            door.save(settings, path, whole, watch, None if each_decodes else decoder)
+    if first:
+        print(f"{', '.join(settings.outputs)}: {watch} · {start.seconds():.2f} s since start")
 
 
-def sample_for_fid(options: FidOptions, job: "Job") -> None:
-    """The folder of pictures and its .npz."""
+def sample_for_fid(request: FidRequest, job: "Job") -> None:
+    """Make the folder of pictures and its .npz."""
     from accel import door, fid
     from accel.door import fid as fid_door
     from accel.kernels.linear import Tuner
 
-    job.run_collectively(lambda: fid_door.require_seeds(options, job.world), only=0)
-    opened, watch = open_weights(options, job)
-    options, order = opened.options, fid_door.order_of(opened.options)
+    if not request.world_independent_noise:
+        job.run_collectively(lambda: fid_door.require_seeds(request.seed, job.world), only=0)
+    settings, watch = open_weights(request, job)
+    order = fid_door.order_of(settings)
     with fid.locked(order.folder, job):
         with watch.phase("load"):
             tuner = Tuner(fid.tuner_folders(order.folder), job.from_rank_0)
-            run = job.run_collectively(lambda: door.load(opened, sizes=order.batch_sizes, tuner=tuner))
-        print(door.describe(options, run, job.world))
-        decoder = door.decoder_of(opened, captured=True)
-        settings = job.run_collectively(lambda: fid_door.settings_of(opened, run, decoder, job.world), only=0)
-        fid.run(order, job, settings, fid_door.maker_of(options, run, decoder, watch))
+            run = job.run_collectively(lambda: door.load(settings, sizes=order.batch_sizes, tuner=tuner))
+        print(door.describe(settings, run, job.world))
+        decoder = door.decoder_of(settings, captured=True)
+        record = job.run_collectively(lambda: fid_door.settings_of(settings, run, decoder, job.world), only=0)
+        maker = fid.Maker(run.denoise, decoder.decode, run.device, watch, run.process.draws)
+        fid.run(order, job, record, maker)
 
 
-def open_weights(options: Options, job: "Job") -> tuple["Opened", "Stopwatch"]:
-    """The weights on every rank. What any rank lacks is named before anything is sampled."""
+def open_weights(request: Request, job: "Job") -> tuple["Settings", "Stopwatch"]:
+    """Open the weights on every rank. Whatever any rank lacks is named before anything is sampled."""
     from accel import loading
     from accel.door import opening
+    from accel.parallel.processes import own_device
     from accel.progress import Stopwatch
 
-    device = job.run_collectively(lambda: loading.choose_device(options.device))
+    name = own_device(job, request.device)
+    device = job.run_collectively(lambda: loading.choose_device(name))
     watch = Stopwatch(device)
     with watch.phase("load"):
-        weights = job.run_collectively(lambda: opening.checkpoint_of(options, device))
+        weights = job.run_collectively(lambda: opening.checkpoint_of(request, device))
         # One download where the file system is shared, one a node where it is not.
-        return job.run_in_turns(lambda: opening.open_weights(options, device, weights)), watch
+        return job.run_in_turns(lambda: opening.open_weights(request, device, weights)), watch
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `accelerate` returns: a network behind a model's face, for sampling loops of the caller's own."""
+"""Accelerated networks with a model's signature, for sampling loops of the caller's own."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from accel.precision import alone, apply_precision, default_tier, require
 from accel.sampling.guidance import guided
 from accel.weights.shapes import require_fit
 
-KEPT = 4  # captured graphs of `forward`, and as many of `forward_with_cfg`: each shape is one
+KEPT = 4  # captured graphs of `forward`, and as many of `forward_with_cfg`: one a shape
 
 
 def accelerate(
@@ -67,12 +67,12 @@ def _device(device):
 
 
 class Accelerated:
-    """An accelerated network where callers expect a model.
+    """An accelerated network with a model's methods.
 
-    It is no nn.Module: its tensors are a layout of its own at fixed addresses, which conversions in place would break.
-    Callers in several threads are served one at a time. On a GPU the first call with a shape captures a CUDA graph,
-    whatever the guidance, and later ones replay it. The caller's autocast, inference mode, default dtype and TF32
-    switches change nothing.
+    It is no nn.Module: its tensors have a layout of their own at fixed addresses, which conversions in place would
+    break. Callers in several threads are served one at a time. On a GPU the first call with a shape captures a CUDA
+    graph, and later calls replay it with any guidance scale. The caller's autocast, inference mode, default dtype and
+    TF32 switches change nothing.
     """
 
     training = False
@@ -106,7 +106,7 @@ class Accelerated:
             yield
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """As models.DiT.forward: x (N, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
+        """Return (N, C', H, W) in x's dtype from x (N, C, H, W), t (N,), y (N,), as models.DiT.forward does."""
         self._require_inputs(x, t, y)
         with self._running():
             return self._forward(x, t, y)
@@ -118,7 +118,7 @@ class Accelerated:
         return torch.cat([torch.cat([eps, eps]), out[:, self.guidance_channels :]], dim=1).to(x.dtype)
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float | Tensor) -> Tensor:
-        """As models.DiT.forward_with_cfg: x (2N, C, H, W), of which the first N rows are read; t, y (2N,)."""
+        """Return the guided output, as models.DiT.forward_with_cfg. x: (2N, C, H, W), N rows are read; t, y: (2N,)."""
         if not self._guides:
             raise UsageError(
                 f"forward_with_cfg: that of {self._loaded.name} guides in a way of its own; call forward and guide its "
@@ -157,11 +157,11 @@ class Accelerated:
     # ---- as callers use a module ----
 
     def eval(self) -> "Accelerated":
-        """Itself: it only ever evaluates."""
+        """Return itself: it evaluates only."""
         return self
 
     def train(self, mode: bool = True) -> "Accelerated":
-        """Itself for train(False). Raises ValueError for training."""
+        """Return itself for train(False). Raises ValueError for training."""
         if mode:
             raise UsageError("train(): this copy only evaluates; train the model, and load_state_dict its weights here")
         return self
@@ -180,16 +180,16 @@ class Accelerated:
         return self
 
     def parameters(self) -> Iterator[Tensor]:
-        """The tensors that it computes with, in a layout and precision of its own."""
+        """Return the tensors of the computation, in their own layout and precision."""
         return self.network.parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return that of the model that this was made from, as it is now. Raises ValueError as `source` does."""
+        """Return the present state dict of the model that this was made from. Raises ValueError as `source` does."""
         return self.source("state_dict()").state_dict()
 
     def source(self, call: str = "source()") -> nn.Module:
-        """Return the model that this was made from. Raises ValueError about `call` if it is gone, or if other weights
-        were loaded since."""
+        """Return the model that this was made from. Raises ValueError about `call` if the model is gone, or if other
+        weights were loaded since."""
         model = self._source and self._source()
         if model is None:
             raise UsageError(
@@ -199,8 +199,8 @@ class Accelerated:
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Take the weights of `state`, the model's state dict, in place: captured graphs stay valid, and the outputs
-        are those of a new copy to the bit. Raises ValueError, and keeps the weights it has, for a state dict that does
-        not fit, and for weights that overflow its precision."""
+        equal a new copy's to the bit. Raises ValueError, and keeps the old weights, for a state dict that does not fit
+        and for weights that overflow the precision."""
         if not strict:
             raise UsageError("load_state_dict(strict=False): all weights are needed; give the whole state dict")
         with self._running():

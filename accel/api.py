@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +23,9 @@ from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
 from accel.loading import free_memory, load_network, overflows
 from accel.network import unwrapped
-from accel.options import GridOptions
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import step_bar
+from accel.request import GridRequest
 from accel.run import Run
 from accel.weights.checkpoint import HUB_ID
 from accel.weights.shapes import require_fit
@@ -44,7 +44,7 @@ class Sampler:
     DiTPipeline; or a network that you hold: models.DiT, another family's, the original classes, wrapped or compiled, or
     diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
     AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
-    compare, as `accelerate` does. options: other fields of GridOptions by their names, such as ckpt, num_classes,
+    compare, as `accelerate` does. options: other fields of GridRequest by their names, such as ckpt, num_classes,
     vae_precision, batch_size; those that `sample` takes become its defaults; `sampler` may be a scheduler of diffusers
     that draws no noise. With output_type="latent" no decoder is needed.
 
@@ -78,7 +78,7 @@ class Sampler:
             model, options["ckpt"] = None, str(model)
         if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
             raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
-        if wrong := sorted(options.keys() - {item.name for item in fields(GridOptions) if item.metadata}):
+        if wrong := sorted(options.keys() - {item.name for item in fields(GridRequest)}):
             raise UsageError(f"`{wrong[0]}`: is not an option of Sampler; docs/python.md lists them")
         own = not isinstance(options.get("sampler", ""), str)  # the caller's scheduler
         self._process_of = partial(door.solver_of, options.pop("sampler")) if own else door.process_of
@@ -87,20 +87,18 @@ class Sampler:
                 vae = _written(vae, folder)
             device, vae = (None if given is None else str(given) for given in (device, vae))
             options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
-            options = GridOptions(**options).resolve()
+            request = GridRequest(**options)
             with alone():
-                opened, self._run, self._decoder = door.ready(options, weights=held)
-                self.options, self._weights = opened.options, opened.weights
-                self._kind = _kind(held) if held else (self.options.family.name, None)
+                self.settings, self._run, self._decoder = door.ready(request, weights=held)
+                self._kind = _kind(held) if held else (self.settings.fit.family.name, None)
                 if self._decoder and vae == folder:
                     self._decoder.load()  # while the folder is there
-                if held:
-                    self._weights = None  # the network has a copy of them by now
+                if held:  # the network has a copy of its weights by now
                     if check and held.fit.latent_size == self._run.side:
                         require_same(self._run.network, held, self._run.tier)
                     held.release()
                 if own:
-                    self._run = self._run._replace(process=self._process_of(self.options))
+                    self._run = self._run._replace(process=self._process_of(self.settings))
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Take the weights of `model`, of the same shape, in place: pictures are those of a new Sampler, to the bit,
@@ -110,10 +108,9 @@ class Sampler:
             held = LoadedModule(model, copy=True)
             if _kind(held) != self._kind:
                 raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
-            if self.options.forecast == "plan":
+            if self.settings.forecast == "plan":
                 raise UsageError("`forecast=plan`: was made for other weights; make another Sampler without it")
-            _exchange(run, held, self.options)
-            self._weights = None
+            _exchange(run, held, self.settings)
 
     def sample(
         self,
@@ -124,8 +121,8 @@ class Sampler:
         *,
         progress: bool = False,
     ) -> list[Image.Image]:
-        """One picture a label, (image_size, image_size) RGB. Arguments as `latents` takes them."""
-        if self.options.output_type == "latent":
+        """Return one picture a label, (image_size, image_size) RGB. Arguments as for `latents`."""
+        if self.settings.output_type == "latent":
             raise UsageError("`output_type=latent`: loads no decoder; drop it, or call latents()")
         latents = self.latents(labels, seed, num_sampling_steps, cfg_scale, progress=progress)
         with self._running():
@@ -141,26 +138,26 @@ class Sampler:
         *,
         progress: bool = False,
     ) -> torch.Tensor:
-        """Latents (n, channels, side, side) float32, a side image_size/8 by sd-vae-ft-*, on the sampler's device.
+        """Return latents (n, channels, side, side) float32, side image_size/8 for sd-vae-ft-*, on the sampler's device.
 
-        labels: n classes, each a number or a name. What is None is as the constructor was given it. progress: show a
-        bar of the steps.
+        labels: n classes, each a number or a name. Arguments that are None are the constructor's. progress: show a bar
+        of the steps.
         """
         several = isinstance(labels, Iterable) and not isinstance(labels, str)
         labels = tuple(labels) if several else (labels,)
         given = dict(seed=seed, num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
         given = {name: value for name, value in given.items() if value is not None}
-        options = replace(self.options, labels=labels, **given).resolve()
         with self._running() as run:
-            if (options.num_sampling_steps, options.cfg_scale) != (self._run.process.steps, self._run.guidance.scale):
-                process, guidance = self._process_of(options, self._weights), door.guidance_of(options)
+            settings = opening.reopen(self.settings, labels=labels, **given)
+            if (settings.num_sampling_steps, settings.cfg_scale) != (run.process.steps, run.guidance.scale):
+                process, guidance = self._process_of(settings), door.guidance_of(settings)
                 self._run = run = run._replace(process=process, guidance=guidance)
             with step_bar(run.process.steps, run.device, disable=not progress) as queued:
-                latents = door.latents(options, run, on_step=lambda index, _: queued(index))
+                latents = door.latents(settings, run, on_step=lambda index, _: queued(index))
             return latents.clone()  # no inference tensor: the caller may want gradients
 
     def close(self) -> None:
-        """Free the memory of the network and the decoder. The sampler cannot be used after it."""
+        """Free the memory of network and decoder. The sampler cannot be used afterwards."""
         with alone():
             if self._run is not None:
                 device, self._run, self._decoder = self._run.device, None, None
@@ -177,7 +174,7 @@ class Sampler:
 
     @contextmanager
     def _running(self) -> Iterator[Run]:
-        """The run, for this caller alone, with the switches of its tier."""
+        """Give the run to this caller alone, with the switches of its tier."""
         with alone():
             if self._run is None:
                 raise UsageError("this Sampler is closed; make another")
@@ -185,9 +182,9 @@ class Sampler:
             yield self._run
 
 
-def _exchange(run, held, options):
-    """Give the run's network the weights of a module, or none of them: UsageError for others that do not fit."""
-    model, batch = opening.empty_model(options), door.batch_of(options, run.process, run.guidance)
+def _exchange(run, held, settings):
+    """Give the run's network the weights of a module, all or none. Raises UsageError for weights that do not fit."""
+    model, batch = opening.empty_model(settings), door.batch_of(settings, run.process, run.guidance)
     require_fit(held.name, reference_state(held, held.fit), model)
     new = load_network(held, held.fit, model, run.tier, run.device, batch)
     run.network.exchange(new)
@@ -202,7 +199,7 @@ def _kind(held):
 
 
 def _held(model, options, check):
-    """A network that the caller holds, its weights copied."""
+    """Return a network that the caller holds, with a copy of its weights."""
     if wrong := [name for name in ("model", "ckpt", "forecast", "forecast_plan") if name in options]:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
@@ -214,12 +211,12 @@ def _held(model, options, check):
                     f"{held.name}: its forward_with_cfg guides in a way of its own; call accelerate(model).forward in "
                     "your loop, or give `guidance_channels`"
                 )
-            held.fit = held.fit._replace(guidance_channels=channels)
+            held.fit = held.fit._replace(recipe={"guidance_channels": channels})
     return held
 
 
 def _written(vae: torch.nn.Module, folder: str) -> str:
-    """A decoder that the caller holds, in a folder as --vae takes one."""
+    """Write a decoder that the caller holds into a folder, as --vae takes one. Return the folder."""
     vae = unwrapped(vae)
     kind = type(vae)
     if kind.__name__ != "AutoencoderKL" or not kind.__module__.startswith("diffusers."):

@@ -1,4 +1,4 @@
-"""From flags to options, and from errors to one line and an exit status."""
+"""Flags → requests, and errors → one line and an exit status."""
 
 import argparse
 import codecs
@@ -11,9 +11,10 @@ from dataclasses import fields
 
 from accel.errors import INTERRUPTED, USAGE, UsageError, full_disk, out_of_memory, printable
 from accel.flags import flag_names
-from accel.options import GridOptions, Options
+from accel.request import GridRequest, Request
+from accel.settings import implied
 
-OF_FLAGS = "names", "ranks", "ranks_only", "group", "bounds", "convert"  # of a field, and none of argparse's
+OWN = "names", "ranks", "ranks_only", "group", "bounds", "convert"  # keys of a field that argparse does not know
 PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
 
 
@@ -25,10 +26,8 @@ codecs.register_error("plain", _plain_characters)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line; exit status 2.
-
-    A terminal that cannot show a character shows a plain one, whatever the command prints.
-    """
+    """An argument parser whose errors are one line, with exit status 2. A terminal that cannot show a character shows a
+    plain one, in all output of the command."""
 
     def __init__(self, **how):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
@@ -37,7 +36,7 @@ class OneLineParser(argparse.ArgumentParser):
                 stream.reconfigure(errors="plain")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
-        """As argparse does; it would take the value of --flag=-- for none at all."""
+        """Parse as argparse does, and refuse --flag=--, which argparse reads as a flag without value."""
         args = list(sys.argv[1:] if args is None else args)
         if given := next(filter(re.compile("--[a-z0-9-]+=--").fullmatch, args), None):
             self.error(f"{given}: gives no value")
@@ -47,12 +46,12 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {printable(message)}\n")
 
     def worded(self, error: UsageError) -> str:
-        """An error in this command's flags."""
+        """Return the text of an error with this command's flags for parameters."""
         return error.by_flags({one.dest: one.option_strings[0] for one in self._actions if one.option_strings})
 
 
 class _Once(argparse.Action):
-    """Stores a value and refuses a second, different one: of two checkpoints only one can be meant."""
+    """Store a value; refuse a second, different one: of two checkpoints only one can be meant."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         earlier = getattr(namespace, self.dest)
@@ -64,14 +63,14 @@ class _Once(argparse.Action):
 def add_arguments(
     parser: argparse.ArgumentParser, *kinds: type, ranks: bool = False, leave_out: tuple[str, ...] = ()
 ) -> dict:
-    """Add a flag for every field of the `kinds` of options (default: a grid's) but those in `leave_out`, in the groups
-    that the fields name → groups. ranks: for a command of many ranks."""
-    groups, items = {}, {item.name: item for kind in kinds or (GridOptions,) for item in fields(kind)}
+    """Add a flag for every field of the `kinds` of requests, by default a grid's, except fields in `leave_out`. Return
+    the groups of --help by name. ranks: for a command of many ranks."""
+    groups, items = {}, {item.name: item for kind in kinds or (GridRequest,) for item in fields(kind)}
     for item in items.values():
         names = flag_names(item, ranks)
-        if item.name in leave_out or not item.metadata or not names:
+        if item.name in leave_out or not names:
             continue
-        argument = {key: value for key, value in item.metadata.items() if key not in OF_FLAGS}
+        argument = {key: value for key, value in item.metadata.items() if key not in OWN}
         if not argument.keys() & {"action", "nargs"}:
             argument |= {"action": _Once} if item.default is None and item.type is str else {"type": item.type}
         if item.type is not bool and item.default is not None:
@@ -83,15 +82,16 @@ def add_arguments(
     return groups
 
 
-def options_from(args: argparse.Namespace, kind: type = GridOptions) -> Options:
-    """The parsed flags as resolved options of a kind."""
+def request_from(args: argparse.Namespace, kind: type = GridRequest) -> Request:
+    """Return the parsed flags as a request of a kind. Raises UsageError for all that can be refused without weights."""
     known = {item.name for item in fields(kind)}
-    return kind(**{name: value for name, value in vars(args).items() if name in known}).resolve()
+    request = kind(**{name: value for name, value in vars(args).items() if name in known})
+    implied(request)
+    return request
 
 
 def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) -> None:
-    """Raise UsageError about the first flag that was given and that options of a `kind` have and those of the `other`
-    lack."""
+    """Raise UsageError about the first given flag that requests of a `kind` have and requests of the `other` lack."""
     lacking = {item.name for item in fields(kind)} - {item.name for item in fields(other)}
     for item in fields(kind):
         if item.name in lacking and getattr(args, item.name) != item.default:
@@ -100,7 +100,7 @@ def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) ->
 
 @contextmanager
 def user_errors(parser: OneLineParser) -> Iterator[None]:
-    """Turn a UsageError, too little memory and a full disk into a line and exit status 2, Ctrl-C into one and 130."""
+    """Turn a UsageError, too little memory and a full disk into a line and status 2, Ctrl-C into a line and 130."""
     try:
         yield
     except Exception as error:

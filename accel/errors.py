@@ -1,4 +1,4 @@
-"""How a command ends when it does not succeed: the errors it reports in one line, and its exit statuses."""
+"""Errors that a command reports in one line, and its exit statuses."""
 
 import errno
 import json
@@ -26,8 +26,8 @@ def printable(text: str, most: int = 1000) -> str:
 
 
 class UsageError(ValueError):
-    """A mistake in what the user asked for: one printable line that names the parameter and the remedy. The messages
-    of several ranks are a line each.
+    """A user's mistake: one printable line that names the parameter and the remedy. The messages of several ranks are a
+    line each.
 
     Parameters stand in backquotes: "`image_size=17`: must be a multiple of 16". Callers in Python read image_size=17.
     Commands say --image-size 17 (`by_flags`) and exit with USAGE.
@@ -41,11 +41,11 @@ class UsageError(ValueError):
 
     @property
     def marked(self) -> str:
-        """The text with its backquotes."""
+        """Return the text with its backquotes."""
         return self.args[0]
 
     def by_flags(self, flags: Mapping[str, str] = MappingProxyType({})) -> str:
-        """The text with flags for parameters; flags: of those that are not named like their parameter."""
+        """Return the text with flags for parameters. flags: by parameter, where the names differ."""
 
         def flag(found):
             name, value = found.groups()
@@ -56,12 +56,12 @@ class UsageError(ValueError):
 
 
 class Stopped(Exception):
-    """The job was asked to stop and has recorded its work; the text goes to the user. Commands exit with STOPPED."""
+    """A job that was asked to stop has recorded its work. Its text goes to the user; commands exit with STOPPED."""
 
 
 def out_of_memory(error: BaseException) -> UsageError | None:
-    """The line for an error by which Python or torch says that memory, a GPU's or the machine's, has run out; None for
-    other errors. On a CPU torch's is a RuntimeError like any other."""
+    """Return the line for an error of Python or torch about memory of the GPU or the machine, else None. On a CPU torch
+    raises a RuntimeError like any other."""
     if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
         return UsageError(
             "memory ran out; use a smaller `image_size` or model, fewer pictures at a time, or fewer processes"
@@ -78,13 +78,13 @@ def full_disk(error: BaseException) -> UsageError | None:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`value` as a message shows it: as `printable`, and text that would not be seen, in quotes."""
+    """Return `value` for a message: as `printable`, in quotes if it would not be seen."""
     return printable(value if isinstance(value, str) and value.isprintable() and value else repr(value), most)
 
 
 @contextmanager
 def path_errors(name: str, path: str | Path, remedy: str = "choose another path") -> Iterator[None]:
-    """Turn an OSError of the block into a UsageError about `path`, which is the parameter `name`."""
+    """Turn an OSError of the block into a UsageError about the parameter `name`, whose value is `path`."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,7 @@ def path_errors(name: str, path: str | Path, remedy: str = "choose another path"
 
 
 def record(text: str) -> None:
-    """Write `text` where torchrun looks for the cause of a rank's end: its summary shows it. Elsewhere do nothing."""
+    """Under torchrun write `text` to its file for the cause of a rank's end, which its summary shows."""
     if place := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):

@@ -1,5 +1,5 @@
-"""A flag as a dataclass field: its default, help, choices and bounds, and how a value is held against them, whether it
-comes from the command line or from Python."""
+"""A flag as a dataclass field: its default, help, choices and bounds, and the check of a value from the command line or
+from Python against them."""
 
 import argparse
 import numbers
@@ -15,14 +15,14 @@ from accel.files import require_writable
 
 
 def flag(default: Any, help: str, **argument) -> Any:
-    """A field with its flag: `argument` as argparse takes it, with the `group` of --help. names: other names than the
-    field's; ranks: those in commands of many ranks; ranks_only: whether others lack it; bounds: the least and most;
-    convert: the function that checks and converts the value."""
+    """Return a field with its flag: `argument` as argparse takes it, with the `group` of --help. names: flags, where
+    they are not the field's name; ranks: flags in commands of many ranks; ranks_only: whether other commands lack it;
+    bounds: least and most; convert: the function that checks and converts the value."""
     return field(default=default, metadata=dict(help=help, **argument))
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 to a million, for argparse."""
+    """Convert a whole number from 1 to a million, for argparse."""
     value = int(text)
     if not 1 <= value <= 10**6:
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be from 1 to 1,000,000")
@@ -30,16 +30,16 @@ def positive(text: str) -> int:
 
 
 def flag_names(item: Field, ranks: bool = False) -> tuple[str, ...]:
-    """The flags of a field, the main one first; () where it has none. ranks: in a command of many ranks."""
+    """Return the flags of a field, the main one first; () if it has none. ranks: in a command of many ranks."""
     names = item.metadata.get("names", ("--" + item.name.replace("_", "-"),))
     if ranks:
         return item.metadata.get("ranks", names)
     return () if item.metadata.get("ranks_only") else names
 
 
-def checked(options: object, item: Field) -> Any:
-    """The value of a field as its flag's type, choices and bounds have it, whoever gave it. Raises UsageError."""
-    value, name = getattr(options, item.name), item.name
+def checked(value: Any, item: Field) -> Any:
+    """Return a field's value, converted to its type. Raises UsageError if its type, choices or bounds exclude it."""
+    name = item.name
     kind = item.metadata.get("type") or (str if item.type is tuple else item.type)
     if convert := item.metadata.get("convert"):
         return convert(value)
@@ -59,7 +59,7 @@ def checked(options: object, item: Field) -> Any:
 
 
 def _converted(name, value, kind, number_too=False):
-    """One value of a flag. A label may be a number or a name."""
+    """Return one value of a flag, converted. A label may be a number or a name."""
     try:
         if kind is str and (isinstance(value, str) or not number_too):
             return os.fspath(value)
@@ -76,7 +76,7 @@ def _converted(name, value, kind, number_too=False):
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:
-    """Make the folder of the file `path`, the parameter `name`, and prove that it can be written. Raises UsageError."""
+    """Make the folder of a file and prove that the file can be written. name: the parameter. Raises UsageError."""
     path = Path(path)
     with path_errors(name, path):
         if path.exists() and not path.is_file():

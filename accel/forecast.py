@@ -1,5 +1,5 @@
-"""Plans: at which steps of a run the network is evaluated. scripts/calibrate.py makes them, diffusion/strides.py has
-the mathematics."""
+"""Plans, files that say at which steps of a run the network is evaluated. scripts/calibrate.py makes them,
+diffusion/strides.py has the mathematics."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,18 @@ from accel.sampling.guidance import Guidance
 from accel.sampling.process import Kind
 
 KIND = "forecast plan, version 3"
-# Younger than plans, which were made by the defaults.
+# Entries that older plans lack: those were made by the defaults.
 LATER = {"guidance_interval": list(Guidance.interval), "guidance_channels": Guidance.channels}
 
 
 def plan_beside(weights: Path) -> Path:
-    """Where the plan of weights lies, unless the user says where."""
+    """Return where the plan of weights lies by default."""
     return weights / "forecast.json" if weights.is_dir() else weights.with_name(f"{weights.stem}.forecast.json")
 
 
 def read_plan(path: Path, settings: dict) -> list[Kind]:
-    """The strides of a plan that was made for `settings`: model, image_size, num_sampling_steps, guidance and the
-    weights' digest. Raises UsageError if there is none, if it is damaged, or if it was made for others."""
+    """Return the strides of a plan. settings: model, image_size, num_sampling_steps, guidance and the weights' digest.
+    Raises UsageError if there is no plan, if it is damaged, or if it was made for other settings."""
     where, remedy = f"`forecast_plan={path}`", "make one with scripts/calibrate.py, or use `forecast=off`"
     try:
         plan = read_json(path)
@@ -56,7 +56,7 @@ def _is_stride(item):
 
 
 def write_plan(path: Path, settings: dict, strides: list[Kind], evidence: dict) -> None:
-    """Write a plan whole or not at all; evidence: JSON that says how good it was found to be."""
+    """Write a plan whole or not at all. evidence: JSON of the quality that was measured."""
     plan = {"kind": KIND, **settings, "evaluations": sum(count for _, count in strides), "strides": strides}
     with atomic_write(path, "w") as file:
         file.write(json.dumps({**plan, "evidence": evidence}) + "\n")

@@ -1,4 +1,4 @@
-"""Classes by name: ImageNet's, by torchvision's list, and the demo's. Imports no torch."""
+"""Classes by name: ImageNet's by torchvision's list, and a user's own. Imports no torch."""
 
 import difflib
 import importlib.util
@@ -26,7 +26,7 @@ def imagenet() -> tuple[str, ...]:
 
 
 def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, ...]:
-    """Class names in the classes' order: from a file, one name a line or JSON, or the names themselves.
+    """Return class names in the classes' order. given: a file with one name a line or JSON, or the names.
 
     JSON, and a caller in Python, may number the names: {"0": "cat", "1": "dog"}. Raises UsageError.
     """
@@ -53,10 +53,10 @@ def read_class_names(given: str | Path | Iterable[str] | Mapping) -> tuple[str, 
 
 
 def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
-    """The number of a class, given as a number or a name: the whole name, or words that one name alone contains.
+    """Return the number of a class. label: its number, its name, or words that one name alone contains.
 
-    names: of all classes, or () where they are unknown; a name may list several, separated by commas. Case and
-    punctuation matter only where two names differ in nothing else. UsageError for any other label.
+    names: of all classes, () where they are unknown; a name may list several, separated by commas. Case and punctuation
+    matter only where two names differ in nothing else. Raises UsageError for any other label.
     """
     if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d{1,30}\s*", label):
         number = int(label) if isinstance(label, str) else operator.index(label)
@@ -83,5 +83,5 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
 
 
 def file_name(name: str) -> str:
-    """A class's name as part of a file's name: golden retriever → golden-retriever. Keeps letters of any alphabet."""
+    """Return a class's name as part of a file's: golden retriever → golden-retriever. Letters of any alphabet stay."""
     return re.sub(r"[\W_]+", "-", name.lower()).strip("-")

@@ -1,4 +1,4 @@
-"""A device, a tier and weights → a network that is ready to sample."""
+"""Load a network: weights, a tier and a device → a network that is ready to sample."""
 
 import gc
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
 
 
 class Batch(NamedTuple):
-    """The network evaluations of a run, for which a network is compiled, tuned and checked."""
+    """The network evaluations for which a network is compiled, tuned and checked."""
 
     rows: list[tuple[int, int]]  # every (latents, batch rows of each) that a rank evaluates, the most rows first
     side: int  # of a latent
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device asked for, or a GPU if there is one. Raises UsageError if this machine lacks it."""
+    """Return the device of this name, by default a GPU if there is one. Raises UsageError if this machine lacks it."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
@@ -58,12 +58,11 @@ def load(
     tuner: "Tuner | None" = None,
     part: Part = WHOLE,
 ) -> tuple[Network, str]:
-    """(the network, its tier): bf16 where the weights overflow float16 and the tier is not `fixed`.
+    """Return (network, its tier): bf16 if the weights overflow float16 and the tier is not `fixed`.
 
-    fit: what the weights are; model: the reference network of their shape, without values (on the meta device).
-    tuner: chooses the GEMMs' algorithms. part: of the weights, that this rank reads and holds.
-
-    Raises UsageError for missing weights, those of another model, and those that the tier cannot hold.
+    fit: of the weights; model: the reference network of their shape on the meta device; tuner: chooses the GEMMs'
+    algorithms; part: the part of the weights that this rank reads and holds. Raises UsageError for weights that are
+    missing, that belong to another model, or that the tier cannot hold.
     """
     network = load_network(weights, fit, model, tier, device, batch, tuner, part)
     weights.close()
@@ -93,7 +92,7 @@ def load_network(
     tuner: "Tuner | None" = None,
     part: Part = WHOLE,
 ) -> Network:
-    """The network of a tier, not tuned and not checked. No weights are initialised to be thrown away, and each goes
+    """Return the network of a tier, not tuned and not checked. No weight is initialised to be thrown away; each goes
     straight from the mapped file to the device."""
     state = reference_state(weights, fit)
     table = state.get("pos_embed")
@@ -116,7 +115,7 @@ def load_network(
 
 @torch.inference_mode()
 def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
-    """Whether `network` gives infinities or NaN on noise at `times`."""
+    """Return whether `network` gives infinities or NaN on noise at `times`."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     (n, copies), shape = batch.rows[0], (network.in_channels, batch.side, batch.side)
     x = torch.randn(n, *shape, generator=generator, device=device)
@@ -128,7 +127,7 @@ def overflows(network: Network, batch: Batch, device: torch.device, times: Seque
 
 
 def remedy(network: Network, tier: str, device: torch.device) -> str:
-    """What to do where a tier's values are not finite."""
+    """Return the remedy, in words, for a tier whose values are not finite."""
     if layer := network.overflowed():
         return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
     if tier == "fp16" and supports("bf16", device):
@@ -137,7 +136,7 @@ def remedy(network: Network, tier: str, device: torch.device) -> str:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free the memory of a network that nobody holds any more, its captured steps included."""
+    """Free the memory of a network that nothing refers to any more, with its captured steps."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Where pictures and latents go: names of files, and pixels → PNG, grid, folder; latents → .npy. Imports no torch."""
+"""Files of pictures and latents: their names; pixels → PNG, grid, folder; latents → .npy. Imports no torch."""
 
 import os
 from pathlib import Path
@@ -12,40 +12,41 @@ from accel.labels import file_name
 if TYPE_CHECKING:  # torch is slow to import
     from torch import Tensor
 
-MOST_OF_NAME = 48  # characters of a class's name in a file's: four bytes each, and a file's name has up to 255
+SUFFIX = {"image": ".png", "latent": ".npy"}  # of a file, by its kind
+MOST_OF_NAME = 48  # characters of a class's name: up to four bytes each, of 255 in the name of a file
 
 
 def is_folder(output: str, kind: str) -> bool:
-    """Whether every picture becomes a file of its own in the folder `output`; kind: image or latent."""
+    """Return whether `output` is a folder for a file a picture. kind: image or latent."""
     return kind == "image" and (output.endswith("/") or os.path.isdir(output))  # False where the name is too long, too
 
 
 def picture_names(labels: tuple[int, ...], class_names: tuple[str, ...]) -> list[str]:
-    """The file names of pictures in a folder; class_names: of all classes, or () where they are unknown."""
+    """Return the names of pictures in a folder. class_names: of all classes, () where they are unknown."""
     words = [file_name(class_names[label].split(",")[0])[:MOST_OF_NAME] if class_names else "" for label in labels]
     return [f"{index:03d}-{label}{word and '-'}{word}.png" for index, (label, word) in enumerate(zip(labels, words))]
 
 
 def of_seed(output: str, kind: str, seed: int) -> str:
-    """A seed's own file or folder: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
+    """Return the file or folder of one of several seeds: OUTPUT-seed-0.png or OUTPUT/seed-0/."""
     path = Path(output)
     return f"{path}/seed-{seed}/" if is_folder(output, kind) else f"{path.with_suffix('')}-seed-{seed}{path.suffix}"
 
 
 def require_writable(output: str, kind: str) -> None:
-    """Make the output's folder and prove that a file can be written there, before any work is done: else UsageError."""
+    """Make the output's folder and prove that a file can be written there. Raises UsageError."""
     check_writable(Path(output, "000.png") if is_folder(output, kind) else output)
 
 
 def save_latents(path: str | Path, latents: "Tensor") -> None:
-    """Write latents as a float32 .npy. The file is whole or absent. Raises UsageError if the disk does not take it."""
+    """Write latents as a float32 .npy, whole or not at all. Raises UsageError if the disk does not take it."""
     import numpy as np
 
     _write(path, lambda file: np.save(file, latents.float().cpu().numpy()))
 
 
 def save_pictures(path: str | Path, pixels: "Tensor") -> None:
-    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures a row; otherwise as `save_latents`."""
+    """Write pixels (n, 3, H, W) in (-1, 1) as one PNG, four pictures a row. Whole or not at all, as `save_latents`."""
     from PIL import Image
 
     from accel.latents.pixels import to_grid

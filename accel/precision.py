@@ -1,8 +1,8 @@
-"""Precision tiers: which arithmetic a run uses, and the backend switches that make it so."""
+"""Precision tiers: a run's arithmetic, and torch's backend switches for it. Their help is in accel/request.py."""
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -12,9 +12,8 @@ from accel.gpu import capability
 
 
 class Tier(NamedTuple):
-    """What a tier computes in, and what it needs."""
+    """A tier's dtype and hardware."""
 
-    meaning: str
     dtype: torch.dtype = torch.float32  # of the GEMMs' operands and results
     capability: tuple[int, int] = (0, 0)  # the least compute capability; (0, 0): any device
     hardware: str = ""
@@ -23,36 +22,26 @@ class Tier(NamedTuple):
 
 _TENSOR_CORES = dict(capability=(7, 0), hardware="float16 tensor cores (Volta or later)", accelerated=True)
 TIERS = {
-    "fp32": Tier("true float32, TF32 off"),
-    "exact": Tier("float32 accuracy on float16 tensor cores: split-fp16 GEMMs, all else float32", **_TENSOR_CORES),
-    "tf32": Tier("float32 with TF32 GEMMs", capability=(8, 0), hardware="TF32 (Ampere or later)"),
-    "fp16": Tier(
-        "float16 GEMMs; residual stream, norms, softmax statistics, final layer and sampler in float32",
-        dtype=torch.float16,
-        **_TENSOR_CORES,
-    ),
-    "bf16": Tier(
-        "as fp16 with bfloat16 GEMMs: for weights that overflow float16",
-        dtype=torch.bfloat16,
-        capability=(8, 0),
-        hardware="bfloat16 (Ampere or later)",
-        accelerated=True,
-    ),
+    "fp32": Tier(),
+    "exact": Tier(**_TENSOR_CORES),
+    "tf32": Tier(capability=(8, 0), hardware="TF32 (Ampere or later)"),
+    "fp16": Tier(torch.float16, **_TENSOR_CORES),
+    "bf16": Tier(torch.bfloat16, (8, 0), "bfloat16 (Ampere or later)", accelerated=True),
 }
 
 
 def supports(tier: str, device: torch.device) -> bool:
-    """Whether `device` has the units for `tier`. Everything runs fp32."""
+    """Return whether `device` has the units for `tier`. Every device runs fp32."""
     return capability(device) >= TIERS[tier].capability
 
 
 def default_tier(device: torch.device) -> str:
-    """fp16 where there are tensor cores, else fp32."""
+    """Return fp16 for a device with tensor cores, else fp32."""
     return "fp16" if supports("fp16", device) else "fp32"
 
 
 def require(name: str, tier: str, device: torch.device) -> None:
-    """Raise UsageError about the parameter `name` for a tier that `device` lacks: nothing falls back in silence."""
+    """Raise UsageError about the parameter `name` if `device` lacks a tier: nothing falls back in silence."""
     if tier not in TIERS:
         raise UsageError(f"`{name}={tier}`: choose from {', '.join(TIERS)}")
     if not supports(tier, device):
@@ -60,7 +49,7 @@ def require(name: str, tier: str, device: torch.device) -> None:
 
 
 def apply_precision(tier: str, device: torch.device) -> None:
-    """Set the process-wide switches of `tier`. Raises UsageError where the hardware lacks it."""
+    """Set the process-wide switches of `tier`. Raises UsageError if the hardware lacks it."""
     require("precision", tier, device)
     torch.backends.cuda.matmul.allow_tf32 = tier == "tf32"
     # Only the decoder convolves. Beside half precision TF32 loses nothing there, and unlike float16 it cannot overflow.
@@ -68,15 +57,13 @@ def apply_precision(tier: str, device: torch.device) -> None:
 
 
 def float32_decoder(tier: str, device: torch.device) -> str:
-    """The decoder's arithmetic in float32 beside `tier`: TF32 convolutions where the tier allows them."""
+    """Return the decoder's float32 arithmetic beside `tier`: with TF32 convolutions if the tier allows them."""
     return "tf32" if tier not in ("fp32", "exact") and supports("tf32", device) else "fp32"
 
 
 def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
-    """The decoder's arithmetic: `wanted`, or for "auto" fp16 beside the half tiers and float32 beside the others.
-
-    Raises UsageError where the hardware lacks it.
-    """
+    """Return the decoder's arithmetic: `wanted`, or for "auto" fp16 beside half tiers and float32 beside others. Raises
+    UsageError if the hardware lacks it."""
     if wanted == "auto":
         half = TIERS[tier].dtype != torch.float32 and supports("fp16", device)
         return "fp16" if half else float32_decoder(tier, device)
@@ -84,13 +71,13 @@ def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
     return wanted
 
 
-_ALONE = threading.RLock()  # the switches, and the capture of a CUDA graph, are the process's
+_ALONE = threading.RLock()  # backend switches and the capture of a CUDA graph belong to the process
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """One thread of the process at a time is inside, and no setting of the caller's reaches there: no autocast, no
-    inference mode, no gradients, no default dtype or device. The backend switches are afterwards what they were."""
+    """Run the block in one thread of the process at a time, without the caller's autocast, inference mode, gradients,
+    default dtype and default device. Restore the backend switches after it."""
     default = torch.get_default_dtype()
     with _ALONE, switches_kept(), torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps")):
@@ -104,7 +91,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def switches_kept() -> Iterator[None]:
-    """The process-wide switches are after the block what they were before it."""
+    """Restore the process-wide switches after the block."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         yield
@@ -114,7 +101,7 @@ def switches_kept() -> Iterator[None]:
 
 @contextmanager
 def convolutions(name: str) -> Iterator[None]:
-    """The decoder's float32 inside: `name` is tf32, or fp32 without TF32 anywhere."""
+    """Run the block in the decoder's float32. name: tf32, or fp32, without TF32 anywhere."""
     with switches_kept():
         torch.backends.cudnn.allow_tf32 = name == "tf32"
         if name != "tf32":
@@ -123,13 +110,8 @@ def convolutions(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def float32_gemms(tf32: bool) -> Iterator[None]:
-    """Float32 GEMMs inside, and whether they may use TF32."""
+def true_float32() -> Iterator[None]:
+    """Run the block without TF32 in GEMMs, in every tier: half precision keeps its few float32 GEMMs exact."""
     with switches_kept():
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
         yield
-
-
-def true_float32() -> AbstractContextManager[None]:
-    """Float32 GEMMs without TF32 inside, whatever the tier: half precision keeps its few float32 GEMMs exact."""
-    return float32_gemms(tf32=False)

@@ -1,6 +1,7 @@
 """A network, a process and a guidance, labels and a seed → latents."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,17 @@ from accel.sampling.process import Process
 ALL = (slice(None),)
 
 
+@contextmanager
+def enough_memory(too_large: str) -> Iterator[None]:
+    """Raise UsageError(too_large) where the block runs out of GPU memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UsageError(too_large) from None
+
+
 class Run(NamedTuple):
-    """What latents depend on beside labels and seed, and where they are made."""
+    """The values, beside labels and seed, that decide latents, and the device."""
 
     network: Network
     process: Process
@@ -25,10 +35,11 @@ class Run(NamedTuple):
     tier: str
     device: torch.device
     side: int  # of a latent
+    too_large: str = "the pictures do not fit in free GPU memory; sample fewer at a time"  # error
 
     def denoise(self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None) -> Tensor:
-        """Latents (n, C, L, L), as sampling.denoise. Raises UsageError, naming the step and a remedy, if they are not
-        finite."""
+        """Return latents (n, C, L, L), as sampling.denoise. Raises UsageError, naming a remedy, if the memory does not
+        hold the batch, and with the step if they are not finite."""
         sums = torch.zeros(self.process.steps, device=self.device)  # read once, after the loop
 
         def after_step(index, x):
@@ -36,7 +47,8 @@ class Run(NamedTuple):
             if on_step is not None:
                 on_step(index, x)
 
-        latents = denoise(self.network, self.process, self.guidance, z, labels, draw, on_step=after_step)
+        with enough_memory(self.too_large):
+            latents = denoise(self.network, self.process, self.guidance, z, labels, draw, on_step=after_step)
         failed = torch.nonzero(~sums.isfinite())
         if len(failed):
             raise UsageError(
@@ -48,9 +60,9 @@ class Run(NamedTuple):
     def latents(
         self, labels: Sequence[int], seed: int, batches: Sequence[slice] = ALL, on_step: OnStep | None = None
     ) -> Tensor:
-        """Latents (n', C, L, L) of the slices `batches` of `labels`, from a seed; the same on every call.
+        """Return latents (n', C, L, L) of the slices `batches` of `labels`, from a seed; the same on every call.
 
-        One slice after the other; each draws the noise of all and uses its own. on_step counts the steps of all slices.
+        Each slice draws the noise of all labels and uses its own. on_step counts the steps of all slices.
         """
         found = []
         for part in batches:
@@ -61,17 +73,18 @@ class Run(NamedTuple):
         return torch.cat(found) if found else empty
 
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
-        """Make each move once that `latents` will make, with each number of labels in a slice and each guidance: on a
-        GPU the first compiles, chooses algorithms and is captured."""
+        """Make each move of `latents` once, with each number of labels in a slice and each guidance: on a GPU the first
+        compiles, chooses algorithms and is captured."""
         moves, sizes = unlike(moves_of(self.process, self.guidance)), set()
         # Most labels first: they want the largest table of conditioning, and another table voids what was captured.
         for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
             if len(labels[part]) not in sizes:
                 sizes.add(len(labels[part]))
-                denoise(self.network, self.process, self.guidance, *self._noise(labels, 0, part), moves=moves)
+                with enough_memory(self.too_large):
+                    denoise(self.network, self.process, self.guidance, *self._noise(labels, 0, part), moves=moves)
 
     def _noise(self, labels, seed, part):
-        """z (n', C, L, L), labels (n',) and the draw of a step's noise, of a slice of `labels`."""
+        """Return z (n', C, L, L), labels (n',) and the draw of a step's noise, of a slice of `labels`."""
         generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
         z = initial_noise(len(labels), self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import date
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -29,12 +30,14 @@ from accel.kernels.linear import Tuner
 from accel.latents import LatentSpace
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
 from accel.network import Network, Plain, unpatchify
-from accel.options import GridOptions
+from accel.request import GridRequest
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance
 from accel.sampling.process import Process
+from accel.settings import implied
+from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
 from bench import seen_as
 
@@ -60,13 +63,8 @@ def demo_of(model: str) -> str:
 def space_of(model: str) -> LatentSpace:
     """Return channels and factor of the latents that a model's network takes."""
     with shapes_only():
-        reference = constructor_of(model)()
-    channels, usual = reference.in_channels, LatentSpace()
-    if channels == usual.channels:
-        return usual
-    # Others were made for the decoder of their model's image size.
-    side = reference.x_embedder.img_size[0]
-    return LatentSpace(channels=channels, factor=family_of(model).models[model].image_size // side)
+        channels = constructor_of(model)().in_channels
+    return LatentSpace(channels, family_of(model).models[model].factor)
 
 
 def add_arguments(parser: ArgumentParser, network: bool = True, batch: bool = True) -> None:
@@ -116,14 +114,18 @@ def prepare(args: Namespace) -> torch.device:
 
 def options_of(
     model: str, ckpt: str | None = None, image_size: int | None = None, num_classes: int | None = None
-) -> GridOptions:
-    """Return the options that follow from these. Raises UsageError for a size that the network does not take."""
-    sizes = dict(image_size=image_size, num_classes=num_classes, space=space_of(model))
-    options = GridOptions(model, ckpt=ckpt, labels=(0,), **sizes).resolve()
-    if options.ckpt:
-        options = options.complete(opening.fit_of(opening.checkpoint_of(options, torch.device("cpu")), options))
-    opening.empty_model(options)
-    return options
+) -> SimpleNamespace:
+    """Return the values of a run that follow from these, with `fit`, None without weights, and the latents' side.
+
+    Raises UsageError for a size that the network does not take.
+    """
+    request = GridRequest(model, ckpt=ckpt, labels=(0,), image_size=image_size, num_classes=num_classes)
+    values, fit = implied(request), None
+    if values.ckpt:
+        fit = opening.fit_of(Checkpoint(values.ckpt), values.model, values.num_classes)
+        values = implied(request, fit)
+    values.fit, values.latent_size = fit, values.image_size // values.factor
+    return values
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
@@ -272,9 +274,10 @@ def model_of(args: Namespace, device: torch.device) -> torch.nn.Module:
             arguments["qk_norm"] = True
         return random_network(constructor_of(args.model), device, **arguments)
     options = options_of(args.model, args.ckpt, args.image_size, args.num_classes)
-    weights = opening.checkpoint_of(options, device)
+    with shapes_only():
+        empty = options.fit.build(input_size=options.latent_size, num_classes=options.num_classes)
     # fp32 chooses nothing by the batch.
-    return loading.load_network(weights, options.fit, opening.empty_model(options), "fp32", device, batch=None).model
+    return loading.load_network(Checkpoint(args.ckpt), options.fit, empty, "fp32", device, batch=None).model
 
 
 def random_decoder(device: torch.device) -> KLDecoder:

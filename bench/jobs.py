@@ -41,7 +41,7 @@ from accel.families import ROOT, family_of
 from accel.flags import positive
 from accel.latents import files
 from accel.latents.autoencoder_kl import SD_VAE_FT
-from accel.options import FidOptions
+from accel.request import FidRequest
 from bench import harness
 
 
@@ -174,7 +174,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     for name, default, what in (
         ("--repeats", 3 if on_gpu else 1, "runs of each; a contest tier gets no more after a minute"),
         ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
-        ("--batch", FidOptions.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
+        ("--batch", FidRequest.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
     ):
         parser.add_argument(name, type=positive, default=default, help=f"{what} (default: {default})")
     return parser, parser.parse_args()

@@ -24,7 +24,6 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from tqdm import tqdm
 
 import evaluate
 from accel import door, loading, precision
-from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.command_line import OneLineParser, add_arguments, request_from, user_errors
 from accel.door import opening
 from accel.errors import UsageError
 from accel.families import DEMO
@@ -41,13 +40,12 @@ from accel.flags import check_writable, positive
 from accel.forecast import write_plan
 from accel.latents.pixels import to_uint8
 from accel.network import unpatchify
-from accel.options import GridOptions
 from accel.parallel.placement import Placement
 from accel.sampling import initial_noise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.process import Kind
 from accel.sampling.strides import Strides
-from accel.weights.checkpoint import Checkpoint
+from accel.settings import GridSettings
 
 FIRST_SEED = 10_000  # of the recorded pictures; the held-out seeds follow it
 LONGEST = 8  # steps of a stride
@@ -61,14 +59,13 @@ SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 class Bench:
     """Float32 with all evaluations, the calibrated tier, and the pictures of both; `batch` pictures at a time."""
 
-    def __init__(self, options: GridOptions, device: torch.device, batch: int):
+    def __init__(self, options: GridSettings, device: torch.device, batch: int):
         self.options, self.batch, self.device = options, batch, device
-        self.opened = opening.open_weights(options, device)
-        self.fast = self.reference = door.load(self.opened, sizes={batch})
+        self.fast = self.reference = door.load(options, sizes={batch})
         self.tier, self.diffusion = self.fast.tier, self.fast.process.diffusion
-        reference = self.opened
+        reference = options
         if self.tier != "fp32":  # loaded last: its tier's switches, with which strides are measured, stay set
-            reference = opening.open_weights(replace(options, precision="fp32"), device)
+            reference = opening.reopen(options, precision="fp32")
             self.reference = door.load(reference, sizes={batch})
         self.decoder = door.decoder_of(reference)
 
@@ -82,8 +79,7 @@ class Bench:
         run = run._replace(process=Strides(self.diffusion, plan) if plan else Ancestral(self.diffusion))
         precision.apply_precision(run.tier, self.device)
         for seed in tqdm(seeds, desc=f"{run.process.evaluations} evaluations", unit="seed", leave=False):
-            with door.enough_memory(self.options):
-                parts.append(run.latents(self.labels(each), seed, Placement().batches(each, self.batch)))
+            parts.append(run.latents(self.labels(each), seed, Placement().batches(each, self.batch)))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return self.decoded(torch.cat(parts))
 
@@ -207,7 +203,7 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[Kind]]:
     return {calls: strides for calls, (_, strides) in sorted(least[steps].items())}
 
 
-def calibrate(args: Namespace, options: GridOptions, device: torch.device, path: Path) -> None:
+def calibrate(args: Namespace, options: GridSettings, device: torch.device, path: Path) -> None:
     """Write a plan for `options` to `path`; `args` as add_flags has them. Raises UsageError if the tier misses the
     margin even with all evaluations."""
     started = time.perf_counter()
@@ -253,7 +249,7 @@ def calibrate(args: Namespace, options: GridOptions, device: torch.device, path:
     made = dict(calibration=dict(seed=FIRST_SEED, pictures=args.pictures, longest=LONGEST), torch=torch.__version__)
     made["gpu"] = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     evidence = about | figures | dict(tried=tried) | made
-    write_plan(path, door.plan_settings(options, bench.opened.weights), plans[chosen], evaluate.json_ready(evidence))
+    write_plan(path, door.plan_settings(options), plans[chosen], evaluate.json_ready(evidence))
     steps = options.num_sampling_steps
     say(f"{path}: {chosen} evaluations for {steps} steps, {steps / chosen:.2f}× fewer")
 
@@ -272,10 +268,10 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint; the demo's: output/)")
 
 
-def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
+def check(args: Namespace, options: GridSettings) -> Path:
     """Return the file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
-    if options.family.samplers[0] != "ddpm":
-        raise UsageError(f"`model={options.model}`: is sampled by {options.family.samplers[0]}, and plans are for ddpm")
+    if options.sampler != "ddpm":
+        raise UsageError(f"`model={options.model}`: is sampled by {options.sampler}, and plans are for ddpm")
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
     if not math.isfinite(args.margin):
@@ -283,8 +279,7 @@ def check(args: Namespace, options: GridOptions, weights: Checkpoint) -> Path:
     if options.num_sampling_steps <= PROBE[0]:
         steps = f"--num-sampling-steps {options.num_sampling_steps}"
         raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
-    opening.empty_model(options)
-    path = Path(args.plan) if args.plan else door.plan_path(options, weights)
+    path = Path(args.plan) if args.plan else door.plan_path(options)
     if args.plan is None and path.parent == DEMO:  # which ships with its own
         path = Path("output") / path.name
     check_writable(path, "plan")
@@ -300,12 +295,11 @@ def main() -> None:
     add_flags(own)
     _, sampling = own.parse_known_args(sys.argv[1:])
     with user_errors(parser):
-        options, device = options_from(args), loading.choose_device(args.device)
-        weights = opening.checkpoint_of(options, device)
-        options = opening.fetch(options, weights)
-        path = check(args, options, weights)
+        request, device = request_from(args), loading.choose_device(args.device)
+        options = opening.open_weights(request, device)
+        path = check(args, options)
         calibrate(args, options, device, path)
-        beside = path == door.plan_path(options, weights)  # where it is looked for anyway
+        beside = path == door.plan_path(options)  # where it is looked for anyway
         plan = ["--forecast", "plan", *([] if beside else ["--forecast-plan", str(path)])]
         print("python sample.py", shlex.join([*sampling, *plan]))
 

@@ -32,12 +32,12 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from accel.checks import MOST_PIXELS
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError, path_errors, shown
 from accel.files import open_regular, read_json, sha256_of
 from accel.flags import positive
 from accel.precision import convolutions
+from accel.request import MOST_PIXELS
 from accel.start import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"

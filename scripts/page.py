@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from PIL import Image
@@ -39,10 +40,11 @@ from accel.errors import UsageError, out_of_memory, path_errors
 from accel.families import families
 from accel.flags import flag_names
 from accel.latents.pixels import to_grid
-from accel.options import GridOptions
 from accel.precision import TIERS, alone, apply_precision, supports
 from accel.progress import Stopwatch
+from accel.request import GridRequest
 from accel.run import Run
+from accel.settings import GridSettings
 
 FOLDER = Path(tempfile.gettempdir(), f"dit-page-{secrets.token_hex(8)}")
 if __name__ == "__main__":  # gradio and matplotlib look for their folders when they are imported
@@ -66,7 +68,7 @@ Say = Callable[..., None]  # (text, share done, picture or None); raises Cancell
 class Studio:
     """The models of a page, one thread that samples, and the network that was used last.
 
-    given: fields of GridOptions, from flags; vgg: VGG16's weights, without which LPIPS is left out.
+    given: fields of GridRequest, from flags; vgg: VGG16's weights, without which LPIPS is left out.
     """
 
     def __init__(self, given: dict, folder: Path, vgg: Path):
@@ -75,30 +77,32 @@ class Studio:
         self.given, self.folder, self.vgg, self.loaded = given, folder, vgg, {}
         self.thread, self.stop = ThreadPoolExecutor(1), threading.Event()
         self.device = loading.choose_device(given.get("device"))
-        every = [GridOptions(**given | dict(model=name)).resolve() for name in names]
-        self.opened = [opening.open_weights(options, self.device) for options in every]
+        every = [GridRequest(**given | dict(model=name)) for name in names]
+        self.opened = [opening.open_weights(request, self.device) for request in every]
 
-    def choices(self, opened: opening.Opened) -> tuple[list[str], list[str]]:
+    def choices(self, options: GridSettings) -> tuple[list[str], list[str]]:
         """Return the samplers of the model's family, its default first, and the tiers of this device."""
-        first, *others = opened.options.family.samplers
-        planned = first == "ddpm" and door.plan_path(opened.options, opened.weights).exists()
+        first, *others = options.fit.family.samplers
+        planned = first == "ddpm" and door.plan_path(options).exists()
         return [first, *[PLAN] * planned, *others], [tier for tier in TIERS if supports(tier, self.device)]
 
-    def sample(self, options: GridOptions, say: Say, *chosen: object) -> tuple[str, str, str]:
+    def sample(self, options: GridSettings, say: Say, *values: object) -> tuple[str, str, str]:
         """Return the picture's file, twice, and the command that makes the same."""
-        wanted = choose(options, *chosen)
+        wanted = opening.reopen(options, **(chosen := choose(*values)))
         given = self.given if "ckpt" in self.given else {"model": options.model} | self.given
         words = ["python", "sample.py"]
-        for item in fields(GridOptions):
-            value = getattr(wanted, item.name)
-            if item.name in given or value != getattr(options, item.name):
+        for item in fields(GridRequest):
+            name = "tier" if item.name == "precision" else item.name
+            value = getattr(wanted, name) if item.name in chosen else given.get(item.name)
+            if item.name in given or item.name in chosen and value != getattr(options, name):
                 words += [flag_names(item)[0], *map(str, value if isinstance(value, tuple) else (value,))]
         path, _ = self.picture(wanted, "sample.png", say, PREVIEWS)
         return path, path, shlex.join(words)
 
-    def compare(self, options: GridOptions, say: Say, *chosen: object) -> tuple[tuple[str, str], str, str]:
+    def compare(self, options: GridSettings, say: Say, *values: object) -> tuple[tuple[str, str], str, str]:
         """Return the files of two pictures, that of their difference, and evaluate.py's report in Markdown."""
-        both = [choose(options, *chosen[:5], *last) for last in (chosen[5:8], chosen[8:])]
+        chosen = [choose(*values[:5], *last) for last in (values[5:8], values[8:])]
+        both = [opening.reopen(options, **one) for one in chosen]
         files, seconds = zip(*[self.picture(one, f"{number}.png", say) for number, one in enumerate(both)])
         metrics = ["--vgg-weights", self.vgg] if self.vgg.exists() else ["--metrics", "mae", "psnr", "ssim"]
         heatmap = str(self.folder / "difference.png")
@@ -109,17 +113,17 @@ class Studio:
         return files, heatmap, f"### {verdict}\n{words}\n```\n{report}\n```"
 
     @alone()
-    def picture(self, options: GridOptions, name: str, say: Say, previews: int = 0) -> tuple[str, float]:
-        """Write the picture of resolved options; return its file and the seconds of sampling."""
-        say(f"Loading {options.model} in {options.precision} …", 0)
-        if (key := (options.model, options.precision)) not in self.loaded:
+    def picture(self, options: GridSettings, name: str, say: Say, previews: int = 0) -> tuple[str, float]:
+        """Write the picture of settings; return its file and the seconds of sampling."""
+        say(f"Loading {options.model} in {options.tier} …", 0)
+        if (key := (options.model, options.tier)) not in self.loaded:
             self.loaded.clear()
             loading.free_memory(self.device)
-            self.loaded[key] = door.ready(options)
-        (opened, run, decoder), watch = self.loaded[key], Stopwatch(self.device)
-        run = run._replace(process=door.process_of(options, opened.weights), guidance=door.guidance_of(options))
+            self.loaded[key] = door.load(options), door.decoder_of(options)
+        (run, decoder), watch = self.loaded[key], Stopwatch(self.device)
+        run = run._replace(process=door.process_of(options), guidance=door.guidance_of(options))
         apply_precision(run.tier, run.device)
-        door.warm_up(options, run, watch)
+        door.warm_up(run, options.labels, door.ALONE.batches(len(options.labels), options.batch_size), watch)
         total, start = run.process.steps, time.perf_counter()
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
 
@@ -135,9 +139,8 @@ class Studio:
 
         with watch.phase("sample"):
             latents = door.latents(options, run, on_step=on_step)
-        options.output = str(self.folder / name)
-        door.save(options, latents, watch, decoder)
-        return options.output, watch.seconds["sample"]
+        door.save(options, path := str(self.folder / name), latents, watch, decoder)
+        return path, watch.seconds["sample"]
 
     def serve(self, work: Callable, *values: object) -> Iterator[list]:
         """Yield a status and three outputs as work(say, *values) goes on in the thread. Closed, stop it at its next
@@ -166,17 +169,17 @@ class Studio:
             stop.set()
 
 
-def choose(options: GridOptions, labels, seed, scale, low, high, sampler, steps, tier) -> GridOptions:
-    """Return a model's options with the fields of the page. Raises UsageError."""
+def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict[str, Any]:
+    """Return fields of GridRequest from the fields of the page. Raises UsageError for too many pictures."""
     if len(labels) > MOST:
         raise UsageError(f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}")
     by = dict(sampler="ddpm", forecast="plan") if sampler == PLAN else dict(sampler=sampler, forecast="off")
-    by |= dict(num_sampling_steps=steps or 0, cfg_scale=scale, guidance_interval=(low, high), precision=tier)
-    return replace(options, labels=labels, seed=seed or 0, **by).resolve()
+    by |= dict(num_sampling_steps=steps or 0, cfg_scale=float(scale), guidance_interval=(low, high), precision=tier)
+    return by | dict(labels=tuple(labels), seed=seed or 0)
 
 
 @torch.inference_mode()
-def estimate(options: GridOptions, run: Run, done: int, x: torch.Tensor) -> torch.Tensor:
+def estimate(options: GridSettings, run: Run, done: int, x: torch.Tensor) -> torch.Tensor:
     """Return the network's estimate x* of the finished latents, from latents x (n, C, L, L) after `done` steps, by one
     more evaluation: x* = (x − √(1 − ᾱ)·ε)/√ᾱ from its noise ε, x + (1 − t)·v from its velocity v."""
     ends = accumulate(steps for steps, _ in run.process.moves)
@@ -184,15 +187,15 @@ def estimate(options: GridOptions, run: Run, done: int, x: torch.Tensor) -> torc
     t, guidance = run.process.times()[made], run.guidance.at(run.process.levels()[made])
     y = guidance.labels(torch.tensor(options.labels, device=x.device))
     out = guidance.combine(run.network.forward(x, torch.full(y.shape, t, device=x.device), y))[:, : x.shape[1]]
-    if options.family.prediction == "velocity":
+    if options.fit.family.prediction == "velocity":
         return x + (1 - t) * out
     kept = create_diffusion("").alphas_cumprod[round(t)]
     return ((x - (1 - kept) ** 0.5 * out) / kept**0.5).clamp(-4, 4)  # the first overshoot; a half decoder overflows
 
 
-def model_tab(studio: Studio, opened: opening.Opened) -> None:
+def model_tab(studio: Studio, options: GridSettings) -> None:
     """Lay out the fields, buttons and outputs of a model."""
-    options, (samplers, tiers) = opened.options, studio.choices(opened)
+    samplers, tiers = studio.choices(options)
 
     def chooser(sampler, tier):
         with gr.Row():
@@ -212,7 +215,7 @@ def model_tab(studio: Studio, opened: opening.Opened) -> None:
 
     first = PLAN if options.forecast == "plan" else options.sampler
     other = first if len(tiers) > 1 else PLAN if PLAN in samplers else samplers[-1]
-    names = options.names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
+    names = options.class_names or [f"class {number}" for number in range(min(options.num_classes, 1000))]
     choices = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
     many = dict(value=[*map(str, options.labels[:2])], multiselect=True, max_choices=MOST, allow_custom_value=True)
     low, high = options.guidance_interval
@@ -224,7 +227,7 @@ def model_tab(studio: Studio, opened: opening.Opened) -> None:
                 gr.Slider(1, max(10, options.cfg_scale), options.cfg_scale, label="Guidance; 1 is none", step=0.1),
                 gr.Slider(0, 1, low, label="Guidance from noise level", step=0.05),
                 gr.Slider(0, 1, high, label="to noise level; 1 is noise", step=0.05),
-                *chooser(first, opened.tier),
+                *chooser(first, options.tier),
             ]
         with gr.Column(scale=5):
             with gr.Tab("Sample"):
@@ -247,7 +250,7 @@ def main() -> None:
     parser.add_argument("--vgg-weights", type=Path, default=hub, help="VGG16, for LPIPS; default: torch's hub cache")
     args = parser.parse_args()
     with user_errors(parser):
-        given = {name: value for name, value in vars(args).items() if getattr(GridOptions, name, value) != value}
+        given = {name: value for name, value in vars(args).items() if getattr(GridRequest, name, value) != value}
         studio = Studio(given, FOLDER, args.vgg_weights)
         if gr is None:
             raise UsageError("gradio is missing; install it with pip install -e .[page]")
@@ -256,7 +259,7 @@ def main() -> None:
             with gr.Blocks(title="DiT, sampled faster", analytics_enabled=False, delete_cache=(600, 3600)) as page:
                 gr.Markdown("# DiT, sampled faster")
                 for opened in studio.opened:
-                    with gr.Tab(opened.options.model):
+                    with gr.Tab(opened.model):
                         model_tab(studio, opened)
             theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
             how = dict(share=False, run_history=False, footer_links=[], quiet=True, max_file_size=1)

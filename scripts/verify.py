@@ -33,26 +33,26 @@ from tqdm import tqdm
 
 import evaluate
 from accel import door, loading, precision
-from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
-from accel.door import opening
+from accel.command_line import OneLineParser, add_arguments, request_from, user_errors
+from accel.door.opening import open_weights, reopen
 from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.latents.pixels import to_grid
-from accel.options import GridOptions
 from accel.progress import step_bar
+from accel.settings import GridSettings
 from bench import harness
 
 AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
 
 
-def sample(options: GridOptions, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
+def sample(options: GridSettings, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
     """Return grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    (opened, run, decoder), grids, times = door.ready(options), {}, []
-    run.warm_up(opened.options.labels, door.batches_of(opened.options))
+    run, decoder, grids, times = door.load(options), door.decoder_of(options), {}, []
+    run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
     for seed in seeds:
-        seeded = replace(opened.options, seed=seed)
+        seeded = replace(options, seed=seed)
         harness.synchronize(device)
         start = time.perf_counter()
         with step_bar(run.process.steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
@@ -148,7 +148,7 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
-def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torch.device, out: Path) -> dict:
+def verify(args: Namespace, options: GridSettings, tiers: list[str], device: torch.device, out: Path) -> dict:
     """Sample, judge and recommend. Return the record, which is in verify.json too."""
     seeds, lpips = range(args.seeds), evaluate.Lpips(args.vgg_weights)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -161,20 +161,20 @@ def verify(args: Namespace, options: GridOptions, tiers: list[str], device: torc
     if tiers == [AGAIN]:
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk before they are judged.
-    want, times = sample(replace(options, forecast="off", forecast_plan=None), seeds, device, "fp32")
+    want, times = sample(reopen(options, precision="fp32", forecast="off", forecast_plan=None), seeds, device, "fp32")
     reference = median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
     names = "model", "image_size", "num_sampling_steps", "sampler", "forecast"
     record = dict(kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate)
     record |= {name: getattr(options, name) for name in names} | dict(pictures=len(options.labels), tiers=[])
-    record["weights"] = Path(options.ckpt).name if options.ckpt else "published"
+    record["weights"] = Path(options.weights.name).name
     record["reference"] = dict(tier="fp32", seconds=reference)
     save_grids(out, want, "fp32")
     grids = {}
     for one in tiers:
         tier = one + f", forecast {options.forecast}" * (options.forecast != "off")
         try:
-            grids[tier], times = sample(replace(options, precision=one.partition(" ")[0]), seeds, device, tier)
+            grids[tier], times = sample(reopen(options, precision=one.partition(" ")[0]), seeds, device, tier)
         except UsageError as error:  # such as weights that overflow float16
             record["tiers"].append(dict(tier=tier, refused=error.by_flags()))
         else:
@@ -248,13 +248,12 @@ def main() -> None:
         tiers = choose_tiers(args.precision, device, args.forecast)
         args.precision = args.output = None
         args.seeds = args.seeds or (3 if device.type == "cuda" else 1)
-        options = replace(options_from(args), precision="fp32")
+        request = replace(request_from(args), precision="fp32")
         check_writable(out / "verify.json")
         if args.vgg_weights is not None and not args.vgg_weights.is_file():
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
-        weights = opening.checkpoint_of(options, device)
-        options = opening.fetch(options, weights)
-        door.process_of(options, weights)  # refuses a plan for another run
+        options = open_weights(request, device)
+        door.process_of(options)  # refuses a plan for another run
         sys.exit(conclude(verify(args, options, tiers, device, out)))
 
 

@@ -7,11 +7,15 @@ from conftest import fill
 
 from accel import fast
 from accel.diffusion import create_diffusion
+from accel.families import constructor_of, family_of
 from accel.families.dit.network import DiT, DiT_models
+from accel.families.recognise import Fit
 from accel.families.sit.network import SiT
 from accel.fast.ops import Half
+from accel.latents import LatentSpace
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
+from accel.settings import implied, settle
 
 
 def build(name, seed=0, **arguments):
@@ -22,6 +26,14 @@ def build(name, seed=0, **arguments):
 def small(**changes):
     """Two heads of 72 as in XL, two blocks, eight classes, 64 px."""
     return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
+
+
+def settings_of(request, weights=None):
+    """The settings of a request as on a CPU with weights of its model."""
+    known = implied(request)
+    patch_size = int(known.model.rpartition("/")[2])
+    fit = Fit(family_of(known.model), known.model, constructor_of(known.model), 6, 4, patch_size, known.num_classes)
+    return settle(request, weights, fit, LatentSpace(), torch.device("cpu"), request.tier or "fp32", "fp32")
 
 
 def side_of(model):

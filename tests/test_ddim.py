@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from accel.errors import UsageError
 from accel.families import constructor_of
-from accel.options import FidOptions, GridOptions
+from accel.request import FidRequest, GridRequest
+from accel.settings import implied
 
 LABELS, STEPS, SEED, SCALE = (1, 5, 7), 10, 3, 2.5
 
@@ -48,12 +49,12 @@ def test_two_ranks_equal_one(demo, tmp_path):
 
 
 def test_settings_that_make_no_sense_are_one_line():
-    for options in (GridOptions, FidOptions):
+    for kind in (GridRequest, FidRequest):
         with pytest.raises(UsageError, match="eta=0.5: must be from 0 to 1, and is for sampler=ddim"):
-            options(eta=0.5).resolve()
+            kind(eta=0.5)
         for eta in (-0.1, 1.5, float("nan")):
             with pytest.raises(UsageError, match="eta="):
-                options(sampler="ddim", eta=eta).resolve()
+                kind(sampler="ddim", eta=eta)
         with pytest.raises(UsageError, match="forecast=plan: plans are made for sampler=ddpm"):
-            options(sampler="ddim", forecast="plan").resolve()
-        assert options(sampler="ddim", eta=1.0).resolve().eta == 1.0
+            implied(kind(sampler="ddim", forecast="plan"))
+        assert kind(sampler="ddim", eta=1.0).eta == 1.0

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import time
-from dataclasses import replace
 
 import jobs
 import numpy as np
@@ -18,10 +17,11 @@ from hub import Hub
 from networks import upstream
 from safetensors.torch import load_file, save_file
 
-from accel import Sampler
+from accel import Sampler, door
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.recognise import recognise
+from accel.request import GridRequest
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
 from models import DiT, DiT_models
@@ -90,9 +90,9 @@ def test_a_checkpoint_is_enough_for_sampler(own):
     path, model, flags = own
     how = dict(device="cpu", output_type="latent", num_sampling_steps=STEPS, cfg_scale=1.0 if flags else 4.0)
     want = upstream(model, (3, 1), SEED, STEPS, how["cfg_scale"])
-    for door in (dict(model=str(path)), dict(ckpt=path), dict(model=model)):
-        with Sampler(**door, **how) as sampler:
-            assert same(sampler.latents((3, 1), seed=SEED).numpy(), want), door
+    for given in (dict(model=str(path)), dict(ckpt=path), dict(model=model)):
+        with Sampler(**given, **how) as sampler:
+            assert same(sampler.latents((3, 1), seed=SEED).numpy(), want), given
 
 
 @pytest.mark.parametrize("own", ["train.py's, ten classes, 64 px", "no null class", "a SiT"], indirect=True)
@@ -180,26 +180,21 @@ def test_a_first_run_names_all_that_is_missing(tmp_path, run):
 
 def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
     """What is computed with on a CPU is a copy; a file that changes while it is read ends the run with a line."""
-    from accel import door
-    from accel.options import GridOptions
-
-    options = GridOptions(model="DiT-Demo/2", ckpt=str(tmp_path / "a.safetensors"), device="cpu", labels=(1, 2))
+    given = dict(model="DiT-Demo/2", device="cpu", labels=(1, 2), num_sampling_steps=2, output_type="latent")
     for name in ("a.safetensors", "a.pt"):
-        options.ckpt = str(tmp_path / name)
-        state = load_file(weights)
-        (tmp_path / name).write_bytes(weights.read_bytes()) if name[-1] == "s" else torch.save(state, options.ckpt)
-        options.num_sampling_steps, options.output_type = 2, "latent"
-        opened, run, _ = door.ready(replace(options).resolve())
-        want = door.latents(opened.options, run)
-        size = os.path.getsize(options.ckpt)
-        with open(options.ckpt, "r+b") as file:  # in place: a mapping would see it
+        path = tmp_path / name
+        path.write_bytes(weights.read_bytes()) if name[-1] == "s" else torch.save(load_file(weights), path)
+        settings, run, _ = door.ready(GridRequest(ckpt=str(path), **given))
+        want = door.latents(settings, run)
+        size = path.stat().st_size
+        with path.open("r+b") as file:  # in place: a mapping would see it
             file.seek(size // 2)
             file.write(os.urandom(size // 2))
-        assert torch.equal(door.latents(opened.options, run), want)
+        assert torch.equal(door.latents(settings, run), want)
         with pytest.raises(UsageError, match="was changed while it was read"):
-            opened.weights.digest()
-        os.truncate(options.ckpt, 100)  # a mapping would end the process
-        assert torch.equal(door.latents(opened.options, run), want)
+            settings.weights.digest()
+        os.truncate(path, 100)  # a mapping would end the process
+        assert torch.equal(door.latents(settings, run), want)
 
 
 #################################################################################
@@ -316,12 +311,10 @@ def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_p
     "change, words",
     [
         (dict(image_size="x"), "says image_size x, which must be a whole number from 1 to 8192"),
-        (dict(image_size=-16), "says image_size -16, which must be"),
         (dict(image_size=10**12), "says image_size 1000000000000, which must be"),
         (dict(num_classes=True), "says num_classes True, which must be"),
         (dict(class_names=[1, 2]), "says class_names [1, 2], which must be a list of names"),
         (dict(num_heads=7), "says 7 heads, which do not divide its width 384"),
-        (dict(family="GAN"), "says family GAN, and its entries are of DiT or REPA or SiT"),
         (dict(family="Large-DiT"), "says family Large-DiT, and its entries are of DiT or REPA or SiT"),
     ],
 )
@@ -395,10 +388,8 @@ def test_the_heads_that_a_config_says_are_computed(tmp_path, here):
     ],
 )
 def test_nonsense_is_refused_in_python_as_on_the_command_line(wrong, words):
-    from accel.options import GridOptions
-
     with pytest.raises(ValueError) as error:
-        GridOptions(model="DiT-Demo/2", **wrong).resolve()
+        GridRequest(model="DiT-Demo/2", **wrong)
     assert words in str(error.value) and "\n" not in str(error.value)
-    whole = GridOptions(model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"])
-    assert (whole.resolve().seed, whole.cfg_scale, whole.labels) == (3, 2.0, (1, 3))
+    whole = GridRequest(model="DiT-Demo/2", seed=np.int64(3), cfg_scale=np.float32(2), labels=[np.int32(1), "ball"])
+    assert (whole.seed, whole.cfg_scale, whole.labels) == (3, 2.0, (1, "ball"))

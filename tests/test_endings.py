@@ -123,7 +123,7 @@ sys.meta_path.insert(0, Finder)
 @pytest.mark.parametrize(
     "command, module",
     [
-        (["sample.py"], "accel.command_line"),
+        (["sample.py"], "accel.request"),
         (["sample.py"], "torch._C"),
         (["sample_ddp.py"], "accel.parallel.processes"),
         (["scripts/verify.py"], "numpy"),

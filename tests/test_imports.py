@@ -49,7 +49,7 @@ def loaded(code):
 
 def test_cold_start_imports_nothing_heavy():
     """Slow imports stay off the way to the first denoising step, torch off that to a refused flag."""
-    assert not loaded("import sample, sample_ddp, accel.options") & {"torch", "numpy", "diffusers", "PIL"}
+    assert not loaded("import sample, sample_ddp, accel.settings") & {"torch", "numpy", "diffusers", "PIL"}
     late = {"timm", "diffusers", "torchvision", "triton", "lpips", "skimage", "matplotlib", "transformers"}
     assert not loaded("import accel.door") & late
 
@@ -63,7 +63,7 @@ def test_kernels_keep_compiled_code_only():
 # A network, a process and guidance say what they can do.
 OF_A_NETWORK = r"hasattr\(\w*network|getattr\(\w*network\b[^)]*,\s*None\)|isinstance\(\w*network\b"
 OF_A_PROCESS = r"eta is None|(?<!\.)\bplan is None|learns_range|guided="
-KNOWN = "accel/sampling/", "diffusion/", "accel/door/", "accel/options.py"  # where variants are told apart
+KNOWN = "accel/sampling/", "diffusion/", "accel/door/", "accel/settings.py"  # where variants are told apart
 
 
 def test_nobody_asks_what_it_was_handed():

@@ -30,7 +30,7 @@ from pages import (
 
 import sample
 import sample_ddp
-from accel.command_line import options_from
+from accel.command_line import request_from
 from accel.errors import UsageError
 
 SPEED, PARALLEL = ROOT / "docs" / "speed.md", ROOT / "docs" / "parallel.md"
@@ -124,7 +124,7 @@ def test_sampling_commands_are_valid():
                 if file == "sample_ddp.py":
                     sample_ddp.chosen(sample_ddp.make_parser().parse_args(arguments))
                 else:
-                    options_from(sample.make_parser().parse_args(arguments))
+                    request_from(sample.make_parser().parse_args(arguments))
             except (UsageError, SystemExit) as error:
                 pytest.fail(f"{name(page)}: {file} {' '.join(arguments)}: {error}")
             seen += 1

@@ -1,16 +1,12 @@
 """sample.py as its users meet it: a command."""
 
 import resource
-import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from networks import build
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -72,25 +68,18 @@ BAD = {
     "label too large": (["--labels", 3, 8], "--labels 8", "0 to 7"),
     "label negative": (["--labels", -1], "--labels -1", "0 to 7"),
     "size": (["--image-size", 250], "--image-size 250", "multiple of 16"),
-    "size zero": (["--image-size", 0], "--image-size 0", "from 1 to"),
     "two checkpoints": (["--ckpt", "a.pt", "--ckpt", "b.pt"], "--ckpt b.pt", "conflicts with --ckpt a.pt"),
     "missing": (["--ckpt", "no/such.pt"], "--ckpt no/such.pt", "no such file"),
     "no vae": (["--vae", "no/vae"], "--vae no/vae", "folder"),
-    "cfg": (["--cfg-scale", 0.5], "--cfg-scale 0.5", "must be from 1"),
     "cfg nan": (["--cfg-scale", "nan"], "--cfg-scale nan", "must be from 1"),
-    "no steps": (["--num-sampling-steps", 0], "--num-sampling-steps 0", "1 to 1000"),
     "steps": (["--num-sampling-steps", 1001], "--num-sampling-steps 1001", "1 to 1000"),
     "seed": (["--seed", 2**64], f"--seed {2**64}", "64 bits"),
-    "suffix": (["--output", "x.jpg"], "--output x.jpg", ".png"),
     "output": (["--output", "/proc/nowhere/x.png"], "--output /proc/nowhere/x.png", "choose another path"),
-    "folder": (["--output", ".", "--output-type", "latent"], "--output .", ".npy"),
     "device": (["--device", "gpu7"], "--device gpu7", "cpu"),
     "other device": (["--device", "xpu"], "--device xpu", "cpu"),
-    "tf32": (["--precision", "tf32"], "--precision tf32", "fp32"),
     "precision": (["--precision", "fp8"], "--precision", "fp32"),
     "typo": (["--lables", 3], "--lables", "unrecognized"),
     "classes": (["--num-classes", 5, "--labels", 1], "--num-classes 5", "8"),
-    "no classes": (["--num-classes", 0], "--num-classes 0", "from 1 to"),
     "plan": (["--forecast-plan", "x.json"], "--forecast-plan x.json", "add that or drop this"),
     "no plan": (["--forecast", "plan"], "--forecast-plan", "scripts/calibrate.py"),
     "other model": (
@@ -153,23 +142,3 @@ def test_too_little_memory_is_one_line(where, weights, tmp_path, here):
     assert done.stderr.splitlines()[-1].startswith("sample.py: memory ran out; use a smaller --image-size"), done.stderr
     path.unlink(missing_ok=True)
     assert not (tmp_path / "x.npy").exists()
-
-
-def test_ctrl_c_leaves_nothing(weights, tiny_vae, tmp_path):
-    flags = ["--ckpt", weights, "--vae", tiny_vae, "--num-sampling-steps", 1000, "--output", tmp_path / "x.png"]
-    process = subprocess.Popen(
-        [sys.executable, *map(str, (ROOT / "sample.py", *DEMO, *flags))],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # What a shell starts with & ignores the signal, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    text = ""
-    while "/1000" not in text and process.poll() is None:  # until the bar shows that it samples
-        text += process.stderr.read(1)
-    assert process.poll() is None, text
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in error and "Traceback" not in error
-    assert list(tmp_path.iterdir()) == []

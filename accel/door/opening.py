@@ -1,63 +1,69 @@
-"""Opening what options name: weights, what they are, their decoder's space; where and how they are computed with."""
+"""Open the weights and the decoder of a request, and settle it."""
 
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from accel import precision
 from accel.errors import UsageError
-from accel.families import constructor_of, families
+from accel.families import families
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, published_name, recognise
+from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
-from accel.options import Options
+from accel.request import Request
 from accel.sampling.solvers import require_schedule
+from accel.settings import Settings, implied, settle
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.shapes import shapes_only
 
 
-class Opened(NamedTuple):
-    """Weights, the options with all that follows from them, and where and how they are computed with."""
+def open_weights(request: Request, device: torch.device, weights: Checkpoint | LoadedModule | None = None) -> Settings:
+    """Return the settings of a request; fetch its weights and decoder. weights: in place of the request's.
 
-    options: Options
-    weights: Checkpoint | LoadedModule
-    device: torch.device
-    tier: str
-    vae_precision: str
+    Raises UsageError; for a request that contradicts itself, and for a tier that the device lacks, before anything is
+    fetched.
+    """
+    weights = weights or checkpoint_of(request, device)
+    tier, vae_precision = choose_precision(request, device)
+    fit, space = fetch(request, weights)
+    return settle(request, weights, fit, space, device, tier, vae_precision)
 
 
-def checkpoint_of(options: Options, device: torch.device) -> Checkpoint:
-    """The options' weights, not fetched or read yet. Raises UsageError if there are none of that name."""
-    name = options.ckpt or published_name(options.model, options.image_size, options.num_classes)
+def reopen(settings: Settings, **changes: Any) -> Settings:
+    """Return settings for the same weights, device and decoder, with `changes` to the request's fields."""
+    request = replace(settings.request, **changes)
+    precisions = choose_precision(request, settings.device)
+    return settle(request, settings.weights, settings.fit, settings.space, settings.device, *precisions)
+
+
+def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
+    """Return the request's weights, not fetched yet. Raises UsageError if there are none of that name."""
+    known = implied(request)
+    name = known.ckpt or published_name(known.model, known.image_size, known.num_classes)
     # A CPU computes with copies: whoever writes to the file meanwhile must not change what is computed with. A network
     # that ranks divide stays in the file, of which each reads its part.
-    return Checkpoint(name, mapped=device.type != "cpu" or options.divided)
+    divided = request.layout is not None and request.layout.weights > 1
+    return Checkpoint(name, mapped=device.type != "cpu" or divided)
 
 
-def open_weights(options: Options, device: torch.device, weights: Checkpoint | LoadedModule | None = None) -> Opened:
-    """Fetch weights and decoder and complete the options. What the flags alone decide is refused before."""
-    weights = weights or checkpoint_of(options, device)
-    tier, vae_precision = choose_precision(options, device)
-    return Opened(fetch(options, weights), weights, device, tier, vae_precision)
-
-
-def choose_precision(options: Options, device: torch.device) -> tuple[str, str]:
-    """Set the tier asked for, or the device's default. Returns its name and the decoder's arithmetic."""
-    tier = options.precision or precision.default_tier(device)
-    if tier == "tf32" and options.tf32 and not precision.supports(tier, device):
+def choose_precision(request: Request, device: torch.device) -> tuple[str, str]:
+    """Set the backend switches of the request's tier, or of the device's default. Return (tier, the decoder's)."""
+    tier = request.tier or precision.default_tier(device)
+    if tier == "tf32" and request.tf32 and not precision.supports(tier, device):
         print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     precision.apply_precision(tier, device)
-    return tier, precision.decoder_precision(options.vae_precision, tier, device)
+    return tier, precision.decoder_precision(request.vae_precision, tier, device)
 
 
-def fetch(options: Options, weights: Checkpoint | LoadedModule) -> Options:
-    """Download what is not here yet of network and decoder. Returns the options with all that follows from the weights.
-    Raises UsageError that names all that is missing."""
-    missing = []
+def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, LatentSpace]:
+    """Download the files of network and decoder that are not here yet. Return the fit of the weights and their latent
+    space. Raises UsageError that names all that is missing."""
+    known, missing = implied(request), []
 
     def attempt(work, *arguments):
         try:
@@ -65,66 +71,64 @@ def fetch(options: Options, weights: Checkpoint | LoadedModule) -> Options:
         except UsageError as error:
             missing.append(error.marked)
 
-    if options.vae and options.into_pictures:
-        options = replace(options, space=attempt(find, options.vae) or options.space)
+    def find_decoder(name):
+        return attempt(find, name) if name and request.output_type == "image" else None
+
+    space = find_decoder(known.vae)
     attempt(weights.fetch)
     if not missing:
-        fit = fit_of(weights, options)
-        completed = options.complete(fit)
+        fit = fit_of(weights, known.model, known.num_classes)
+        with_weights = implied(request, fit, space)
         require_schedule(weights.name, fit.schedule)
-        if options.into_pictures and not options.vae:
-            if completed.vae in PUBLISHED:  # before it is fetched
-                _require_channels(completed)
-            if space := attempt(find, completed.vae):
-                completed = replace(options, space=space).complete(fit)
-        options = completed
+        if with_weights.vae != known.vae:
+            if with_weights.vae in PUBLISHED:  # before it is fetched
+                _require_channels(request, with_weights, fit, LatentSpace())
+            space = find_decoder(with_weights.vae)
     if len(missing) > 1:
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
     if missing:
         raise UsageError("; ".join(missing))
-    if options.into_pictures:
-        _require_channels(options)
-    return options
+    space = space or LatentSpace(fit.in_channels, with_weights.factor)  # latents need no decoder
+    _require_channels(request, with_weights, fit, space)
+    return fit, space
 
 
-def _require_channels(options):
-    have, wanted = options.space.channels, options.fit.in_channels
-    if have != wanted:
+def _require_channels(request, known, fit, space):
+    if request.output_type == "image" and space.channels != fit.in_channels:
         raise UsageError(
-            f"`vae={options.vae}`: decodes latents of {have} channels, and {options.model} makes {wanted}; give the "
-            "decoder that it was trained with"
+            f"`vae={known.vae}`: decodes latents of {space.channels} channels, and {known.model} makes "
+            f"{fit.in_channels}; give the decoder that it was trained with"
         )
 
 
-def fit_of(weights: Checkpoint | LoadedModule, options: Options) -> Fit:
-    """Return what the weights are. Raises UsageError where the options contradict them."""
+def fit_of(weights: Checkpoint | LoadedModule, model: str | None = None, num_classes: int | None = None) -> Fit:
+    """Return the family and sizes of weights. Raises UsageError if they contradict the user's model or number of
+    classes."""
     if isinstance(weights, LoadedModule):
-        if options.num_classes not in (None, weights.fit.num_classes):
-            given = f"`num_classes={options.num_classes}`: {weights.name} has {weights.fit.num_classes} classes"
+        if num_classes not in (None, weights.fit.num_classes):
+            given = f"`num_classes={num_classes}`: {weights.name} has {weights.fit.num_classes} classes"
             raise UsageError(f"{given}; drop it")
         return weights.fit
-    shipped = shipped_as(weights.name)
-    return recognise(weights.name, weights.state, weights.metadata, options.model, options.num_classes, shipped)
+    return recognise(weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name))
 
 
 def shipped_as(name: str) -> str | None:
     """Return the model whose weights, shipped or published, have this name or path; None if there is none."""
     for family in families():
-        for model, implied in family.models.items():
-            if implied.ckpt == name or Path(name).name in implied.published.values():
+        for model, defaults in family.models.items():
+            if defaults.ckpt == name or Path(name).name in defaults.published.values():
                 return model
     return None
 
 
-def empty_model(options: Options) -> torch.nn.Module:
-    """Return the options' reference network on the meta device: shapes without values."""
-    build = options.fit.build if options.fit else constructor_of(options.model)
+def empty_model(settings: Settings) -> torch.nn.Module:
+    """Return the reference network on the meta device: shapes without values."""
     with shapes_only():
-        return build(input_size=options.latent_size, num_classes=options.num_classes)
+        return settings.fit.build(input_size=settings.latent_size, num_classes=settings.num_classes)
 
 
-def digest_of(weights: Checkpoint | LoadedModule, fit: Fit) -> str:
+def digest_of(settings: Settings) -> str:
     """Return 16 hex digits of all that decides the network's function: its tensors, and the number of heads where it is
     not that of the model of this size."""
-    digest = weights.digest()
+    digest, fit = settings.weights.digest(), settings.fit
     return digest if fit.usual else hashlib.sha256(f"{digest} {fit.num_heads} heads".encode()).hexdigest()[:16]

@@ -19,10 +19,11 @@ and, where a family differs from the default,
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 # How much a claim counts: tensors or arguments that only a family's training leaves, before a model's name.
 STRUCTURE, NAMED = 2, 1
 EXPLICIT = 3  # the family's name, as this program writes it
+RECIPE = ("guidance_channels",)  # entries of metadata that are values of settings
 
 
 class Fit(NamedTuple):
@@ -53,7 +55,7 @@ class Fit(NamedTuple):
     image_size: int | None = None  # likewise, in pixels
     vae: str | None = None
     class_names: tuple[str, ...] = ()
-    guidance_channels: int | None = None  # where the weights say other than their family
+    recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that the weights imply, not their family
     schedule: dict | None = None  # of a pipeline: its scheduler's configuration
     usual: bool = True  # whether tensors and family decide the function; else the number of heads does, too
 
@@ -72,8 +74,8 @@ class Fit(NamedTuple):
             "null_class": self.null_class,
             "num_heads": self.num_heads,
             "image_size": self.image_size,
-            "guidance_channels": self.guidance_channels,
             "class_names": list(self.class_names) or None,
+            **self.recipe,
         }
         return {name: value for name, value in facts.items() if value is not None}
 
@@ -115,7 +117,7 @@ def recognise(
         _say_what_is_assumed(source, family, have, metadata)
     if num_classes is None and "num_classes" not in metadata and classes not in (1000, _usual_classes(family, name)):
         print(f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? --num-classes {rows})")
-    given = {key: metadata.get(key) for key in ("image_size", "vae", "guidance_channels", "schedule")}
+    given = {key: metadata.get(key) for key in ("image_size", "vae", "schedule")}
     return Fit(
         family,
         name,
@@ -129,6 +131,7 @@ def recognise(
         latent_size=_optional(family, "latent_size", lambda state: None)(state),
         class_names=tuple(metadata.get("class_names", ())),
         usual=standard,
+        recipe={name: metadata[name] for name in RECIPE if name in metadata},
         **given,
     )
 

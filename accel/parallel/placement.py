@@ -1,4 +1,4 @@
-"""Placement: the pictures, batch rows and tokens that a rank computes."""
+"""The pictures, batch rows and tokens that a rank computes."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # brings torch.distributed
 
 
 class Placement(NamedTuple):
-    """A rank among the `world` ranks of a job that shares network evaluations by `layout`; default: one process."""
+    """A rank of a job of `world` ranks that share network evaluations by `layout`. The default is one process."""
 
     layout: Layout = OFF
     world: int = 1
@@ -23,57 +23,57 @@ class Placement(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether several ranks compute one network evaluation."""
+        """Return whether several ranks compute one network evaluation."""
         return self.layout.ranks > 1
 
     @property
     def busy(self) -> int:
-        """How many ranks compute. The others are idle."""
+        """Return how many ranks compute. The others are idle."""
         return self.layout.ranks if self.shared else self.world
 
     def pictures(self, n: int) -> slice:
-        """This rank's own of n pictures: contiguous, in rank order, sizes differ by at most one; none if idle."""
+        """Return this rank's slice of n pictures: in rank order, of about equal sizes; empty if idle."""
         return slice(-(-n * self.rank // self.busy), -(-n * (self.rank + 1) // self.busy))
 
     def batches(self, n: int, at_once: int | None = None) -> list[slice]:
-        """The slices of n pictures that this rank denoises one after the other, each of `at_once` at most: its own
-        pictures, or all of them where ranks share evaluations."""
+        """Return the slices of n pictures that this rank denoises one after the other, each of at most `at_once`: its
+        own pictures, or all pictures if ranks share evaluations."""
         first, end, _ = (slice(None) if self.shared and self.rank < self.busy else self.pictures(n)).indices(n)
         size = at_once or max(1, end - first)
         return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 
     def sizes(self, n: int, at_once: int | None = None) -> set[int]:
-        """The numbers of pictures in a slice of `batches`, of all ranks."""
+        """Return the numbers of pictures in the slices of `batches`, of all ranks."""
         ranks = (self._replace(rank=rank) for rank in range(self.busy))
         return {part.stop - part.start for one in ranks for part in one.batches(n, at_once)}
 
     def rows(self, pictures: int, copies: int) -> tuple[int, int]:
-        """(latents, batch rows of each) of an evaluation of so many pictures on this rank; copies: batch rows of a
+        """Return (latents, batch rows of each) of an evaluation of `pictures` on this rank. copies: batch rows of a
         picture."""
         if self.layout.rows * self.layout.tokens > 1:
             return -(-copies * pictures // self.layout.rows), 1
         return pictures, copies
 
     def every_rows(self, sizes: Iterable[int], copies: Iterable[int]) -> list[tuple[int, int]]:
-        """`rows` of every evaluation of a run, the most batch rows first. sizes: numbers of pictures; copies: batch
-        rows of a picture with guidance and without."""
+        """Return `rows` of every evaluation of a run, the most batch rows first. sizes: numbers of pictures; copies:
+        batch rows of a picture with guidance and without."""
         found = {self.rows(*evaluation) for evaluation in product(sizes, copies)}
         return sorted(found, key=lambda rows: (prod(rows), rows), reverse=True)
 
     def row_tokens(self, pictures: int, copies: int, tokens: int) -> int:
-        """Tokens in each of this rank's GEMMs: batch rows × its part of the `tokens` of a row."""
+        """Return the tokens in each of this rank's GEMMs: batch rows × its part of a row's `tokens`."""
         return prod(self.rows(pictures, copies)) * (tokens // self.layout.tokens)
 
     def own(self, job: "Job", latents: Tensor, n: int) -> Tensor:
-        """The latents of this rank's own pictures, from those of `batches`. RuntimeError if ranks that share
-        evaluations computed different ones."""
+        """Return the latents of this rank's own pictures. latents: of `batches`. Raises RuntimeError if ranks that
+        share evaluations computed different latents."""
         if not self.shared:
             return latents
         job.assert_identical(latents, self.busy)
         return latents[self.pictures(n)]
 
     def gather(self, job: "Job", part: Tensor, n: int) -> Tensor | None:
-        """Every rank's own pictures (n', …) → all of them (n, …) on rank 0, None elsewhere."""
+        """Gather every rank's own pictures (n', …). Return all pictures (n, …) on rank 0, None elsewhere."""
         if self.world == 1:
             return part
         sizes = [len(range(n)[self._replace(rank=rank).pictures(n)]) for rank in range(self.world)]

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 from accel import door
-from accel.command_line import OneLineParser, add_arguments, options_from, user_errors
+from accel.command_line import OneLineParser, add_arguments, request_from, user_errors
 from accel.flags import check_writable, positive
 from accel.latents.decoder import Decoder
 from accel.latents.pixels import to_grid
-from accel.options import GridOptions
 from accel.progress import Stopwatch
 from accel.run import Run
+from accel.settings import GridSettings
 from pretrained_models.demo.pictures import CLASSES, from_bytes, render_all
 
 NONE = len(CLASSES)
@@ -80,9 +80,12 @@ def fit(device: torch.device, seed: int, per_class: int, steps: int) -> tuple[nn
     return net, right, refused
 
 
-def recognised(options: GridOptions, run: Run, decoder: Decoder, args: argparse.Namespace) -> tuple[dict, torch.Tensor]:
+def recognised(
+    options: GridSettings, run: Run, decoder: Decoder, args: argparse.Namespace
+) -> tuple[dict, torch.Tensor]:
     """The figures for the pictures of a run, and those pictures."""
-    pixels = decoder.decode(door.sample(options, run, Stopwatch(run.device)))
+    batches, watch = door.ALONE.batches(len(options.labels), options.batch_size), Stopwatch(run.device)
+    pixels = decoder.decode(door.sample(run, options.labels, options.seed, batches, watch))
     net, right, refused = fit(run.device, options.seed + 1, args.fit_pictures, args.fit_steps)
     answers = torch.cat([net(part.clamp(-1, 1)).argmax(1) for part in pixels.split(64)])
     truth = torch.tensor(options.labels, device=answers.device)
@@ -124,9 +127,9 @@ def main() -> None:
             if path is not None:
                 check_writable(path, name)
         args.labels = tuple(index % len(CLASSES) for index in range(args.count))
-        opened, run, decoder = door.ready(options_from(args))
-        print(door.describe(opened.options, run))
-        figures, pixels = recognised(opened.options, run, decoder, args)
+        settings, run, decoder = door.ready(request_from(args))
+        print(door.describe(settings, run))
+        figures, pixels = recognised(settings, run, decoder, args)
         if args.grid:
             Image.fromarray(to_grid(pixels[:64], columns=8).numpy()).save(args.grid)
         if args.figures:

@@ -142,23 +142,15 @@ def test_close_frees_the_network():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Sampler("DiT-XXL/2"), "model=DiT-XXL/2: unknown"),
         (lambda: Sampler(""), "ckpt: is empty"),
         (lambda: demo(weights=3), "weights: is not an option of Sampler"),
         (lambda: demo(sampler=5), "sampler=5: give a sampler's name, or a scheduler of diffusers"),
         (lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler has no betas"),
         (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
-        (lambda: demo(ckpt="no/such.pt"), "ckpt=no/such.pt: no such file"),
         (lambda: demo(vae=nn.Linear(2, 2)), "vae=Linear: give ema, mse, a folder or an AutoencoderKL"),
-        (lambda: demo().sample(["plnet"]), r"labels=plnet: .* planet \(0\)"),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
         (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
-        (lambda: Sampler(nn.Linear(2, 2)), "Linear: is not a DiT: no blocks.0.attn.qkv.weight"),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)), "vae=ema: .* makes 3; give"),
-        (
-            lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, class_dropout_prob=0)),
-            "guidance needs a null class",
-        ),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"), "ckpt: is for weights on disk"),
     ],
 )

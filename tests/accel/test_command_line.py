@@ -1,10 +1,10 @@
-"""From flags to options, and from errors to one line and an exit status."""
+"""From flags to a request, and from errors to one line and an exit status."""
 
 import pytest
 
-from accel.command_line import OneLineParser, add_arguments, options_from, refuse_given, user_errors
+from accel.command_line import OneLineParser, add_arguments, refuse_given, request_from, user_errors
 from accel.errors import INTERRUPTED, USAGE, UsageError
-from accel.options import FidOptions, GridOptions
+from accel.request import FidRequest, GridRequest
 
 
 def parsed(*arguments, **how):
@@ -13,26 +13,26 @@ def parsed(*arguments, **how):
     return parser, parser.parse_args(map(str, arguments))
 
 
-def test_flags_become_options():
+def test_flags_become_a_request():
     parser, args = parsed("--labels", 1, 5, "--model", "DiT-Demo/2", "--seed", 3, "--cfg-scale", 2)
-    options = options_from(args)
-    assert (*options.labels, options.seed, options.cfg_scale, options.image_size) == (1, 5, 3, 2.0, 128)
+    request = request_from(args)
+    assert (request.labels, request.seed, request.cfg_scale, request.image_size) == (("1", "5"), 3, 2.0, None)
     assert "(default: 250)" in parser.format_help() and "(default: None)" not in parser.format_help()
     _, args = parsed("--global-seed", 4, "--tf32", ranks=True)
-    options = options_from(args)
-    assert (options.seed, options.precision, options.guided) == (4, "tf32", True)
+    request = request_from(args)
+    assert (request.seed, request.tier) == (4, "tf32")
 
 
 def test_one_parser_serves_two_kinds_of_job():
     """Each flag once; what the other kind lacks is refused by its flag."""
     parser = OneLineParser(prog="command")
-    groups = add_arguments(parser, GridOptions, FidOptions, ranks=True)
+    groups = add_arguments(parser, GridRequest, FidRequest, ranks=True)
     flags = [one.option_strings for group in groups.values() for one in group._group_actions]
     assert len(flags) == len({names[0] for names in flags}) and ["--global-seed", "--seed"] in flags
     args = parser.parse_args(["--seeds", "1", "2", "--num-fid-samples", "4"])
-    refuse_given(parser.parse_args([]), GridOptions, FidOptions, "no")
+    refuse_given(parser.parse_args([]), GridRequest, FidRequest, "no")
     with pytest.raises(UsageError) as error:
-        refuse_given(args, GridOptions, FidOptions, "give a `seed`")
+        refuse_given(args, GridRequest, FidRequest, "give a `seed`")
     assert (
         parser.worded(error.value) == "--seeds: give a --global-seed" and str(error.value) == "seed_list: give a seed"
     )
@@ -46,7 +46,7 @@ def test_an_error_is_worded_for_its_door():
 
 def test_a_command_leaves_out_what_it_has_no_use_for(capsys):
     parser, args = parsed("--seed", 3, leave_out=("output", "labels"))
-    assert "--output " not in parser.format_help() and options_from(args).output == "sample.png"
+    assert "--output " not in parser.format_help() and request_from(args).outputs == ("sample.png",)
     with pytest.raises(SystemExit):
         parsed("--labels", 3, leave_out=("labels",))
     assert "--labels" in capsys.readouterr().err

@@ -222,8 +222,8 @@ def test_a_sampler_of_a_sit_and_of_repas():
     found = []
     for one in (theirs, ours):
         with Sampler(one, **how) as sampler:
-            assert sampler.options.sampler == "sde"
-            given = sampler.options.cfg_scale, sampler.options.guidance_channels, sampler.options.guidance_interval
+            assert sampler.settings.sampler == "sde"
+            given = sampler.settings.cfg_scale, sampler.settings.guidance_channels, sampler.settings.guidance_interval
             assert given == ((1.8, 4, (0.0, 0.7)) if one is theirs else (4.0, 3, (0.0, 1.0)))  # REPA's recipe
         with Sampler(one, **how, cfg_scale=4.0, guidance_channels=3, guidance_interval=(0, 1)) as sampler:
             found.append(sampler.latents([1, 5, 2], seed=7))

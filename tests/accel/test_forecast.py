@@ -18,12 +18,9 @@ from accel.errors import UsageError
 from accel.fast.conditioning import ConditioningTable
 from accel.forecast import KIND, write_plan
 from accel.network import Plain
-from accel.options import GridOptions
-from accel.sampling import moves_of, unlike
+from accel.request import GridRequest
 from accel.sampling.ancestral import Ancestral
-from accel.sampling.guidance import Guidance
 from accel.sampling.strides import Strides
-from accel.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six evaluations
@@ -36,18 +33,17 @@ def weights(tmp_path_factory):
     return path
 
 
-def options_of(weights, **more):
-    common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan")
-    options = GridOptions(**{**common, **more}).resolve()
-    return options.complete(opening.fit_of(Checkpoint(weights), options))
+def settings_of(weights, **more):
+    common = dict(model="DiT-Demo/2", ckpt=str(weights), num_sampling_steps=10, forecast="plan", output_type="latent")
+    return opening.open_weights(GridRequest(**{**common, **more}), CPU)
 
 
 @pytest.fixture
 def plan(weights):
     """A plan beside the weights."""
-    options, checkpoint = options_of(weights), Checkpoint(str(weights))
-    path = plan_path(options, checkpoint)
-    write_plan(path, plan_settings(options, checkpoint), STRIDES, {})
+    settings = settings_of(weights)
+    path = plan_path(settings)
+    write_plan(path, plan_settings(settings), STRIDES, {})
     yield path
     path.unlink()
 
@@ -88,13 +84,6 @@ def test_evaluations_are_counted_and_tiers_agree():
     assert torch.allclose(want[1:], latents_of(network, plan, rows=slice(1, 3)), atol=near)
 
 
-def test_a_warm_up_has_every_kind_of_stride_once():
-    plan = Strides(create_diffusion("10"), STRIDES)
-    moves = unlike(moves_of(plan, Guidance(3.0, 8)))
-    assert sorted(move.kind for move in moves) == [(1, 1), (2, 1), (4, 2)] and len(plan.moves) == 5
-    assert moves[0].kind == (1, 1) and latents_of(Plain(small()), plan, moves=moves).isfinite().all()
-
-
 def test_equal_plans_are_one_key():
     """Of captured moves: of the same strides in the same order of the same process."""
     one, same = (Strides(create_diffusion("10"), STRIDES) for _ in range(2))
@@ -123,7 +112,7 @@ def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
 
 
 def test_plan_beside_the_weights_is_read(weights, plan):
-    assert plan.name == "demo.forecast.json" and plan_of(options_of(weights), Checkpoint(str(weights))) == STRIDES
+    assert plan.name == "demo.forecast.json" and plan_of(settings_of(weights)) == STRIDES
 
 
 REFUSED = {
@@ -135,13 +124,8 @@ REFUSED = {
     "strides of strings": ({"strides": [["1", "1"], [9, 2]]}, "strides must be pairs"),
     "no gain": ({"strides": [[1, 1], [2, 2], [7, 2]]}, "[1, 1] or up to two evaluations"),
     "weights": ({"weights": "0" * 16}, "made for other weights"),
-    "steps": ({"num_sampling_steps": 250}, "num_sampling_steps=250, not 10"),
-    "guidance": ({"cfg_scale": 1.5}, "cfg_scale=1.5, not 4.0"),
     "interval": ({"guidance_interval": [0.2, 0.7]}, "guidance_interval=[0.2, 0.7], not [0.0, 1.0]"),
     "lines": ({"model": "DiT\n-XL/2"}, r"model='DiT\n-XL/2', not DiT-Demo/2"),
-    "channels": ({"guidance_channels": 4}, "guidance_channels=4, not 3"),
-    "model": ({"model": "DiT-XL/2"}, "model=DiT-XL/2, not DiT-Demo/2"),
-    "size": ({"image_size": 256}, "image_size=256, not 128"),
     "first": ({"strides": [[2, 1], [8, 2]]}, "must begin with [1, 1] and make 10 steps"),
     "sum": ({"strides": [[1, 1], [8, 2]]}, "make 10 steps"),
     "an older plan": ({"kind": "forecast plan, version 1"}, f"is not a {KIND}"),
@@ -158,18 +142,15 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
         change = json.dumps({**json.loads(plan.read_text()), **change}) if isinstance(change, dict) else change
         file.write_bytes(change.encode() if isinstance(change, str) else change)
     with pytest.raises(UsageError, match="^forecast_plan=.*" + re.escape(words)) as error:
-        plan_of(options_of(weights, forecast_plan=str(file)), Checkpoint(str(weights)))
+        plan_of(settings_of(weights, forecast_plan=str(file)))
     assert "\n" not in str(error.value)
 
 
 def test_the_demos_plan_is_for_the_demo():
     """The plan that ships fits the weights that ship. Its evidence says that it passes, and with how many
     evaluations."""
-    options = GridOptions(model="DiT-Demo/2", forecast="plan").resolve()
-    checkpoint = Checkpoint(options.ckpt)
-    options = options.complete(opening.fit_of(checkpoint, options))
-    strides = plan_of(options, checkpoint)
-    plan = json.loads(plan_path(options, checkpoint).read_text())
+    settings = opening.open_weights(GridRequest(model="DiT-Demo/2", forecast="plan"), CPU)
+    strides, plan = plan_of(settings), json.loads(plan_path(settings).read_text())
     assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]
     assert plan["evidence"]["passes"] and plan["evidence"]["calibration"]["seed"] not in plan["evidence"]["seeds"]
 

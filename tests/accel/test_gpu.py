@@ -9,7 +9,7 @@ from accel.door import opening
 from accel.errors import UsageError
 from accel.kernels import attention, cuda, split_attention, split_linear
 from accel.kernels.linear import Linear, tuner
-from accel.options import GridOptions
+from accel.request import GridRequest
 
 GPU = torch.device("cuda", 0)
 OLD, AMPERE, HOPPER, BLACKWELL = ((7, 0), (7, 5)), ((8, 0), (8, 6), (8, 9)), ((9, 0),), ((10, 0), (12, 0))
@@ -63,15 +63,15 @@ def test_tiers(seen):
     assert {tier for tier in precision.TIERS if not precision.supports(tier, GPU)} == lacking
     assert precision.default_tier(GPU) == "fp16"
     for tier in precision.TIERS:
-        options = GridOptions(precision=tier)
+        request = GridRequest(precision=tier)
         if tier in lacking:
             with pytest.raises(UsageError, match=f"^precision={tier}: .* choose fp32$") as refusal:
-                opening.choose_precision(options, GPU)
+                opening.choose_precision(request, GPU)
             assert "\n" not in str(refusal.value)
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
-            assert opening.choose_precision(options, GPU) == (tier, "fp16" if half else float32)
+            assert opening.choose_precision(request, GPU) == (tier, "fp16" if half else float32)
     precision.apply_precision("fp32", GPU)
 
 

@@ -13,7 +13,8 @@ from accel.door import opening
 from accel.errors import UsageError
 from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
-from accel.options import GridOptions
+from accel.request import GridRequest
+from accel.settings import implied
 
 CPU = torch.device("cpu")
 DEMO = "Large-DiT-Demo/2"
@@ -21,7 +22,7 @@ DEMO = "Large-DiT-Demo/2"
 
 def options(ckpt, **more):
     given = dict(model=DEMO, ckpt=str(ckpt), vae="ema", labels=(1, 2), num_sampling_steps=2, device="cpu")
-    return GridOptions(**{**given, **more}).resolve()
+    return GridRequest(**{**given, **more})
 
 
 def load(ckpt, **more):
@@ -127,7 +128,8 @@ def test_another_network_and_other_classes_are_named(folder):
 
 
 def test_published_weights_are_not_fetched_by_name():
-    resolved = GridOptions(model="Large-DiT-3B/2").resolve()
-    assert (resolved.image_size, resolved.num_classes, resolved.vae) == (256, 1000, "ema")
+    request = GridRequest(model="Large-DiT-3B/2")
+    known = implied(request)
+    assert (known.image_size, known.num_classes, known.vae) == (256, 1000, "ema")
     with pytest.raises(UsageError, match="ckpt: no published weights for Large-DiT-3B/2 at 256 px .* give a file or"):
-        opening.checkpoint_of(resolved, CPU)
+        opening.checkpoint_of(request, CPU)

@@ -1,4 +1,4 @@
-"""Options to a run: what is refused and when, what is checked of weights and latents, what loading costs."""
+"""A request to a run: what is refused and when, what is checked of weights and latents, what loading costs."""
 
 import resource
 from dataclasses import replace
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import forks
 import pytest
 import torch
-from networks import build, fast_network, large_inside, small
+from networks import build, fast_network, large_inside, settings_of, small
 
 from accel import door, loading
 from accel.diffusion import create_diffusion
@@ -16,8 +16,8 @@ from accel.errors import UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.loading import Batch, overflows
 from accel.network import Plain
-from accel.options import FidOptions, GridOptions
 from accel.progress import Stopwatch
+from accel.request import FidRequest, GridRequest
 from accel.run import Run
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.flow import Heun, Sde
@@ -28,9 +28,9 @@ from accel.sampling.strides import Strides
 CPU = torch.device("cpu")
 
 
-def options_of(weights, kind=GridOptions, **more):
+def request_of(weights, kind=GridRequest, **more):
     common = dict(model="DiT-Demo/2", ckpt=str(weights), device="cpu", num_sampling_steps=5)
-    return kind(**{**common, **more}).resolve()
+    return kind(**{**common, **more})
 
 
 #################################################################################
@@ -59,7 +59,7 @@ def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, w
         monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr("accel.latents.files.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
-        door.ready(options_of(weights, **{"vae": "ema", **wrong}))
+        door.ready(request_of(weights, **{"vae": "ema", **wrong}))
 
 
 @pytest.mark.parametrize("sampler, imported", [("ddpm", "set()"), ("unipc", "{'diffusers'}")])
@@ -67,8 +67,8 @@ def test_loading_imports_no_compiler(sampler, imported):
     """Making the network on the meta device, to check the weights against, must not cost seconds, and diffusers' import
     no more than it must. Both are whole for who wants them after."""
     code = (
-        "import sys, torch\nfrom accel import door\nfrom accel.options import GridOptions\n"
-        f"_, run, _ = door.ready(GridOptions(model='DiT-Demo/2', device='cpu', sampler='{sampler}').resolve())\n"
+        "import sys, torch\nfrom accel import door\nfrom accel.request import GridRequest\n"
+        f"_, run, _ = door.ready(GridRequest(model='DiT-Demo/2', device='cpu', sampler='{sampler}'))\n"
         "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
         "from diffusers import DiTTransformer2DModel\n"
         "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
@@ -85,10 +85,10 @@ def test_loading_costs_the_file(tmp_path):
         shapes = {name: tensor.shape for name, tensor in DiT_models["DiT-B/2"](input_size=64).state_dict().items()}
     torch.save({name: torch.full(shape, 0.01) for name, shape in shapes.items()}, path)
     code = (
-        "import resource, sys, torch; from accel import door; from accel.options import GridOptions\n"
-        f"options = GridOptions('DiT-B/2', ckpt={str(path)!r}, device='cpu', output_type='latent').resolve()\n"
+        "import resource, sys, torch; from accel import door; from accel.request import GridRequest\n"
+        f"request = GridRequest('DiT-B/2', ckpt={str(path)!r}, device='cpu', output_type='latent')\n"
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "_, run, _ = door.ready(options)\n"
+        "_, run, _ = door.ready(request)\n"
         "total = sum(p.sum().item() for p in run.network.model.parameters())\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)"
     )
@@ -104,14 +104,14 @@ def test_loading_costs_the_file(tmp_path):
 
 
 def test_runs_repeat_and_ranks_have_their_rows(weights):
-    opened, run, _ = door.ready(options_of(weights, labels=(1, 5, 2), output_type="latent"))
+    settings, run, _ = door.ready(request_of(weights, labels=(1, 5, 2), output_type="latent"))
     how = (1, 5, 2), 0
     latents = run.latents(*how)
     assert latents.shape == (3, 4, 16, 16) and torch.equal(run.latents(*how), latents)
     part = run.latents(*how, [slice(1, 3)])  # fewer rows: other GEMMs, which add in another order
     assert (part - latents[1:]).abs().max() <= 1e-5 * latents.abs().max()
     assert not len(run.latents(*how, []))
-    line = door.describe(opened.options, run)
+    line = door.describe(settings, run)
     assert "3 labels" in line and "5 steps" in line and "fp32" in line
 
 
@@ -144,7 +144,7 @@ def test_a_warm_up_makes_each_move_once(name, monkeypatch):
 
 
 def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
-    _, run, _ = door.ready(options_of(weights, labels=(1,), output_type="latent"))
+    _, run, _ = door.ready(request_of(weights, labels=(1,), output_type="latent"))
     condition = run.network.condition
     run.network.condition = lambda t, y: condition(t, y) * (float("nan") if t[0] < 600 else 1)
     with pytest.raises(UsageError, match="precision=fp32: .* not finite from step 3 of 5 on; check the weights"):
@@ -169,9 +169,9 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
 
 GRID = dict(labels=(0, 1, 2), output_type="latent")
 TOO_LARGE = {
-    "grid": (GridOptions, GRID, "^labels: 3 pictures at a time do not fit in free GPU memory; .+$"),
+    "grid": (GridRequest, GRID, "^labels: 3 pictures at a time do not fit in free GPU memory; .+$"),
     "FID job": (
-        FidOptions,
+        FidRequest,
         dict(num_fid_samples=100, per_proc_batch_size=48),
         "^per_proc_batch_size=48: does not fit .*; use a smaller one$",
     ),
@@ -182,7 +182,7 @@ TOO_LARGE = {
 @pytest.mark.parametrize("kind", TOO_LARGE)
 def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monkeypatch):
     cls, more, message = TOO_LARGE[kind]
-    opened = opening.open_weights(options_of(weights, cls, **more), CPU)
+    settings = opening.open_weights(request_of(weights, cls, **more), CPU)
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")
@@ -190,22 +190,21 @@ def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monke
     with pytest.raises(UsageError, match=message):
         if where == "loading":
             monkeypatch.setattr(loading, "load_network", full)
-        run = door.load(opened, sizes={3})
+        run = door.load(settings, sizes={3})
         run.network.tokens = full
-        with door.enough_memory(opened.options):
-            run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), lambda: torch.randn(3, 4, 16, 16))
+        run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), lambda: torch.randn(3, 4, 16, 16))
 
 
 @pytest.mark.parametrize("kind", ["image", "latent"])
 def test_a_disk_that_is_full_is_a_line(kind, weights, tmp_path):
     """Here a limit on the size of files."""
     output = tmp_path / ("x.png" if kind == "image" else "x.npy")
-    options = options_of(weights, output_type=kind, output=str(output))
+    settings = settings_of(GridRequest("DiT-Demo/2", output_type=kind))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(UsageError, match=f"output={output}: .*; free some space, or choose another path"):
-            door.save(options, torch.randn(8, 3, 128, 128), Stopwatch(CPU))
+            door.save(settings, str(output), torch.randn(8, 3, 128, 128), Stopwatch(CPU))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
@@ -219,11 +218,11 @@ def test_a_disk_that_is_full_is_a_line(kind, weights, tmp_path):
 @pytest.mark.gpu
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    options = options_of(tmp_path / "large.pt", device="cuda", output_type="latent", output=str(tmp_path / "x.npy"))
-    _, run, _ = door.ready(options)
+    request = request_of(tmp_path / "large.pt", device="cuda", output_type="latent", output=str(tmp_path / "x.npy"))
+    _, run, _ = door.ready(request)
     assert run.tier == "bf16" and "overflow" in capsys.readouterr().out and run.latents((1,), 0).isfinite().all()
     with pytest.raises(UsageError, match="precision=fp16: overflows.*bf16"):
-        door.ready(replace(options, precision="fp16"))
+        door.ready(replace(request, precision="fp16"))
 
 
 @pytest.mark.parametrize("bad", DiT.SOME_TIMES)

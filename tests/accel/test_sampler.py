@@ -6,9 +6,8 @@ from networks import build, error, fast_network, sample, small
 
 from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
-from accel.sampling import initial_noise, moves_of
+from accel.sampling import initial_noise
 from accel.sampling.ancestral import Ancestral
-from accel.sampling.guidance import Guidance
 from diffusion import create_diffusion
 
 CPU = torch.device("cpu")
@@ -65,29 +64,6 @@ def test_every_network_gives_the_same_latents(scale):
         assert latents.isfinite().all() and error(latents, results[0][0].double()) < 1e-5
         assert torch.equal(random_state, results[0][1])
     assert hoisted.table is not None and direct.table is None
-
-
-def test_a_draw_of_its_own_and_fewer_steps():
-    """An FID job's noise by picture takes the place of the stream; a warm-up stops early."""
-    network, process, drawn = Plain(small()), Ancestral(create_diffusion("5")), []
-    z, labels = torch.randn(2, 4, 8, 8), torch.tensor([0, 3])
-    generator = torch.Generator().manual_seed(3)
-
-    def draw():
-        drawn.append(torch.randn(2, 4, 8, 8, generator=generator))
-        return drawn[-1]
-
-    before, steps = torch.get_rng_state(), []
-    sample(
-        network,
-        process,
-        z,
-        labels,
-        draw=draw,
-        moves=moves_of(process, Guidance(4.0, 8))[:3],
-        on_step=lambda i, _: steps.append(i),
-    )
-    assert torch.equal(torch.get_rng_state(), before) and len(drawn) == 3 and steps == [0, 1, 2]
 
 
 #################################################################################

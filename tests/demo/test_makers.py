@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from accel import door
 from accel.latents.decoder import Decoder
 from accel.latents.files import find
-from accel.options import GridOptions
+from accel.request import GridRequest
 from pretrained_models.demo import train
 from pretrained_models.demo.pictures import CLASSES, SIZE, from_bytes, render, render_all
 
@@ -119,8 +119,8 @@ def test_committed_vae_reconstructs_fresh_pictures(fresh):
 @pytest.mark.parametrize("model", ("DiT-Demo/2", "SiT-Demo/2"))
 def test_committed_model_draws_what_it_is_asked_for(model, judge):
     """All eight classes in fewer steps than the card's figure is for; at most one may be missed."""
-    opened, run, decoder = door.ready(GridOptions(model=model, device="cpu", num_sampling_steps=40).resolve())
-    answers = judge(decoder.decode(door.latents(opened.options, run)).clamp(-1, 1))
+    settings, run, decoder = door.ready(GridRequest(model=model, device="cpu", num_sampling_steps=40))
+    answers = judge(decoder.decode(door.latents(settings, run)).clamp(-1, 1))
     assert (answers == torch.arange(8)).sum() >= 7, answers
 
 

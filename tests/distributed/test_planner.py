@@ -13,13 +13,13 @@ from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
 from accel.network import Plain
-from accel.options import GridOptions
 from accel.parallel import exchanges, layouts, planner
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
 from accel.parallel.planner import Work, candidates, check, choose_once, share_evaluations, situation
 from accel.parallel.processes import Job
+from accel.request import GridRequest
 
 ONE_HOST = ["a"] * 4
 SIX_HEADS = 1024, 6  # tokens of a batch row, heads
@@ -27,8 +27,7 @@ SIX_HEADS = 1024, 6  # tokens of a batch row, heads
 
 def wanted(parallel, world, **more):
     """The layout of a grid of one picture at 512 px, as the command takes it."""
-    options = GridOptions("DiT-S/2", labels=(1,), parallel=parallel, device="cpu", **more)
-    layout = wanted_layout(options.resolve(), world)
+    layout = wanted_layout(GridRequest("DiT-S/2", parallel=parallel, **more).layout, 1, world)
     if layout:
         check(layout, *SIX_HEADS, groups_of(world))
     return layout

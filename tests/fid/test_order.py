@@ -1,19 +1,21 @@
 """From a command's options to an order, and the settings that are recorded with it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from networks import settings_of
 
 from accel.door import fid as door
 from accel.errors import UsageError
 from accel.fid.folder import Order
 from accel.latents import LatentSpace
-from accel.options import FidOptions
+from accel.request import FidRequest
 
 
-def options(**more):
-    return FidOptions(**{"num_fid_samples": 9, **more}).resolve()
+def settings(**more):
+    return settings_of(FidRequest(**{"num_fid_samples": 9, **more}), SimpleNamespace(digest=lambda: "a"))
 
 
 @pytest.mark.parametrize(
@@ -42,14 +44,14 @@ def options(**more):
     ],
 )
 def test_the_folder_has_upstreams_name(flags, name):
-    assert door.folder_of(options(sample_dir="x", **flags)).as_posix() == f"x/{name}"
+    assert door.folder_of(settings(sample_dir="x", **flags)).as_posix() == f"x/{name}"
 
 
 def test_an_order_is_what_the_flags_say():
-    chosen = options(model="DiT-Demo/2", per_proc_batch_size=6, seed=2, balanced_labels=True)
+    chosen = settings(model="DiT-Demo/2", per_proc_batch_size=6, seed=2, balanced_labels=True)
     folder = door.folder_of(chosen)
     assert door.order_of(chosen) == Order(folder, 9, 6, 2, 8, 128, (4, 16, 16), balanced=True)
-    unguided = options(model="DiT-Demo/2", cfg_scale=1.0, world_independent_noise=True)
+    unguided = settings(model="DiT-Demo/2", cfg_scale=1.0, world_independent_noise=True)
     folder = door.folder_of(unguided)
     assert door.order_of(unguided) == Order(folder, 9, 32, 0, 8, 128, (4, 16, 16), copies=1, independent=True)
 
@@ -59,16 +61,12 @@ def test_an_order_is_what_the_flags_say():
     (-(2**63) - 1, 1, False), (-(2**62), 2, True), (-(2**62) - 1, 2, False), (2**62 - 1, 4, True), (2**62, 4, False),
 ])  # fmt: skip
 def test_the_last_ranks_seed_has_to_fit_into_64_bits(seed, world, fits):
-    chosen = options()
-    chosen.seed = seed
     if fits:
-        door.require_seeds(chosen, world)
+        door.require_seeds(seed, world)
         torch.Generator().manual_seed(seed * world + world - 1)
         return
     with pytest.raises(UsageError, match=f"^seed={seed}: times {world} ranks"):
-        door.require_seeds(chosen, world)
-    chosen.world_independent_noise = True
-    door.require_seeds(chosen, world)
+        door.require_seeds(seed, world)
 
 
 CHANGES = {
@@ -91,21 +89,19 @@ def test_whatever_decides_a_pictures_bits_is_a_setting(monkeypatch):
     """
     monkeypatch.setattr(door, "digest", lambda space: "of the VAE")
 
-    def settings(world=1, precision="fp32", vae_precision="fp32", digest="a", **changes):
-        chosen = options(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
-        for name, value in changes.items():
-            setattr(chosen, name, value)
-        chosen.fit = SimpleNamespace(usual=True)
-        opened = SimpleNamespace(options=chosen, weights=SimpleNamespace(digest=lambda: digest))
+    def recorded(world=1, precision="fp32", vae_precision="fp32", digest="a", **changes):
+        weights = SimpleNamespace(digest=lambda: digest)
+        usual = settings(model="DiT-Demo/2", eta=0.25, sampler="ddim", num_sampling_steps=10)
+        chosen = replace(usual, weights=weights, **changes)
         run = SimpleNamespace(device=torch.device("cpu"), tier=precision, process=SimpleNamespace(setting="plan of 3"))
         decoder = SimpleNamespace(load=lambda: SimpleNamespace(precision=vae_precision))
-        return door.settings_of(opened, run, decoder, world)
+        return door.settings_of(chosen, run, decoder, world)
 
-    before = settings()
-    assert set(before) == RECORDED and settings() == before and before["--vae (contents)"] == "of the VAE"
+    before = recorded()
+    assert set(before) == RECORDED and recorded() == before and before["--vae (contents)"] == "of the VAE"
     others = dict(world=2, precision="tf32", vae_precision="fp16", digest="b", forecast="plan")
     others["space"] = LatentSpace(shift=1.0)
     for name, value in {**CHANGES, **others}.items():
-        assert settings(**{name: value}) != before, name
-    for name in ("ckpt", "vae", "device", "sample_dir"):
-        assert settings(**{name: "elsewhere"}) == before, name
+        assert recorded(**{name: value}) != before, name
+    for name in ("vae", "device", "sample_dir"):
+        assert recorded(**{name: "elsewhere"}) == before, name

@@ -4,12 +4,14 @@ On a CPU the kernels' reference implementations run.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from accel import door, precision
 from accel.door import opening
+from accel.errors import UsageError
 from accel.families import DEMO
 from accel.graphs import Replayed
 from accel.latents import LatentSpace
@@ -17,7 +19,7 @@ from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder, space_of
 from accel.latents.decoder import REQUIRED_PSNR, Decoder
 from accel.latents.files import FILES, find, load
 from accel.latents.half import HalfDecoder
-from accel.options import GridOptions, UsageError
+from accel.request import GridRequest
 
 CPU, SPACE = torch.device("cpu"), LatentSpace()
 SHAPES = {
@@ -112,10 +114,8 @@ def test_where_float16_fails_float32_decodes(make, reason, tiny_vae, tmp_path, c
     plain = make()
     (tmp_path / FILES[0]).write_text((tiny_vae / FILES[0]).read_text())
     save_file(plain.state_dict(), tmp_path / FILES[1])
-    options = GridOptions(
-        model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1
-    ).resolve()
-    decoder = door.decoder_of(opening.open_weights(options, CPU)._replace(vae_precision="fp16"))  # as on a GPU
+    request = GridRequest(model="DiT-Demo/2", vae=str(tmp_path), device="cpu", labels=(0,), num_sampling_steps=1)
+    decoder = door.decoder_of(replace(opening.open_weights(request, CPU), vae_precision="fp16"))  # as on a GPU
     latents = noise(3, 4)
     capsys.readouterr()
     got = torch.cat([decoder.decode(latents[:1]), decoder.decode(latents[1:])])

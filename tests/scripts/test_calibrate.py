@@ -7,14 +7,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fill
+from conftest import fill
 
 from accel.door import plan_settings
-from accel.door.opening import checkpoint_of, fit_of
+from accel.door.opening import open_weights
 from accel.families.sit.network import SiT_models
-from accel.options import GridOptions
+from accel.request import GridRequest
 from accel.sampling.strides import Strides
-from accel.weights.checkpoint import Checkpoint
 from scripts import calibrate
 from scripts.calibrate import best_plans, compare, kinds_up_to, passes
 
@@ -90,8 +89,7 @@ def test_a_sit_is_refused(tmp_path, tiny_vae, here):
 @pytest.mark.parametrize("guidance", [{}, dict(guidance_interval=(0.2, 0.7)), dict(guidance_channels=4)])
 def test_what_is_measured_is_what_sample_makes(guidance):
     """To the bit: the recorded run, and strides of one evaluation and of two from its states."""
-    options = GridOptions(model="DiT-Demo/2", device="cpu", num_sampling_steps=8, **guidance).resolve()
-    options = options.complete(fit_of(checkpoint_of(options, torch.device("cpu")), options))
+    options = open_weights(GridRequest(model="DiT-Demo/2", num_sampling_steps=8, **guidance), torch.device("cpu"))
     bench, plan, start = calibrate.Bench(options, torch.device("cpu"), 2), [(1, 1), (3, 2), (4, 1)], 0
     how = dict(labels=bench.labels(2), seed=calibrate.FIRST_SEED)
     run = calibrate.record(bench, 2)
@@ -116,10 +114,8 @@ def test_a_plan_that_sample_follows(tmp_path, here, monkeypatch, guidance):
     made = json.loads(plan.read_text())
     assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(count for _, count in made["strides"])
     assert made["evaluations"] < 6 and made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
-    weights = Checkpoint(ROOT / "pretrained_models/demo/dit.safetensors")
-    options = GridOptions(model="DiT-Demo/2").resolve()
-    options = options.complete(fit_of(weights, options))
-    assert made["weights"] == plan_settings(options, weights)["weights"]
+    settings = open_weights(GridRequest(model="DiT-Demo/2"), torch.device("cpu"))
+    assert made["weights"] == plan_settings(settings)["weights"]
     program, *typed = done.stdout.splitlines()[-1].removeprefix("python ").split()
     assert typed == [*map(str, demo), "--forecast", "plan", "--forecast-plan", str(plan)]
     done = here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy")

@@ -6,7 +6,6 @@ import shlex
 import signal
 import time
 import urllib.request
-from dataclasses import replace
 from importlib.util import find_spec
 
 import forks
@@ -16,6 +15,7 @@ from browser import Browser, find
 from conftest import ROOT
 
 from accel import door
+from accel.door.opening import reopen
 from accel.precision import alone
 from scripts.page import PLAN, Studio, estimate
 
@@ -33,7 +33,7 @@ def studio(tmp_path_factory):
 
 
 def test_a_family_offers_what_it_has_and_no_more(studio):
-    offered = {opened.options.model: studio.choices(opened) for opened in studio.opened}
+    offered = {opened.model: studio.choices(opened) for opened in studio.opened}
     assert offered["DiT-Demo/2"] == (["ddpm", PLAN, "ddim", "dpm++", "unipc"], ["fp32"])
     assert offered["Large-DiT-Demo/2"] == offered["DiT-Demo/2"]
     assert offered["SiT-Demo/2"] == (["sde", "euler", "heun"], ["fp32"])
@@ -45,9 +45,9 @@ def test_a_family_offers_what_it_has_and_no_more(studio):
 def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler, steps):
     """The last step of these samplers goes to x* itself."""
     how = dict(sampler=sampler, num_sampling_steps=steps, labels=(1, 5), precision="fp32", guidance_interval=(0.05, 1))
-    options, seen = replace(studio.opened[number].options, **how).resolve(), {}
+    options, seen = reopen(studio.opened[number], **how), {}
     with alone():
-        _, run, _ = door.ready(options)
+        run = door.load(options)
         latents = door.latents(options, run, on_step=lambda index, x: seen.update({index + 1: x.clone()}))
     torch.testing.assert_close(estimate(options, run, steps - 1, seen[steps - 1]), latents, atol=1e-4, rtol=1e-3)
     half = steps // 2

@@ -9,12 +9,11 @@ import torch
 
 import evaluate
 from accel.door import plan_settings
-from accel.door.opening import fit_of
+from accel.door.opening import open_weights
 from accel.errors import UsageError
 from accel.forecast import write_plan
 from accel.latents.pixels import to_grid
-from accel.options import GridOptions
-from accel.weights.checkpoint import Checkpoint
+from accel.request import GridRequest
 from scripts import verify
 
 
@@ -142,9 +141,8 @@ def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_p
 
 def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
     """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
-    options = GridOptions(model="DiT-Demo/2", num_sampling_steps=12).resolve()
-    weights = Checkpoint(options.ckpt)
-    settings = plan_settings(options.complete(fit_of(weights, options)), weights)
+    request = GridRequest(model="DiT-Demo/2", num_sampling_steps=12)
+    settings = plan_settings(open_weights(request, torch.device("cpu")))
     write_plan(tmp_path / "plan.json", settings, [(1, 1), (3, 1), (4, 1), (4, 1)], {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
     flags = ["--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "plan", "--forecast-plan"]

@@ -10,7 +10,7 @@ from networks import build, error, evaluate, guided, inputs, network_of
 from accel import door, precision
 from accel.errors import UsageError
 from accel.graphs import Replayed
-from accel.options import GridOptions
+from accel.request import GridRequest
 
 
 def bound(own):
@@ -142,16 +142,16 @@ def test_weights_of_any_scale(change):
 def test_overflow_names_the_layer(tmp_path):
     check_overflow_names_the_layer("cuda")
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    options = GridOptions(
+    request = GridRequest(
         model="DiT-Demo/2",
         ckpt=str(tmp_path / "large.pt"),
         num_sampling_steps=5,
         output_type="latent",
         precision="exact",
         output=str(tmp_path / "x.npy"),
-    ).resolve()
+    )
     with pytest.raises(UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"):
-        door.ready(options)
+        door.ready(request)
 
 
 def kernels(call):

@@ -5,7 +5,7 @@ By notes of what the ops are called with, which needs no GPU.
 
 import pytest
 import torch
-from networks import sample, small
+from networks import sample, settings_of, small
 
 from accel import fast, loading
 from accel.diffusion import create_diffusion
@@ -13,19 +13,20 @@ from accel.fast import ops
 from accel.fast.network import FastNetwork
 from accel.kernels import linear, split_linear
 from accel.network import Network
-from accel.options import FidOptions, GridOptions
 from accel.parallel.layouts import Layout
 from accel.parallel.placement import Placement
+from accel.request import FidRequest, GridRequest
 from accel.sampling.ancestral import Ancestral
 
 CPU = torch.device("cpu")
 COMMON = dict(model="DiT-Demo/2", image_size=64, num_classes=8)  # the latent of `small`
-GRID = GridOptions(**COMMON, labels=(1, 2, 3)).resolve()
-EIGHT = GridOptions(**COMMON, labels=tuple(range(8))).resolve()
+GRID = settings_of(GridRequest(**COMMON, labels=(1, 2, 3)))
+EIGHT = settings_of(GridRequest(**COMMON, labels=tuple(range(8))))
 FID, UNGUIDED_FID = (
-    FidOptions(**COMMON, num_fid_samples=12, per_proc_batch_size=3, cfg_scale=scale).resolve() for scale in (1.5, 1.0)
+    settings_of(FidRequest(**COMMON, num_fid_samples=12, per_proc_batch_size=3, cfg_scale=scale))
+    for scale in (1.5, 1.0)
 )
-# Options, (latents, batch rows of each) that the engine loads for, pictures of a batch, which of them are this rank's.
+# Settings, (latents, batch rows of each) that the engine loads for, pictures of a batch, which of them are this rank's.
 CASES = {
     "a grid": (GRID, (3, 2), 3, slice(None)),
     "a rank of four": (EIGHT, (2, 2), 8, Placement(world=4, rank=1).pictures(8)),
@@ -123,7 +124,7 @@ class OneOfTwo(Network):
 
 
 def test_a_row_of_a_divided_picture(launched):
-    options = GridOptions(**COMMON, labels=(3,), parallel="rows=2").resolve()
+    options = settings_of(GridRequest(**COMMON, labels=(3,), parallel="rows=2"))
     network = load("fp16", Placement(Layout(rows=2), 2).rows(1, 2))
     warmed_up = set(launched)
     assert noted_run(launched, OneOfTwo(network), options, 1, slice(None)) == warmed_up

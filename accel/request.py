@@ -1,40 +1,33 @@
-"""Every option once: its default, its flag, its check. accel/command_line.py makes the flags. Imports no torch."""
+"""A run as a user asked for it, by flags or keywords: every field once, with its default, flag, help and checks.
+
+settings.py makes a run of a request; command_line.py makes flags of its fields. Imports no torch.
+"""
 
 import argparse
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
 
-from accel import checks
-from accel.errors import UsageError
-from accel.families import Defaults, Family, family_of, model_names, sampler_names
+from accel.errors import UsageError, shown
+from accel.families import family_of, model_names, sampler_names
 from accel.flags import checked, flag
-from accel.labels import imagenet, read_class_names
-from accel.latents import LatentSpace
-from accel.output import of_seed
+from accel.labels import read_class_names
+from accel.output import SUFFIX, is_folder, of_seed
 from accel.parallel import layouts
+from accel.parallel.layouts import OFF, Layout
 
-# Fields that a model implies where they are open.
-IMPLIED = {"sampler", "image_size", "num_classes", "vae", "ckpt"}
-IMPLIED |= {"cfg_scale", "guidance_channels", "guidance_interval"}
+MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
 GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
 what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
 
 
-def _decoder(name):
-    """The decoder that a file names, where it is one that can be found here."""
-    return name if name in ("ema", "mse") or name and Path(name).is_dir() else None
+@dataclass(frozen=True)
+class Request:
+    """The fields that every run has. A field that is None is left open: settings.py says what it implies.
 
-
-def _implied(family, model):
-    """The values that a model of a family implies; sizes without a name have the recipe of the family's first model."""
-    return family.models.get(model, family.recipe) if family else Defaults()
-
-
-@dataclass
-class Options:
-    """Those left None follow from `model` (`resolve`) or from the weights (`complete`)."""
+    Each value is checked and converted to its field's type. Raises UsageError, naming the parameter and the remedy, for
+    a value that no run has and for fields that exclude each other.
+    """
 
     model: str = what(
         None,
@@ -47,7 +40,7 @@ class Options:
         None,
         "side of a picture in pixels, a multiple of 16: what the weights were trained for, other sizes look worse; "
         "default: that of --ckpt, else 512",
-        bounds=(1, checks.MOST_PIXELS),
+        bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float = what(
         None,
@@ -123,70 +116,41 @@ class Options:
     )
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
-    space: LatentSpace = field(default=LatentSpace(), repr=False)  # no flag: what the decoder says, see `door.fetch`
-    fit: Any = field(default=None, repr=False)  # no flag: what the weights are, see `complete`
-    CHECKS: ClassVar = (checks.sizes, checks.process)
 
-    def resolve(self) -> "Options":
-        """Check types and choices, fill in what the model implies, and check all that can be checked without torch.
-        With a `ckpt` what follows from its weights stays None until `complete`. Returns self. Raises UsageError, naming
-        the parameter and the remedy.
-        """
+    output_type = "image"
+    layout = OFF
+
+    def __post_init__(self):
         for item in fields(self):
-            if item.metadata and getattr(self, item.name) is not None:
-                setattr(self, item.name, checked(self, item))
-        if self.tf32 is not None:
-            tier = "tf32" if self.tf32 else "fp32"
-            if self.precision not in (None, tier):
-                raise UsageError(f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one")
-            self.precision = tier
-        if self.ckpt is None:
-            self.model = self.model or "DiT-XL/2"
-            self._fill()
-        for check in self.CHECKS:
-            check(self)
-        return self
+            if (value := getattr(self, item.name)) is not None:
+                object.__setattr__(self, item.name, checked(value, item))
+        self._check()
 
-    def complete(self, fit: Any) -> "Options":
-        """Return these options with all that follows from a Fit. Raises UsageError for a contradiction."""
-        options = replace(self, fit=fit, model=fit.model, num_classes=fit.num_classes)
-        trained = fit.trained_size(options.factor)
-        options.image_size, options.vae = self.image_size or trained, self.vae or _decoder(fit.vae)
-        options.guidance_channels = self.guidance_channels or fit.guidance_channels
-        options._fill()
-        for check in options.CHECKS:
-            check(options)
-        return options
-
-    def _fill(self):
-        sampler = self.family.samplers[0] if self.family else None
-        for name, value in {"sampler": sampler, **_implied(self.family, self.model)._asdict()}.items():
-            if name in IMPLIED and getattr(self, name) is None:
-                setattr(self, name, value)
+    def _check(self):
+        if self.model is not None and family_of(self.model) is None:
+            raise UsageError(f"`model={shown(self.model)}`: unknown; choose from {', '.join(model_names())}")
+        if self.precision not in (None, self.tier):
+            raise UsageError(f"`tf32={self.tf32}`: conflicts with `precision={self.precision}`; give one")
+        _require_seed(self.seed)
+        if self.cfg_scale is not None and not 1 <= self.cfg_scale <= 10**6:
+            raise UsageError(f"`cfg_scale={self.cfg_scale:g}`: must be from 1, no guidance, to 1,000,000")
+        levels = self.guidance_interval
+        if levels is not None and not (len(levels) == 2 and 0 <= levels[0] < levels[1] <= 1):
+            given = " ".join(f"{level:g}" for level in levels)
+            raise UsageError(f"`guidance_interval={given}`: must be two numbers from 0 to 1, the lower first")
+        if not 0 <= self.eta <= 1 or self.eta and self.sampler != "ddim":
+            raise UsageError(f"`eta={self.eta:g}`: must be from 0 to 1, and is for `sampler=ddim`")
+        if self.forecast_plan is not None and self.forecast != "plan":
+            raise UsageError(f"`forecast_plan={self.forecast_plan}`: is for `forecast=plan`; add that or drop this")
 
     @property
-    def latent_size(self) -> int:
-        """Side of the latent."""
-        return self.image_size // self.factor
-
-    @property
-    def factor(self) -> int:
-        """Pixels of a picture's side for one of the latent's, by the decoder if it is known, else by the model."""
-        return self.space.factor if self.space.decoder else _implied(self.family, self.model).factor
-
-    @property
-    def family(self) -> Family | None:
-        """The network's family; None if neither weights nor model are known yet."""
-        return self.fit.family if self.fit is not None else family_of(self.model)
-
-    @property
-    def patch_size(self) -> int:
-        """Side of a token in the latent, by the weights or by the model's name."""
-        return self.fit.patch_size if self.fit is not None else int((self.model or "/2").rpartition("/")[2])
+    def tier(self) -> str | None:
+        """Return the precision that `precision` or `tf32` asks for."""
+        return self.precision if self.tf32 is None else "tf32" if self.tf32 else "fp32"
 
 
-@dataclass
-class GridOptions(Options):
+@dataclass(frozen=True)
+class GridRequest(Request):
     """Pictures of chosen classes, in one file or a folder, by one process or many."""
 
     labels: tuple = what(
@@ -242,69 +206,49 @@ class GridOptions(Options):
         choices=("image", "latent"),
     )
 
-    CHECKS: ClassVar = (*Options.CHECKS, checks.labels, checks.seeds, checks.output, checks.layout)
+    def _check(self):
+        super()._check()
+        if self.labels is not None and not self.labels:
+            raise UsageError("`labels`: give at least one")
+        seeds = self.seed_list or ()
+        if seeds and self.seed != 0:
+            raise UsageError(f"`seed_list`: conflicts with `seed={self.seed}`; give one")
+        if len(set(seeds)) < len(seeds):
+            raise UsageError("`seed_list`: names a seed twice, and each has a file of its own; name it once")
+        for seed in seeds:
+            _require_seed(seed)
+        suffix = SUFFIX[self.output_type]
+        if self.output and Path(self.output).suffix.lower() != suffix and not is_folder(self.output, self.output_type):
+            folder = ", or name a folder (FOLDER/)" if self.output_type == "image" else ""
+            raise UsageError(
+                f"`output={shown(self.output)}`: must end in {suffix} for `output_type={self.output_type}`{folder}"
+            )
+        if self.layout is not None:
+            layouts.check(self.layout, self.tier)
 
     @property
-    def guided(self) -> bool:
-        """Whether the network is evaluated with guidance, on two rows a picture: always, where it can be."""
-        return self.fit is None or self.fit.null_class
+    def seeds(self) -> tuple[int, ...]:
+        """Return the seed of each grid."""
+        return (self.seed,) if self.seed_list is None else self.seed_list
 
     @property
-    def into_pictures(self) -> bool:
-        """Whether latents are decoded."""
-        return self.output_type == "image"
-
-    @property
-    def divided(self) -> bool:
-        """Whether each rank reads its part of the weights only."""
-        return self.layout is not None and self.layout.weights > 1
-
-    @property
-    def layout(self) -> layouts.Layout | None:
-        """What `parallel` asks for; None for auto and off."""
-        if self.parallel in ("auto", "off"):
-            return None
-        return layouts.parse(self.parallel, exchange="ulysses" if self.precision == "exact" else "kv")
-
-    @property
-    def pictures(self) -> str:
-        """What is made, in words."""
-        seeds = f" × {len(self.seed_list)} seeds" if self.seed_list else ""
-        return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}{seeds}"
-
-    @property
-    def smaller_batch(self) -> str:
-        """The parameter that asks for so large a batch, and what to do where it does not fit in memory."""
-        n = len(self.labels)
-        if 1 in (n, self.batch_size):
-            return f"`image_size={self.image_size}`: a picture does not fit in free GPU memory; use a smaller one"
-        if self.batch_size:
-            return f"`batch_size={self.batch_size}`: does not fit in free GPU memory; use a smaller one"
-        return f"`labels`: {n} pictures at a time do not fit in free GPU memory; use `batch_size={n // 2}`"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of every class; () where they are unknown."""
-        if self.class_names is not None:
-            return self.class_names
-        family = family_of(self.model)
-        implied = family.models[self.model].class_names if family else ()
-        usual = imagenet() if self.num_classes == 1000 else ()
-        known = (self.fit.class_names if self.fit else (), implied, usual)
-        return next((names for names in known if len(names) == self.num_classes), ())
-
-    def for_each_seed(self) -> "list[GridOptions]":
-        """These options, or for each of `seed_list` a copy with an output of its own."""
+    def outputs(self) -> tuple[str, ...]:
+        """Return the file or folder of each grid."""
+        output = self.output or f"sample{SUFFIX[self.output_type]}"
         if self.seed_list is None:
-            return [self]
-        return [
-            replace(self, seed=n, seed_list=None, output=of_seed(self.output, self.output_type, n))
-            for n in self.seed_list
-        ]
+            return (output,)
+        return tuple(of_seed(output, self.output_type, seed) for seed in self.seed_list)
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return the layout that `parallel` names; None to measure."""
+        if self.parallel in ("auto", "off"):
+            return OFF if self.parallel == "off" else None
+        return layouts.parse(self.parallel, exchange="ulysses" if self.tier == "exact" else "kv")
 
 
-@dataclass
-class FidOptions(Options):
+@dataclass(frozen=True)
+class FidRequest(Request):
     """A folder of many pictures of random classes, by many processes."""
 
     num_fid_samples: int = what(
@@ -326,20 +270,7 @@ class FidOptions(Options):
     per_proc_batch_size: int = speed(32, "FID: pictures that a rank makes at a time", bounds=(1, 10**5))
     sample_dir: str = files("samples", "FID: where the folder is made")
 
-    into_pictures: ClassVar = True
-    divided: ClassVar = False
 
-    @property
-    def guided(self) -> bool:
-        """Whether the network is evaluated with guidance, on two rows a picture: as upstream above a scale of one."""
-        return self.cfg_scale > 1
-
-    @property
-    def pictures(self) -> str:
-        """What is made, in words."""
-        return f"{self.num_fid_samples} pictures"
-
-    @property
-    def smaller_batch(self) -> str:
-        """The parameter that asks for so large a batch, and what to do where it does not fit in memory."""
-        return f"`per_proc_batch_size={self.per_proc_batch_size}`: does not fit in free GPU memory; use a smaller one"
+def _require_seed(seed):
+    if not -(2**63) <= seed < 2**64:
+        raise UsageError(f"`seed={shown(str(seed))}`: must fit in 64 bits")

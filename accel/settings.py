@@ -1,0 +1,231 @@
+"""A run: its request, and the values that the weights, their model and their family imply for all that it leaves open.
+
+`implied` serves twice: before torch is imported, to refuse a request that contradicts itself, and in `settle`, once the
+weights are open. Imports no torch.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from accel.errors import UsageError
+from accel.families import Defaults, family_of
+from accel.labels import find_label, imagenet
+from accel.latents import LatentSpace
+from accel.parallel import layouts
+from accel.parallel.layouts import OFF, Layout
+from accel.request import MOST_PIXELS, GridRequest, Request
+
+if TYPE_CHECKING:  # these bring torch
+    import torch
+
+    from accel.families.loaded_module import LoadedModule
+    from accel.families.recognise import Fit
+    from accel.weights.checkpoint import Checkpoint
+
+LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classes the first eight
+STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}  # of 1000 diffusers rounds two to one time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run, complete. `settle` makes it; the fields that a request has too mean the same."""
+
+    request: Request
+    weights: "Checkpoint | LoadedModule"
+    fit: "Fit"  # of the weights
+    space: LatentSpace
+    device: "torch.device"
+    tier: str
+    vae_precision: str
+    model: str
+    image_size: int
+    num_classes: int
+    vae: str
+    sampler: str
+    num_sampling_steps: int
+    eta: float
+    cfg_scale: float
+    guidance_channels: int
+    guidance_interval: tuple[float, float]
+    seed: int
+    forecast: str
+
+    @property
+    def latent_size(self) -> int:
+        """Return the side of a latent."""
+        return self.image_size // self.space.factor
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of a batch row."""
+        return (self.latent_size // self.fit.patch_size) ** 2
+
+
+@dataclass(frozen=True)
+class GridSettings(Settings):
+    """A grid, or a grid for each of several seeds."""
+
+    labels: tuple[int, ...]
+    class_names: tuple[str, ...]  # of every class; () where they are unknown
+    seeds: tuple[int, ...]
+    outputs: tuple[str, ...]  # for each seed
+    output_type: str
+    batch_size: int | None  # None: all pictures at a time
+    repeats: int
+    layout: Layout | None  # None: to be measured
+    decode: str
+
+    @property
+    def guided(self) -> bool:
+        """Return whether the network is evaluated with guidance: whenever there is a null class, as upstream does."""
+        return self.fit.null_class
+
+    @property
+    def pictures(self) -> str:
+        """Return the number of pictures in words."""
+        seeds = f" × {len(self.seeds)} seeds" if self.request.seed_list else ""
+        return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}{seeds}"
+
+    @property
+    def too_large(self) -> str:
+        """Return the error for a batch that does not fit in memory: the parameter that asks for it, and the remedy."""
+        n = len(self.labels)
+        if 1 in (n, self.batch_size):
+            return f"`image_size={self.image_size}`: a picture does not fit in free GPU memory; use a smaller one"
+        if self.batch_size:
+            return f"`batch_size={self.batch_size}`: does not fit in free GPU memory; use a smaller one"
+        return f"`labels`: {n} pictures at a time do not fit in free GPU memory; use `batch_size={n // 2}`"
+
+
+@dataclass(frozen=True)
+class FidSettings(Settings):
+    """An FID job."""
+
+    num_fid_samples: int
+    world_independent_noise: bool
+    balanced_labels: bool
+    per_proc_batch_size: int
+    sample_dir: str
+
+    @property
+    def guided(self) -> bool:
+        """Return whether the network is evaluated with guidance: above a scale of one, as upstream does."""
+        return self.cfg_scale > 1
+
+    @property
+    def pictures(self) -> str:
+        """Return the number of pictures in words."""
+        return f"{self.num_fid_samples} pictures"
+
+    @property
+    def too_large(self) -> str:
+        """Return the error for a batch that does not fit in memory: the parameter that asks for it, and the remedy."""
+        return f"`per_proc_batch_size={self.per_proc_batch_size}`: does not fit in free GPU memory; use a smaller one"
+
+
+def settle(
+    request: Request,
+    weights: "Checkpoint | LoadedModule",
+    fit: "Fit",
+    space: LatentSpace,
+    device: "torch.device",
+    tier: str,
+    vae_precision: str,
+) -> Settings:
+    """Return the settings of a request for opened weights. Raises UsageError as `implied` does."""
+    found = dict(weights=weights, device=device, tier=tier, vae_precision=vae_precision)
+    values = {**vars(implied(request, fit, space)), **found, "request": request, "fit": fit, "space": space}
+    kind = GridSettings if isinstance(request, GridRequest) else FidSettings
+    return kind(**{item.name: values[item.name] for item in fields(kind)})
+
+
+def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | None = None) -> SimpleNamespace:
+    """Return the values of a run by name: the request's, else the weights', else their model's or their family's.
+
+    fit, space: of the weights and the decoder, if they are open. Without `fit` a value that follows from a checkpoint
+    is None. Raises UsageError, naming the parameter and the remedy, for values that contradict each other.
+    """
+    model = fit.model if fit else request.model or (None if request.ckpt else "DiT-XL/2")
+    family = fit.family if fit else family_of(model)
+    defaults = family.models.get(model, family.recipe) if family else Defaults()
+    factor, found = space.factor if space else defaults.factor, {}
+    if fit or request.ckpt is None:
+        found |= {"sampler": family.samplers[0], **defaults._asdict()}
+    if fit:
+        of_file = {"image_size": fit.trained_size(factor), "vae": _decoder(fit.vae), **fit.recipe}
+        found |= {name: value for name, value in of_file.items() if value is not None}
+    given = {name: value for name, value in vars(request).items() if value is not None}
+    known = SimpleNamespace(**{**vars(request), **found, **given, "model": model, "factor": factor})
+    patch_size = fit.patch_size if fit else int((model or "/2").rpartition("/")[2])
+    if family:  # else the unit of a size is unknown
+        _check_size(known.image_size, factor, patch_size)
+    _check_process(known, family)
+    if fit:
+        known.num_classes = fit.num_classes
+        _check_weights(known, fit)
+    if found and isinstance(request, GridRequest):
+        _complete_grid(known, request, fit, found["class_names"])
+        if request.layout not in (None, OFF):
+            layouts.check(request.layout, request.tier, (known.image_size // factor // patch_size) ** 2)
+    return known
+
+
+def _decoder(name):
+    """The decoder that a file names, if it can be found here."""
+    return name if name in ("ema", "mse") or name and Path(name).is_dir() else None
+
+
+def _check_size(size, factor, patch_size):
+    if size is None:
+        return
+    if size > MOST_PIXELS:
+        raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
+    if size % (factor * patch_size):
+        raise UsageError(
+            f"`image_size={size}`: must be a multiple of {factor * patch_size} (VAE factor {factor}, patch "
+            f"{patch_size})"
+        )
+
+
+def _check_process(known, family):
+    sampler, steps = known.sampler, known.num_sampling_steps
+    if family and sampler not in (None, *family.samplers):
+        raise UsageError(
+            f"`sampler={sampler}`: is not for a {family.name}, which {known.model} is; use {', '.join(family.samplers)}"
+        )
+    least, most = STEPS.get(sampler, (1, 1000))
+    if not least <= steps <= most:
+        raise UsageError(f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`")
+    if known.forecast == "plan" and sampler not in (None, "ddpm"):
+        raise UsageError(f"`forecast=plan`: plans are made for `sampler=ddpm`, not for {sampler}; drop it")
+
+
+def _check_weights(known, fit):
+    if not fit.null_class and known.cfg_scale != 1:
+        raise UsageError(
+            f"`cfg_scale={known.cfg_scale:g}`: guidance needs a null class, and these weights were trained without "
+            f"(label table of {known.num_classes} rows); use `cfg_scale=1`"
+        )
+    if known.guidance_channels > fit.in_channels:
+        raise UsageError(f"`guidance_channels={known.guidance_channels}`: these latents have {fit.in_channels}")
+    if not fit.learn_sigma and known.forecast == "plan":
+        raise UsageError("`forecast=plan`: needs weights with learned sigma, which these have not; drop it")
+
+
+def _complete_grid(known, request, fit, names_of_model):
+    """Give `known` the values of a grid: classes by number and name, files and layout."""
+    classes = known.num_classes
+    if request.class_names is not None and (given := len(request.class_names)) != classes:
+        raise UsageError(f"`class_names`: are {given} names for {classes} classes; give one for each")
+    usual = imagenet() if classes == 1000 else ()
+    candidates = request.class_names or (), fit.class_names if fit else (), names_of_model, usual
+    known.class_names = next((names for names in candidates if len(names) == classes), ())
+    labels = request.labels or (LABELS if classes == 1000 else range(min(classes, 8)))
+    known.labels = tuple(find_label(label, known.class_names, classes) for label in labels)
+    known.seeds, known.outputs, known.layout = request.seeds, request.outputs, request.layout
+    if fit and not fit.null_class:
+        if request.layout not in (None, OFF):
+            raise UsageError(f"`parallel={request.parallel}`: shares evaluations with guidance only; use off")
+        known.layout = OFF

@@ -1,0 +1,98 @@
+"""Requests and settings: what a model and its weights imply, and values that no command is needed for. What commands
+refuse: tests/test_sample.py, tests/test_commands.py, tests/test_doors.py."""
+
+import os
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+from conftest import fill
+from networks import settings_of
+
+from accel.door.opening import open_weights, reopen
+from accel.errors import UsageError
+from accel.families import DEMO
+from accel.families.dit.network import DiT_models
+from accel.flags import check_writable, flag_names
+from accel.precision import TIERS
+from accel.request import FidRequest, GridRequest
+from accel.settings import implied
+
+
+def test_what_a_model_implies_unless_a_flag_says_otherwise():
+    xl, demo = implied(GridRequest()), implied(GridRequest(model="DiT-Demo/2"))
+    assert (xl.image_size, xl.num_classes, xl.vae, xl.ckpt) == (512, 1000, "ema", None)
+    assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279) and xl.outputs == ("sample.png",)
+    assert (xl.model, xl.sampler, xl.cfg_scale, xl.num_sampling_steps, xl.seed) == ("DiT-XL/2", "ddpm", 4.0, 250, 0)
+    assert (demo.image_size, demo.num_classes, demo.labels) == (128, 8, tuple(range(8)))
+    assert (demo.vae, demo.ckpt) == (str(DEMO / "vae"), str(DEMO / "dit.safetensors"))
+    other = implied(GridRequest(model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent"))
+    assert (other.image_size, other.labels, other.vae, other.outputs) == (256, (3,), "mse", ("sample.npy",))
+    assert implied(GridRequest(model="DiT-B/4")).num_classes == 1000  # as every other model
+    assert xl.class_names[207] == "golden retriever" and demo.class_names[0] == "planet"
+    assert implied(GridRequest(model="DiT-S/8", num_classes=10)).class_names == ()
+
+
+def test_weights_come_before_their_model_and_a_request_before_both(tmp_path):
+    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
+    torch.save({"ema": state, "args": dict(guidance_channels=4, num_classes=10, vae="mse")}, tmp_path / "x.pt")
+    request = GridRequest(ckpt=str(tmp_path / "x.pt"), output_type="latent", device="cpu")
+    known = implied(request)  # names of labels, too, wait for the weights
+    assert (known.model, known.image_size, known.labels, known.sampler) == (None, None, None, None)
+    settings = open_weights(request, torch.device("cpu"))
+    assert (settings.model, settings.image_size, settings.num_classes) == ("DiT-S/4", 64, 10)
+    assert (settings.guidance_channels, settings.vae, settings.cfg_scale) == (4, "mse", 4.0)
+    again = reopen(settings, guidance_channels=3, image_size=128, seed=7)
+    assert (again.guidance_channels, again.image_size, again.latent_size, again.seed) == (3, 128, 16, 7)
+    assert again.labels == settings.labels == tuple(range(8)) and again.weights is settings.weights
+
+
+def test_nothing_is_filled_in_or_changed():
+    request = GridRequest(labels=[1, "ball"], model="DiT-Demo/2")
+    settings = settings_of(request)
+    assert (request.labels, request.image_size, settings.labels) == ((1, "ball"), None, (1, 3))
+    for one in (request, settings):
+        with pytest.raises(FrozenInstanceError):
+            one.seed = 3
+
+
+def test_the_flags_know_what_there_is():
+    """accel/request.py is read before torch, so it has the tiers' names of its own."""
+    [precision] = (item for item in fields(GridRequest) if item.name == "precision")
+    assert set(precision.metadata["choices"]) == set(TIERS)
+    [seed] = (item for item in fields(GridRequest) if item.name == "seed")
+    assert flag_names(seed) == ("--seed",) and flag_names(seed, ranks=True) == ("--global-seed", "--seed")
+    for item in (*fields(GridRequest), *fields(FidRequest)):
+        assert item.metadata["help"] and item.metadata["group"], item.name
+
+
+def test_guidance_and_the_batch_of_a_kind_of_job():
+    """A grid is always guided; an FID job as upstream only above a scale of one."""
+    grid, job = settings_of(GridRequest(cfg_scale=1.0)), dict(num_fid_samples=100, per_proc_batch_size=7)
+    assert grid.guided and grid.pictures == "8 labels" and grid.too_large.startswith("`labels`: 8 pictures")
+    one = settings_of(GridRequest(labels=(1,)))
+    assert one.pictures == "1 label" and one.too_large.startswith("`image_size=512`: a picture does not fit")
+    for scale in (1.0, 4.0):
+        settings = settings_of(FidRequest(cfg_scale=scale, **job))
+        assert settings.guided == (scale > 1) and settings.pictures == "100 pictures"
+        assert settings.too_large.startswith("`per_proc_batch_size=7`: ")
+
+
+def test_what_is_written_where(tmp_path):
+    check_writable(tmp_path / "deep" / "er" / f"{'x' * 251}.png")  # the longest name that there is
+    assert list((tmp_path / "deep" / "er").iterdir()) == []
+    for path, words in (
+        (tmp_path / f"{'x' * 252}.png", "File name too long; choose another path"),
+        ("/proc/nowhere/x.png", "choose another path"),
+        (tmp_path, "is a folder"),
+    ):
+        with pytest.raises(UsageError) as error:
+            check_writable(path)
+        assert str(error.value).startswith(f"output={path}: ") and words in str(error.value)
+
+
+def test_what_is_not_a_file_is_not_written_over(tmp_path):
+    """Root that writes to /dev/null would put a file in its place."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="json=.*pipe: is a folder, a device or a pipe; name a file"):
+        check_writable(tmp_path / "pipe", "json")
