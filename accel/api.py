@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -80,8 +79,8 @@ class Sampler:
             raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
         if wrong := sorted(options.keys() - {item.name for item in fields(GridRequest)}):
             raise UsageError(f"`{wrong[0]}`: is not an option of Sampler; docs/python.md lists them")
-        own = not isinstance(options.get("sampler", ""), str)  # the caller's scheduler
-        self._process_of = partial(door.solver_of, options.pop("sampler")) if own else door.process_of
+        named = isinstance(options.get("sampler", ""), str)
+        self._scheduler = None if named else options.pop("sampler")
         with TemporaryDirectory() as folder:
             if isinstance(vae, torch.nn.Module):
                 vae = _written(vae, folder)
@@ -97,8 +96,8 @@ class Sampler:
                     if check and held.fit.latent_size == self._run.side:
                         require_same(self._run.network, held, self._run.tier)
                     held.release()
-                if own:
-                    self._run = self._run._replace(process=self._process_of(self.settings))
+                if self._scheduler is not None:
+                    self._run = self._run._replace(process=door.process_of(self.settings, self._scheduler))
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Take the weights of `model`, of the same shape, in place: pictures are those of a new Sampler, to the bit,
@@ -150,7 +149,7 @@ class Sampler:
         with self._running() as run:
             settings = opening.reopen(self.settings, labels=labels, **given)
             if (settings.num_sampling_steps, settings.cfg_scale) != (run.process.steps, run.guidance.scale):
-                process, guidance = self._process_of(settings), door.guidance_of(settings)
+                process, guidance = door.process_of(settings, self._scheduler), door.guidance_of(settings)
                 self._run = run = run._replace(process=process, guidance=guidance)
             with step_bar(run.process.steps, run.device, disable=not progress) as queued:
                 latents = door.latents(settings, run, on_step=lambda index, _: queued(index))

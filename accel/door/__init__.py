@@ -61,9 +61,15 @@ def guidance_of(settings: Settings) -> Guidance | Unguided:
     return Guidance(settings.cfg_scale, settings.num_classes, settings.guidance_channels, settings.guidance_interval)
 
 
-def process_of(settings: Settings) -> Process:
-    """Return the process of a run. Raises UsageError if its plan was made for another run."""
-    steps, sampler = settings.num_sampling_steps, settings.sampler
+def process_of(settings: Settings, scheduler: Any = None) -> Process:
+    """Return the process of a run. scheduler: diffusers', in place of the settings' sampler. Raises UsageError if the
+    plan was made for another run, and for a scheduler of a flow."""
+    steps, sampler, family = settings.num_sampling_steps, settings.sampler, settings.fit.family
+    if scheduler is not None:
+        if family.prediction == "noise":
+            return Solver(scheduler, steps)
+        others = ", ".join(family.samplers)
+        raise UsageError(f"`sampler`: a scheduler takes estimates of noise, and this is a flow; give {others}")
     if sampler in FLOWS:
         return FLOWS[sampler](steps)
     diffusion = create_diffusion(str(steps), learn_sigma=settings.fit.learn_sigma)
@@ -72,15 +78,6 @@ def process_of(settings: Settings) -> Process:
     if sampler in SOLVERS:
         return Solver(make_scheduler(sampler), steps)
     return Ddim(diffusion, settings.eta) if sampler == "ddim" else Ancestral(diffusion)
-
-
-def solver_of(scheduler: Any, settings: Settings) -> Solver:
-    """Return the process of a run by a scheduler that the caller holds."""
-    family = settings.fit.family
-    if family.prediction != "noise":
-        others = ", ".join(family.samplers)
-        raise UsageError(f"`sampler`: a scheduler takes estimates of noise, and this is a flow; give {others}")
-    return Solver(scheduler, settings.num_sampling_steps)
 
 
 def batch_of(
