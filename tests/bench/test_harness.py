@@ -85,7 +85,7 @@ def test_times_are_of_the_last_steps():
 
 def test_any_family_by_its_models_name(monkeypatch, tmp_path):
     """A flow of 32 channels at factor 16, one output per channel, that its family adds."""
-    monkeypatch.setitem(sit.FAMILY.models, "Other/1", Defaults(image_size=256, num_classes=5))
+    monkeypatch.setitem(sit.FAMILY.models, "Other/1", Defaults(image_size=256, num_classes=5, factor=16))
     shape = dict(input_size=16, in_channels=32, patch_size=1, hidden_size=96, depth=1, num_heads=2, learn_sigma=False)
     monkeypatch.setitem(SiT_models, "Other/1", _constructor("Other_1", SiT, **shape))
     assert harness.space_of("Other/1")[:2] == (32, 16) and harness.space_of("DiT-XL/2")[:2] == (4, 8)
