@@ -96,15 +96,16 @@ class _NoGenerator:
 class Solver(ByValue, Process):
     """Sampling by a deterministic scheduler of diffusers that takes estimates of noise.
 
-    scheduler: it is copied, not changed. steps: its num_inference_steps.
+    scheduler: it is copied, not changed. steps: its num_inference_steps. timesteps: in their place, if it takes them.
     """
 
     draws, captured = 0, False
 
-    def __init__(self, scheduler: Any, steps: int):
+    def __init__(self, scheduler: Any, steps: int, timesteps: list[int] | None = None):
         require_scheduler(scheduler)
         require_schedule("sampler", scheduler.config, "`{}`")
-        self.scheduler, self.number = scheduler, steps
+        self.scheduler = scheduler
+        self.given = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters
         self.generator = dict(generator=_NoGenerator()) if takes_generator else {}
         self._times = self._begun().timesteps.tolist()
@@ -117,7 +118,7 @@ class Solver(ByValue, Process):
     def _begun(self):
         """Return a copy of the scheduler, at its first step."""
         scheduler = type(self.scheduler).from_config(self.scheduler.config)
-        scheduler.set_timesteps(self.number)
+        scheduler.set_timesteps(**self.given)
         return scheduler
 
     def times(self) -> list[float]:

@@ -86,6 +86,14 @@ def test_processes_are_values():
     assert first != second and first.setting != second.setting  # an FID folder tells plans apart by it
 
 
+def test_timesteps_of_the_users():
+    times, scheduler = [999, 700, 400, 100, 20], make("dpm++")
+    scheduler.set_timesteps(timesteps=times)
+    want = by_hand(scheduler, small(), 2.0, 3)
+    got = denoise(Plain(small()), Solver(make("dpm++"), 5, times), Guidance(2.0, 8), Z, LABELS, None)
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
 def test_a_stride_starts_where_the_last_ended():
     model, plan, t = small(), Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)]), 9
     noise = torch.randn(10, *Z.shape, generator=torch.Generator().manual_seed(1))
