@@ -129,7 +129,7 @@ def options_of(
 
 
 def provenance(device: torch.device, commit: str | None) -> dict:
-    """Where figures come from: GPU (None on a CPU), CPU cores, torch, version, commit, date, command."""
+    """Return the origin of figures: GPU (None on a CPU), CPU cores, torch, version, commit, date, command."""
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
     return dict(
@@ -144,14 +144,14 @@ def provenance(device: torch.device, commit: str | None) -> dict:
 
 
 def write(path: str | Path | None, record: dict) -> None:
-    """Write `record` as the whole file `path`, or nothing without one. Called after every result, it loses none."""
+    """Write `record` as the whole file `path`; no-op without a path. Called after every result."""
     if path:
         with atomic_write(path) as file:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def safe(name: str) -> str:
-    """`name` for a file."""
+    """Return a name with other characters than letters, digits and _ replaced, for a file."""
     return re.sub(r"\W", "-", name)
 
 
@@ -184,12 +184,12 @@ class Marks:
             self.marks[-behind].synchronize()
 
     def milliseconds(self) -> list[float]:
-        """Of each step but the first; the device must be done with them."""
+        """Return the time of each step but the first; the device must be done with them."""
         return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in zip(self.marks, self.marks[1:])]
 
 
 def spread(times: list[float]) -> dict:
-    """Median, 10th and 90th percentile, as the fields of a record."""
+    """Return median, 10th and 90th percentile as the fields of a record."""
     times = sorted(times)
     return dict(ms=statistics.median(times), p10=times[len(times) // 10], p90=times[-1 - len(times) // 10])
 
@@ -204,8 +204,8 @@ def run_until(loop: Callable, on_step: Callable) -> None:
 
 
 def time_steps(loop: Callable, device: torch.device, load: float, window: float, name: str = "") -> dict:
-    """Milliseconds of single steps of the sampling run `loop(on_step)`: those of the last `window` seconds, after
-    `load` seconds, since a GPU under load runs slower than in a burst. On a GPU with the most memory in use."""
+    """Time single steps of the sampling run `loop(on_step)`, in milliseconds: the steps of the last `window` seconds,
+    after `load` seconds, since a GPU under load runs slower than in a burst. On a GPU also the peak memory."""
     marks, started, total = Marks(device), None, round(load + window, 1)
     bar = tqdm(total=total, desc=name, leave=False, bar_format="{l_bar}{bar}| {n:.0f}/{total} s")
 
@@ -213,7 +213,7 @@ def time_steps(loop: Callable, device: torch.device, load: float, window: float,
         nonlocal started
         marks()
         marks.wait(4)  # so that the clock below counts work that was done
-        if len(marks.marks) < 3:  # what only first steps do
+        if len(marks.marks) < 3:  # first steps compile and tune
             started = time.perf_counter()
         taken = time.perf_counter() - started
         bar.update(min(taken, total) - bar.n)
@@ -246,7 +246,7 @@ def repeated(work: Callable) -> Callable:
 
 
 def random_state(model: torch.nn.Module, seed: int = 0) -> dict:
-    """A state dict of random, non-zero weights on `model`'s device: GEMMs keep a variance of about one."""
+    """Return a state dict of random, non-zero weights on `model`'s device: GEMMs keep a variance of about one."""
     state = model.state_dict()
     generator = torch.Generator(next(iter(state.values())).device).manual_seed(seed)
     for name, value in state.items():
@@ -309,10 +309,11 @@ def build(
     embed_update: str = "auto",
     graph: bool = True,
 ) -> Network:
-    """The network of a tier with the weights of `model`, a reference network, and the tier's process-wide switches set.
+    """Build the network of a tier with the weights of `model`, a reference network, and set the tier's process-wide
+    switches.
 
-    Of an accelerated tier: backends by their names in BACKENDS; hoist: whether a sampling run computes the conditioning
-    of its steps ahead; graph: whether a step is a CUDA graph.
+    For an accelerated tier: backends by their names in BACKENDS; hoist: whether a sampling run computes the
+    conditioning of its steps ahead; graph: whether a step is a CUDA graph.
     """
     if device.type == "cuda":
         precision.apply_precision(tier, device)
@@ -343,8 +344,8 @@ def sampling(
     rows: slice = slice(None),
     generator: torch.Generator | None = None,
 ) -> Callable:
-    """Sampling with guidance as `loop(on_step)` → latents. rows: those of the batch that this process computes;
-    generator: of the steps' noise, by default torch's own of the process's device."""
+    """Return sampling with guidance as `loop(on_step)` → latents. rows: this process's part of the batch;
+    generator: for the steps' noise, by default torch's own of the process's device."""
     guidance = Guidance(cfg_scale, null_label)
     generator = generator or (torch.default_generator if process.noise_from_cpu else None)
 
@@ -364,7 +365,7 @@ def batch(network: Network, args: Namespace, device: torch.device) -> Callable:
 
 
 def guided(network: Network, z: torch.Tensor, labels: torch.Tensor, cfg_scale: float, null_label: int) -> torch.Tensor:
-    """A guided evaluation at timestep 500, as float64."""
+    """Return a guided evaluation at timestep 500, as float64."""
     guidance = Guidance(cfg_scale, null_label)
     y = guidance.labels(labels)
     out = network.tokens(z, torch.full_like(y, 500), y)

@@ -46,7 +46,7 @@ from bench import harness
 
 
 def run(command: list, **environment) -> tuple[list[str], float]:
-    """A command of the repository → the lines it printed, seconds. Raises UsageError with its complaint if it fails."""
+    """Run a command of the repository → printed lines, seconds. Raises UsageError with its complaint if it fails."""
     started = time.perf_counter()
     command = [sys.executable, *map(str, command)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment)
@@ -58,7 +58,7 @@ def run(command: list, **environment) -> tuple[list[str], float]:
 
 
 def phases(lines: list[str]) -> dict[str, float]:
-    """Seconds by phase, from the last line that sample.py and sample_ddp.py print."""
+    """Return seconds by phase, from the last line that sample.py and sample_ddp.py print."""
     return {name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])}
 
 
@@ -72,7 +72,7 @@ def rehearsal(record: dict) -> bool:
 
 
 def score(seconds: float) -> float:
-    """The contest's points for T seconds: 50 below 100 s, none from 300 s on."""
+    """Return the contest's points for T seconds: 50 below 100 s, none from 300 s on."""
     return 0.0 if seconds >= 300 else 50.0 if seconds < 100 else 50 * math.log(300 / seconds) / math.log(3)
 
 
@@ -153,7 +153,7 @@ def fid(args: Namespace, device: torch.device, flags: list, folder: Path, record
 
 
 def pictures_per_second(folder: Path, batch: int) -> float:
-    """Of an FID job's folder: from when its first `batch` pictures are written to when all are."""
+    """Return the rate of an FID job after its first `batch` pictures, from the files' times."""
     written = [path.stat().st_mtime for path in sorted(folder.rglob("*.png"))]
     return (len(written) - batch) / (max(written) - max(written[:batch]))
 
@@ -181,7 +181,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
 
 
 def check(args: Namespace) -> torch.device:
-    """The device. Raises UsageError before anything is measured."""
+    """Return the device, and set the number of steps. Raises UsageError before anything is measured."""
     device = harness.prepare(args)
     if args.gpus == 1:
         raise UsageError("--gpus 1: is compared with one GPU; give 2 or more")

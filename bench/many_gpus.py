@@ -48,7 +48,7 @@ NULL_LABEL, SCALE = 1000, Defaults().cfg_scale
 
 
 def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, active: bool) -> dict:
-    """Milliseconds of a step of `loop(on_step)`, of the slowest of the active ranks; the others only listen."""
+    """Time a step of `loop(on_step)` on the slowest of the active ranks, in milliseconds; the others only listen."""
 
     def times(steps):
         marks = harness.Marks(device, steps)
@@ -58,7 +58,7 @@ def step_time(loop: Callable, args: Namespace, job: Job, device: torch.device, a
         row = harness.spread(marks.milliseconds() or [0.0])
         return dict(zip(row, job.max_over_ranks(row.values())))
 
-    times(3)  # what only first steps do
+    times(3)  # first steps compile and tune
     one = times(6)["ms"]
     load, window = (max(3, min(250, int(1e3 * wanted / one))) for wanted in (args.load, args.window))
     times(load)
@@ -100,20 +100,19 @@ class Table:
         self.alone = None  # one GPU's output
 
     def settings(self, wanted: list[Layout]) -> Iterator[tuple[Layout, int]]:
-        """What is timed: (layout, ranks). One GPU, pictures for each number of ranks, then the layouts that make
-        sense."""
+        """Yield (layout, ranks) to time: one GPU, pictures for each number of ranks, then useful layouts."""
         world = self.job.world
         for ranks in (1, 2, 4, 8):
             if ranks <= world and (self.pictures >= ranks or ranks == world and self.pictures > 1):
                 yield OFF, ranks
         for layout in runnable(self.work, self.network.num_heads, self.groups, wanted):
-            # One that leaves ranks with padding alone, or that a GPU a picture makes pointless, shows nothing.
+            # Not a layout that leaves ranks with padding alone, or that a GPU a picture makes pointless.
             shares = self.pictures < layout.ranks or layout.tokens == 1
             if layout.rows <= Guidance.copies * self.pictures and shares:
                 yield layout, layout.ranks
 
     def measure(self, layout: Layout, ranks: int) -> dict:
-        """A row: `layout`, or pictures for `ranks` where it is OFF."""
+        """Return the row of `layout`, or of pictures for `ranks` if it is OFF."""
         active, pictures = self.job.rank < ranks, self.pictures
         # A copy, which shares the weights: the graphs of this layout go when it goes.
         network = laid_out(self.network.shallow(self.network.depth), self.work, self.groups, layout)
@@ -128,13 +127,11 @@ class Table:
         return row
 
     def auto(self, rows: list[dict]) -> dict:
-        """What --parallel auto chooses, and its speed among the timed `rows`."""
+        """Return the choice of --parallel auto, and its time among the timed `rows`."""
         chosen, reason = planner.choose(self.network, self.work, self.groups)
         name = name_of(chosen, self.job.world, self.pictures)
         ms = next((row["ms"] for row in rows if row["plan"] == name), None)
-        best = min(row["ms"] for row in rows)
-        figures = dict(ms=ms, speedup=ms and rows[0]["ms"] / ms, of_best=ms and best / ms)
-        return self.case | dict(plan="auto", chosen=name, reason=reason, **figures)
+        return self.case | dict(plan="auto", chosen=name, reason=reason, ms=ms)
 
 
 def share_pictures(args: Namespace, groups: Groups, wanted: list[Layout], record: dict) -> None:
@@ -164,7 +161,7 @@ def share_pictures(args: Namespace, groups: Groups, wanted: list[Layout], record
 
 
 def judge_layouts(args: Namespace, groups: Groups, wanted: list[Layout], record: dict) -> None:
-    """Every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
+    """Judge every layout on the demo's 64 pictures in each tier, against fp32 on one GPU."""
     judge, alike = Judge(1, groups.device), dict(tuner=Tuner(share=groups.job.from_rank_0))
     for tier in args.precision:
         work = Work(len(judge.labels), None, Counter([Guidance.copies]), judge.model.x_embedder.num_patches, tier)

@@ -53,11 +53,11 @@ Rung = tuple[str, str, dict]  # name, tier, switches
 
 
 def ladder(device: torch.device, tiers: list[str]) -> Iterator[Rung]:
-    """Every rung that `device` can run; tiers: the half tiers that are climbed step by step."""
+    """Yield every rung that `device` can run; tiers: the half tiers that are climbed step by step."""
     for tier in ("fp32", "tf32", "exact"):
         if precision.supports(tier, device):
             yield tier, tier, {}
-    # What plain half precision gets from torch: flash where there is one.
+    # Plain half precision gets torch's flash attention where there is one.
     flash = precision.supports("bf16", device)
     for tier in (tier for tier in tiers if precision.supports(tier, device)):
         switches = harness.PLAIN | dict(attention="flash" if flash else "efficient")
@@ -98,7 +98,7 @@ class Judge:
         self.want = self.pictures("fp32", {})
 
     def pictures(self, tier: str, switches: dict, share: Callable = lambda network: network) -> list:
-        """Of each seed (n, H, W, 3) uint8. share: makes the network one that GPUs share."""
+        """Return (n, H, W, 3) uint8 for each seed. share: turns the network into one that GPUs share."""
         network = share(harness.build(self.model, tier, self.device, **switches))
         options, latents, shape = self.options, [], (self.model.in_channels, *2 * [self.options.latent_size])
         total, quiet = self.process.steps * len(self.seeds), os.environ.get("RANK", "0") != "0"
@@ -116,8 +116,8 @@ class Judge:
         return [to_uint8(self.decoder.decode(one)).numpy() for one in latents]
 
     def judge(self, tier: str, switches: dict, **how) -> dict:
-        """The worst picture's figures, and whether every picture meets each criterion. LPIPS is left to evaluate.py.
-        MAE is of 0–1."""
+        """Return the worst picture's figures, and whether every picture meets each criterion, without LPIPS. MAE is of
+        0–1."""
         pairs = [pair for sets in zip(self.want, self.pictures(tier, switches, **how)) for pair in zip(*sets)]
         figures = [(evaluate.mae(a, b) / 255, evaluate.psnr(a, b), evaluate.ssim(a, b)) for a, b in pairs]
         mae, psnr, ssim = zip(*figures)
@@ -163,7 +163,7 @@ def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
 
 
 def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
-    """The ladder's rungs that --only asks for, and those of --backends. Raises UsageError if there are none."""
+    """Return the rungs of the ladder that --only names, and of --backends. Raises UsageError if there are none."""
     for _, tier, _ in args.backends:
         if not precision.supports(tier, device):
             raise UsageError(f"--backends {tier}: {device} cannot run that tier; leave it out")

@@ -17,7 +17,7 @@ class Shape:
 
     @classmethod
     def of(cls, model, batch_rows: int) -> "Shape":
-        """The sizes of a models.DiT."""
+        """Return the sizes of a models.DiT."""
         tokens, width = model.pos_embed.shape[1:]
         return cls(width, len(model.blocks), model.num_heads, model.patch_size, model.in_channels, tokens, batch_rows)
 
@@ -30,7 +30,7 @@ def gemm_flops(shape: Shape) -> int:
 
 
 def attention_flops(shape: Shape) -> int:
-    """Of softmax(q·kᵀ)·v: 4·T²·D a batch row and block."""
+    """Return the operations of softmax(q·kᵀ)·v: 4·T²·D a batch row and block."""
     return 4 * shape.batch_rows * shape.tokens**2 * shape.width * shape.depth
 
 

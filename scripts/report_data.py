@@ -17,7 +17,7 @@ from bench.jobs import CONTEST, rehearsal, score
 from scripts import verify
 
 NEEDS = {  # of each section: roles of records, a|b: one of them or both
-    1: "ladder contest",
+    1: "ladder",
     2: "baseline fast",
     3: "ladder fast contest versus verify",
     4: "ddp|parallel",
@@ -85,8 +85,8 @@ def contest(found: dict) -> list[dict]:
 
 
 def baseline(found: dict) -> dict:
-    """Return upstream's arithmetic: a step, and the contest's job."""
-    return dict(ladder=found["ladder"][0], contest=contest(found))
+    """Return a step by upstream's arithmetic."""
+    return dict(ladder=found["ladder"][0])
 
 
 def profile(found: dict) -> dict:
@@ -174,7 +174,7 @@ def front_page(data: dict, gpus: int, device: str) -> dict:
     here: this project's tiers. judged: tier → metrics in `verified`. missing: keys of text about gaps.
     """
     single, link = data.get("single") or {}, data.get("many", {}).get("ddp", [])
-    rows = {row["tier"]: row for row in single.get("contest") or data.get("baseline", {}).get("contest", [])}
+    rows = {row["tier"]: row for row in single.get("contest", [])}
     records, job = single.get("verified", []), next(iter(rows.values()))["job"] if rows else None
     verified = next((one for one in records if job and one["model"] == job["model"]), records[0] if records else None)
     judged = {plain(tier["tier"]): tier for tier in verified["tiers"]} if verified else {}

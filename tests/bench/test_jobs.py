@@ -56,6 +56,13 @@ def test_contest(forked, tmp_path, monkeypatch, run, capsys):
     assert "DiT-Demo/2 · 128 px · 8 labels · 2 steps" in row["settings"]
 
 
+def test_random_weights_and_a_random_decoder_without_files(forked, tmp_path, monkeypatch):
+    small = "--model", "DiT-S/8", "--image-size", 64, "--steps", 1
+    here(monkeypatch, "--contest", "--device", "cpu", *small, "--output", tmp_path / "log.json")
+    record = json.loads((tmp_path / "log.json").read_text())
+    assert record["weights"] == "random, seed 0" and record["contest"][0]["seconds"] > 0
+
+
 def test_one_process_against_two(forked, tmp_path, monkeypatch):
     flags = ["--gpus", "2", "--device", "cpu", "--steps", "2", "--fid-steps", "2", "--batch", "1", "--output"]
     here(monkeypatch, *flags, tmp_path / "log.json")
