@@ -93,10 +93,6 @@ def test_arguments_are_never_executed(folder):
         torch.save(content, folder / "model_args.pth")
         with pytest.raises(UsageError, match="ckpt=.*model_args.pth: refused, loading it would run code"):
             load(folder)
-    arguments(folder)
-    (folder / "model_args.pth").write_bytes((folder / "model_args.pth").read_bytes()[:-5])
-    with pytest.raises(UsageError, match="truncated or not a checkpoint"):
-        load(folder)
     torch.save([1], folder / "model_args.pth")
     with pytest.raises(UsageError, match="holds a list, not the arguments of a training run"):
         load(folder)

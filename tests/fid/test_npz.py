@@ -99,17 +99,11 @@ def test_an_archive_that_is_not_as_it_was_written_is_seen(tmp_path):
     path.write_bytes(whole)
     os.utime(path, (1, 1))
     assert archive.problem() is None  # what it holds counts, not when it was written
+    good = archive.record.read_bytes()
+    for record in (b"{", b"{}"):
+        archive.record.write_bytes(record)
+        assert archive.problem() and "\n" not in archive.problem()
+    archive.record.write_bytes(good)
     path.unlink()
     os.mkfifo(path)
     assert "is a folder, a pipe" in archive.problem()
-
-
-@pytest.mark.parametrize("content", [None, b"{", b"{}"])
-def test_a_record_that_is_not_one_makes_it_written_again(tmp_path, content):
-    make(tmp_path / "pictures", 8, 16)
-    archive = Archive(tmp_path / "pictures", 8, 16)
-    archive.write(never)
-    archive.record.unlink() if content is None else archive.record.write_bytes(content)
-    assert archive.problem() and "\n" not in archive.problem()
-    archive.write(never)
-    assert archive.problem() is None and archive.record.is_file()

@@ -9,7 +9,6 @@ from networks import settings_of
 
 from accel.door import fid as door
 from accel.errors import UsageError
-from accel.fid.folder import Order
 from accel.latents import LatentSpace
 from accel.request import FidRequest
 
@@ -45,15 +44,6 @@ def settings(**more):
 )
 def test_the_folder_has_upstreams_name(flags, name):
     assert door.folder_of(settings(sample_dir="x", **flags)).as_posix() == f"x/{name}"
-
-
-def test_an_order_is_what_the_flags_say():
-    chosen = settings(model="DiT-Demo/2", per_proc_batch_size=6, seed=2, balanced_labels=True)
-    folder = door.folder_of(chosen)
-    assert door.order_of(chosen) == Order(folder, 9, 6, 2, 8, 128, (4, 16, 16), balanced=True)
-    unguided = settings(model="DiT-Demo/2", cfg_scale=1.0, world_independent_noise=True)
-    folder = door.folder_of(unguided)
-    assert door.order_of(unguided) == Order(folder, 9, 32, 0, 8, 128, (4, 16, 16), copies=1, independent=True)
 
 
 @pytest.mark.parametrize("seed, world, fits", [

@@ -227,13 +227,6 @@ def test_two_jobs_are_compared_by_what_they_record(jobs):
     assert notes(jobs[0], jobs[0].with_suffix(""))[-1] == "two jobs of the same settings"
 
 
-def test_statistics_compare_with_statistics(tmp_path):
-    """ADM's own pictures against ADM's statistics, which have no number of pictures."""
-    np.savez(tmp_path / "adm.npz", arr_0=draw(10), mu=np.zeros(2048), sigma=np.eye(2048))
-    [note] = notes(tmp_path / "adm.npz", tmp_path / "adm.npz")
-    assert note.startswith("FID of 10 pictures")
-
-
 def test_what_is_unlike_the_published_figure(jobs, tmp_path):
     np.savez(tmp_path / "adm.npz", arr_0=draw(10), mu=np.zeros(2048), sigma=np.eye(2048))
     found = notes(jobs[0], tmp_path / "adm.npz", published=False)
