@@ -76,6 +76,8 @@ def _check_sampler(options):
             f"`sampler={sampler}`: is not for a {family.name}, which {options.model} is; use "
             f"{', '.join(family.samplers)}"
         )
+    if options.timestep_shift not in (None, 1) and (family.prediction == "noise" or sampler == "sde"):
+        raise UsageError(f"`timestep_shift={options.timestep_shift:g}`: is for euler and heun of a flow; drop it")
     # Of 1000 steps diffusers rounds two to one time, which divides by zero.
     least, most = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}.get(sampler, (1, 1000))
     if not least <= (steps := options.num_sampling_steps) <= most:

@@ -17,9 +17,19 @@ from accel.parallel import layouts
 
 # Fields that a model implies where they are open.
 IMPLIED = {"model", "sampler", "image_size", "num_classes", "vae", "ckpt"}
-IMPLIED |= {"cfg_scale", "guidance_channels", "guidance_interval"}
+IMPLIED |= {"cfg_scale", "guidance_channels", "guidance_interval", "num_sampling_steps", "timestep_shift"}
 GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
 what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
+
+
+SHIFT = (
+    "of a flow by euler or heun: below 1 its steps are shorter at noise than at the picture; default: what the model "
+    "implies, 1 unless its recipe says otherwise"
+)
+STATS = (
+    "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + mean; default: the "
+    "latents_stats.pt beside --vae, if that is a file"
+)
 
 
 def _decoder(name):
@@ -49,7 +59,8 @@ class Options:
         "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 unless its recipe says "
         "otherwise",
     )
-    num_sampling_steps: int = what(250, "denoising steps, up to 1000", bounds=(1, 1000))
+    num_sampling_steps: int = what(None, "denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000))
+    timestep_shift: float = what(None, SHIFT, bounds=(0.01, 100))
     guidance_interval: tuple = what(
         None,
         "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
@@ -112,10 +123,8 @@ class Options:
         "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder in diffusers' layout or "
         "a hub id; default: the published weights for the image size",
     )
-    vae: str = files(
-        None,
-        "latent decoder: ema or mse (sd-vae-ft-*), or a folder in diffusers' layout; default: that of --ckpt, else ema",
-    )
+    vae: str = files(None, "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's")
+    latent_stats: str = files(None, STATS)
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
     space: LatentSpace = field(default=LatentSpace(), repr=False)  # no flag: what the decoder says, see `door.fetch`
@@ -154,7 +163,7 @@ class Options:
         found = family_of(model) or (self.fit.family if self.fit else None)
         implied = Defaults()
         if found:  # sizes without a name have the recipe of the family's first model
-            implied = found.models.get(model, found.recipe)
+            implied = found.models.get(model, found.recipe)._replace(**(self.fit.implied if self.fit else {}))
         sampler = found.samplers[0] if found else None
         for name, value in {"model": model, "sampler": sampler, **implied._asdict()}.items():
             if name in IMPLIED and getattr(self, name) is None:

@@ -36,9 +36,9 @@ from tqdm import tqdm
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.families import ROOT
+from accel.families import ROOT, Defaults
 from accel.flags import positive
-from accel.options import FidOptions, GridOptions
+from accel.options import FidOptions
 from bench import harness
 
 
@@ -192,7 +192,7 @@ def check(args: Namespace) -> torch.device:
             raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
     if args.fid and args.fid <= args.batch:
         raise UsageError(f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}")
-    steps = 25 if args.gpus and device.type != "cuda" else GridOptions.num_sampling_steps
+    steps = 25 if args.gpus and device.type != "cuda" else Defaults().num_sampling_steps
     args.steps = args.steps or (10 if args.fid else steps)
     return device
 

@@ -32,10 +32,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.families import ROOT
+from accel.families import ROOT, Defaults
 from accel.files import atomic_write
 from accel.flags import positive
-from accel.options import GridOptions
 from bench import harness, seen_as, work
 
 WAIT, WARMUP = 1, 2  # steps before those that are recorded
@@ -89,7 +88,7 @@ def upstream_loop(folder: Path, model: torch.nn.Module, args: Namespace, device:
     y = torch.arange(args.pictures, device=device) % args.num_classes
     kwargs = dict(y=torch.cat([y, torch.full_like(y, args.num_classes)]), cfg_scale=args.cfg_scale)
     z = torch.randn(args.pictures, 4, args.image_size // 8, args.image_size // 8, device=device).repeat(2, 1, 1, 1)
-    diffusion = make(str(GridOptions.num_sampling_steps))
+    diffusion = make(str(Defaults().num_sampling_steps))
 
     def loop(on_step):
         how = dict(clip_denoised=False, model_kwargs=kwargs, device=device)
@@ -275,7 +274,7 @@ def run(args: Namespace, device: torch.device) -> dict:
         tier=args.precision,
         baseline=bool(args.baseline),
         checkout=args.baseline and args.baseline.resolve().name,
-        num_sampling_steps=GridOptions.num_sampling_steps,
+        num_sampling_steps=Defaults().num_sampling_steps,
         shape=vars(shape),
         timed=timed,
         ceilings=ceiling,

@@ -59,7 +59,7 @@ def guidance_of(options: Options) -> Guidance | Unguided:
 def process_of(options: Options, weights: Checkpoint | LoadedModule) -> Process:
     """The options' process. Raises UsageError about a plan that is not for it."""
     if options.sampler in FLOWS:
-        return FLOWS[options.sampler](options.num_sampling_steps)
+        return FLOWS[options.sampler](options.num_sampling_steps, options.timestep_shift)
     diffusion = create_diffusion(str(options.num_sampling_steps), learn_sigma=options.fit.learn_sigma)
     if options.forecast == "plan":
         return Strides(diffusion, plan_of(options, weights))
@@ -147,6 +147,7 @@ def describe(options: Options, run: Run, ranks: int | None = None) -> str:
 def steps_and_guidance(options: Options, evaluations: str = "") -> str:
     """Return the run in words; evaluations: what follows the number of steps."""
     by = "" if options.sampler == "ddpm" else f"{options.sampler.upper()} "
+    by += f"shift {options.timestep_shift:g} " * (options.timestep_shift != 1)
     low, high = options.guidance_interval
     interval = "" if (low, high) == (0, 1) else f" at levels {low:g} to {high:g}"
     usual = options.guidance_channels == Guidance.channels

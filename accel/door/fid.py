@@ -24,9 +24,9 @@ from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import CHANNELS as CHANNELS_GUIDED
 
 # Recorded as what they came to.
-RESOLVED = {"ckpt", "vae", "device", "tf32", "forecast", "forecast_plan"}
+RESOLVED = {"ckpt", "vae", "latent_stats", "device", "tf32", "forecast", "forecast_plan"}
 # Younger than folders that may be resumed: recorded where they are not the default.
-LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3}
+LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3, "timestep_shift": 1.0}
 
 
 def require_seeds(options: FidOptions, world: int) -> None:
@@ -65,6 +65,7 @@ def folder_of(options: FidOptions) -> Path:
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
     changed = f"-{options.sampler}" * (options.sampler not in ("ddpm", "ddim", "sde"))
+    changed += f"-shift-{options.timestep_shift:g}" * (options.timestep_shift != 1)
     if options.guidance_interval != (0, 1):
         changed += "-interval-{:g}-{:g}".format(*options.guidance_interval)
     changed += f"-channels-{options.guidance_channels}" * (options.guidance_channels != CHANNELS_GUIDED)

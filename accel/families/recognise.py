@@ -11,13 +11,15 @@ A family's weights.py has
     converted(state, metadata)     state dict of the file → of the reference network
     sampled(state, metadata)       the entries of a file, all that sampling needs and no others
     latent_size(state)             the latent's side at which converted weights were trained, or None
+    implied(model, metadata, path) optional: values for options that a file at `path` implies
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,7 @@ class Fit(NamedTuple):
     class_names: tuple[str, ...] = ()
     guidance_channels: int | None = None  # where the weights say other than their family
     schedule: dict | None = None  # of a pipeline: its scheduler's configuration
+    implied: Mapping[str, Any] = MappingProxyType({})  # values for options that a user leaves open
     usual: bool = True  # whether tensors and family decide the function; else the number of heads does, too
 
     def trained_size(self, factor: int) -> int | None:
@@ -94,13 +97,13 @@ def recognise(
         name, build, heads = weights.sizes(have, metadata)
         standard = name in family.models and weights.sizes(have, {})[2] == heads
         rows = have[weights.LABELS][0]
+        state = weights.converted(state, metadata)
     except KeyError as missing:
         raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
     except ValueError as error:
         raise UsageError(f"`ckpt={source}`: {error}") from None
     classes, null_class = _classes(source, rows, metadata, num_classes)
     build = partial(build, class_dropout_prob=0.1 if null_class else 0.0)
-    state = weights.converted(state, metadata)
     with shapes_only():
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)

@@ -17,7 +17,7 @@ def test_flags_become_options():
     parser, args = parsed("--labels", 1, 5, "--model", "DiT-Demo/2", "--seed", 3, "--cfg-scale", 2)
     options = options_from(args)
     assert (*options.labels, options.seed, options.cfg_scale, options.image_size) == (1, 5, 3, 2.0, 128)
-    assert "(default: 250)" in parser.format_help() and "(default: None)" not in parser.format_help()
+    assert "(default: 0)" in parser.format_help() and "(default: None)" not in parser.format_help()
     _, args = parsed("--global-seed", 4, "--tf32", ranks=True)
     options = options_from(args)
     assert (options.seed, options.precision, options.guided) == (4, "tf32", True)
