@@ -66,7 +66,7 @@ def fetch(options: Options, weights: Checkpoint | LoadedModule) -> Options:
             missing.append(error.marked)
 
     if options.vae and options.into_pictures:
-        options = replace(options, space=attempt(find, options.vae) or options.space)
+        options = replace(options, space=attempt(find, options.vae, options.latent_stats) or options.space)
     attempt(weights.fetch)
     if not missing:
         fit = fit_of(weights, options)
@@ -75,7 +75,7 @@ def fetch(options: Options, weights: Checkpoint | LoadedModule) -> Options:
         if options.into_pictures and not options.vae:
             if completed.vae in PUBLISHED:  # before it is fetched
                 _require_channels(completed)
-            if space := attempt(find, completed.vae):
+            if space := attempt(find, completed.vae, options.latent_stats):
                 completed = replace(options, space=space).complete(fit)
         options = completed
     if len(missing) > 1:
@@ -104,7 +104,9 @@ def fit_of(weights: Checkpoint | LoadedModule, options: Options) -> Fit:
             raise UsageError(f"{given}; drop it")
         return weights.fit
     shipped = shipped_as(weights.name)
-    return recognise(weights.name, weights.state, weights.metadata, options.model, options.num_classes, shipped)
+    fit = recognise(weights.name, weights.state, weights.metadata, options.model, options.num_classes, shipped)
+    implied = getattr(fit.family.part("weights"), "implied", None)
+    return fit._replace(implied=implied(fit.model, weights.metadata, weights.path)) if implied else fit
 
 
 def shipped_as(name: str) -> str | None:

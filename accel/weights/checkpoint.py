@@ -172,7 +172,8 @@ def _download(target: Path) -> None:
 
 
 def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
-    """The local copy of a hub repository: config and weights of `subfolder` ("" or a name with a slash) only.
+    """The local copy of a hub repository: config and weights of `subfolder` ("" or a name with a slash) only; of one
+    that has a .pt file of its own name, that file, with the YAML and statistics beside it.
 
     What is in the hub's cache is not asked for again. Raises UsageError about `parameter`.
     """
@@ -182,7 +183,11 @@ def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str)
         names = "config.json", f"diffusion_pytorch_model{suffix}*", f"diffusion_pytorch_model-*{suffix}"
         wanted = [subfolder + name for name in names]
         wanted += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
+        own = repository.rpartition("/")[2] + ".pt"
+        wanted += [own, "*.yaml", "latents_stats.pt"]
         root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
+        if (root / own).is_file():
+            return root / own
         diffusers_layout.weight_files(root / subfolder, parameter)
         return root
 
