@@ -80,7 +80,7 @@ def _check_sampler(options):
         raise UsageError(f"`timestep_shift={options.timestep_shift:g}`: is for euler and heun of a flow; drop it")
     # Of 1000 steps diffusers rounds two to one time, which divides by zero.
     least, most = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}.get(sampler, (1, 1000))
-    if not least <= (steps := options.num_sampling_steps) <= most:
+    if not least <= (steps := options.num_sampling_steps or least) <= most:
         raise UsageError(f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`")
 
 

@@ -379,7 +379,7 @@ def sampling(
 def batch(network: Network, args: Namespace, device: torch.device) -> Callable:
     """`sampling` of the batch that `args` names."""
     side = args.image_size // 8
-    z = torch.randn(args.pictures, 4, side, side, device=device)
+    z = torch.randn(args.pictures, network.in_channels, side, side, device=device)
     labels = torch.arange(args.pictures, device=device) % args.num_classes
     return sampling(network, process_of(args.model), z, labels, args.cfg_scale, args.num_classes)
 

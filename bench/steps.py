@@ -73,8 +73,8 @@ class Reference:
     """A forward pass in float64 and others' distance to it: a label and the null label, at three timesteps."""
 
     def __init__(self, model: torch.nn.Module, args: Namespace, device: torch.device):
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(2, 4, args.image_size // 8, args.image_size // 8, generator=generator).to(device)
+        generator, side = torch.Generator().manual_seed(1), args.image_size // 8
+        self.x = torch.randn(2, model.in_channels, side, side, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
         times = (0.02, 0.5, 0.98) if harness.is_flow(args.model) else (980, 500, 20)
         self.t = [torch.full((2,), t, device=device) for t in times]

@@ -9,7 +9,7 @@ import torch
 from accel.errors import UsageError
 from accel.latents import LatentSpace, ldm_layout
 from accel.latents.autoencoder_kl import KLDecoder, check_config, space_of
-from accel.weights.checkpoint import FOLDER, HUB_ID, fetch_from_hub
+from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
 from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import (
@@ -36,8 +36,10 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     Raises UsageError unless it holds a decoder of that kind.
     """
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
-    if not mode_of(folder, "vae"):
-        if name not in PUBLISHED and not HUB_ID.fullmatch(name):
+    mode, is_tensors = mode_of(folder, "vae"), folder.suffix in FILE_SUFFIXES
+    if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
+        on_hub = HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists()
+        if name not in PUBLISHED and not on_hub:
             raise UsageError(
                 f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}"
             )
