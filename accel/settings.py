@@ -49,6 +49,7 @@ class Settings:
     cfg_scale: float
     guidance_channels: int
     guidance_interval: tuple[float, float]
+    timestep_shift: float
     seed: int
     forecast: str
 
@@ -195,8 +196,10 @@ def _check_process(known, family):
         raise UsageError(
             f"`sampler={sampler}`: is not for a {family.name}, which {known.model} is; use {', '.join(family.samplers)}"
         )
+    if known.timestep_shift not in (None, 1) and family and (family.prediction == "noise" or sampler == "sde"):
+        raise UsageError(f"`timestep_shift={known.timestep_shift:g}`: is for euler and heun of a flow; drop it")
     least, most = STEPS.get(sampler, (1, 1000))
-    if not least <= steps <= most:
+    if steps is not None and not least <= steps <= most:
         raise UsageError(f"`num_sampling_steps={steps}`: must be from {least} to {most} for `sampler={sampler}`")
     if known.forecast == "plan" and sampler not in (None, "ddpm"):
         raise UsageError(f"`forecast=plan`: plans are made for `sampler=ddpm`, not for {sampler}; drop it")

@@ -1,6 +1,6 @@
-"""DiT (arXiv:2212.09748) and Large-DiT written straight from their definitions, in float64 and plain matrix
-multiplications, from a state dict. They share no line with models.py and large_dit.py; slow and exact, they are what
-every faster network is held to."""
+"""DiT (arXiv:2212.09748), Large-DiT and LightningDiT (arXiv:2501.01423) written straight from their definitions, in
+float64 and plain matrix multiplications, from a state dict. They share no line with the networks in accel/families;
+slow and exact, they are what every faster network is held to."""
 
 import math
 
@@ -144,6 +144,47 @@ def large_dit(state, x, t, y, heads, patch=2):
         hidden = silu(p.linear(h, f"{block}.feed_forward.w1")) * p.linear(h, f"{block}.feed_forward.w3")
         tokens = tokens + gate2 * p.linear(hidden, f"{block}.feed_forward.w2")
     return picture(p.last(tokens, condition), x, patch)
+
+
+def turned_by_axes(x, d, side):
+    """x (N, T, h·d): in every head the pairs (2i, 2i+1) are complex numbers, the first half of them turned by the
+    token's row times 10000^(-2i/(d/2)), the second by its column."""
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:2], -1, d // 2, 2))
+    angles = torch.zeros(side * side, d // 2, dtype=torch.float64)
+    for token in range(side * side):
+        for i in range(d // 4):
+            frequency = 10000 ** (-2 * i / (d / 2))
+            angles[token, i], angles[token, d // 4 + i] = token // side * frequency, token % side * frequency
+    return torch.view_as_real(numbers * torch.complex(angles.cos(), angles.sin())[None, :, None]).reshape(x.shape)
+
+
+def lightning_dit(state, x, t, y):
+    """state: a LightningDiT's file; x (N, C, H, W); t, y (N,) → (N, C, H, W) float64."""
+    p = Weights(state)
+    kernel, condition, d = p["x_embedder.proj.weight"], p.condition(t, y), p["feat_rope.freqs_cos"].shape[1]
+    tokens = cut(x, kernel.shape[-1]) @ kernel.flatten(1).T + p["x_embedder.proj.bias"] + p["pos_embed"]
+    side, width = round(tokens.shape[1] ** 0.5), len(kernel)
+    for b in range(p.depth("attn.qkv.weight")):
+        block = f"blocks.{b}"
+        m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None].split(width, -1)
+        scale1, gate1, scale2, gate2 = m if len(m) == 4 else (m[1], m[2], m[4], m[5])
+        shift1, shift2 = (0, 0) if len(m) == 4 else (m[0], m[3])
+        h = normed(tokens, 1e-6, p[f"{block}.norm1.weight"], centre=False) * (1 + scale1) + shift1
+        q, k, v = p.linear(h, f"{block}.attn.qkv").chunk(3, -1)
+        if f"{block}.attn.q_norm.weight" in p.state:
+            norms = (p[f"{block}.attn.{name}_norm.weight"] for name in "qk")
+            q, k = (
+                normed(one.unflatten(-1, (-1, d)), 1e-6, norm, centre=False).flatten(2)
+                for one, norm in zip((q, k), norms)
+            )
+        mixed = attention(turned_by_axes(q, d, side), turned_by_axes(k, d, side), v, d)
+        tokens = tokens + gate1 * p.linear(mixed, f"{block}.attn.proj")
+        h = normed(tokens, 1e-6, p[f"{block}.norm2.weight"], centre=False) * (1 + scale2) + shift2
+        first, second = p.linear(h, f"{block}.mlp.w12").chunk(2, -1)
+        tokens = tokens + gate2 * p.linear(silu(first) * second, f"{block}.mlp.w3")
+    shift, scale = p.linear(condition, "final_layer.adaLN_modulation.1")[:, None].chunk(2, -1)
+    h = normed(tokens, 1e-6, p["final_layer.norm_final.weight"], centre=False) * (1 + scale) + shift
+    return picture(p.linear(h, "final_layer.linear"), x, kernel.shape[-1])[:, : x.shape[1]]
 
 
 def relative_error(value, reference):

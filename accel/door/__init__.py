@@ -71,7 +71,7 @@ def process_of(settings: Settings, scheduler: Any = None) -> Process:
         others = ", ".join(family.samplers)
         raise UsageError(f"`sampler`: a scheduler takes estimates of noise, and this is a flow; give {others}")
     if sampler in FLOWS:
-        return FLOWS[sampler](steps)
+        return FLOWS[sampler](steps, settings.timestep_shift)
     diffusion = create_diffusion(str(steps), learn_sigma=settings.fit.learn_sigma)
     if settings.forecast == "plan":
         return Strides(diffusion, plan_of(settings))
@@ -143,6 +143,7 @@ def describe(settings: Settings, run: Run, ranks: int | None = None) -> str:
 def steps_and_guidance(settings: Settings, evaluations: str = "") -> str:
     """Return steps and guidance in words. evaluations: words behind the number of steps."""
     by = "" if settings.sampler == "ddpm" else f"{settings.sampler.upper()} "
+    by += f"shift {settings.timestep_shift:g} " * (settings.timestep_shift != 1)
     low, high = settings.guidance_interval
     interval = "" if (low, high) == (0, 1) else f" at levels {low:g} to {high:g}"
     usual = settings.guidance_channels == Guidance.channels

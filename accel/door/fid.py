@@ -23,9 +23,10 @@ from accel.sampling.guidance import Guidance
 from accel.settings import FidSettings
 
 # Fields of a request that are recorded by their outcome, or decide no bit.
-LEFT_OUT = {"ckpt", "vae", "device", "precision", "vae_precision", "tf32", "forecast", "forecast_plan", "sample_dir"}
+LEFT_OUT = {"ckpt", "vae", "latent_stats", "device", "precision", "vae_precision", "tf32", "sample_dir"}
+LEFT_OUT |= {"forecast", "forecast_plan"}
 # Younger than folders that may be resumed: recorded where they are not the default.
-LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3}
+LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3, "timestep_shift": 1.0}
 
 
 def require_seeds(seed: int, world: int) -> None:
@@ -63,6 +64,7 @@ def folder_of(settings: FidSettings) -> Path:
         return "pretrained" if own else Path(value).name.removesuffix(".pt").removesuffix(".safetensors")
 
     changed = f"-{settings.sampler}" * (settings.sampler not in ("ddpm", "ddim", "sde"))
+    changed += f"-shift-{settings.timestep_shift:g}" * (settings.timestep_shift != 1)
     if settings.guidance_interval != (0, 1):
         changed += "-interval-{:g}-{:g}".format(*settings.guidance_interval)
     changed += f"-channels-{settings.guidance_channels}" * (settings.guidance_channels != Guidance.channels)

@@ -72,7 +72,8 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
             missing.append(error.marked)
 
     def find_decoder(name):
-        return attempt(find, name) if name and request.output_type == "image" else None
+        wanted = name and request.output_type == "image"
+        return attempt(find, name, request.latent_stats) if wanted else None
 
     space = find_decoder(known.vae)
     attempt(weights.fetch)
@@ -109,7 +110,9 @@ def fit_of(weights: Checkpoint | LoadedModule, model: str | None = None, num_cla
             given = f"`num_classes={num_classes}`: {weights.name} has {weights.fit.num_classes} classes"
             raise UsageError(f"{given}; drop it")
         return weights.fit
-    return recognise(weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name))
+    fit = recognise(weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name))
+    recipe = getattr(fit.family.part("weights"), "recipe", lambda *_: {})
+    return fit._replace(recipe={**fit.recipe, **recipe(fit.model, weights.metadata, weights.path)})
 
 
 def shipped_as(name: str) -> str | None:

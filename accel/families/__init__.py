@@ -28,6 +28,8 @@ class Defaults(NamedTuple):
     cfg_scale: float = 4.0
     guidance_channels: int = 3
     guidance_interval: tuple[float, float] = (0.0, 1.0)
+    num_sampling_steps: int = 250
+    timestep_shift: float = 1.0  # of a flow
     class_names: tuple[str, ...] = ()  # of the classes it was trained with, where they are not ImageNet's
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
 

@@ -16,6 +16,7 @@ and, where a family differs from the default,
     converted(state, metadata)     state dict of the file → of the reference network; default: the same entries
     sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: as `converted`
     latent_size(state)             the latent's side at which converted weights were trained, or None
+    recipe(model, metadata, path)  values of settings that a file at `path` implies
 """
 
 import re
@@ -101,13 +102,13 @@ def recognise(
         name, build, heads = weights.sizes(have, metadata)
         standard = name in family.models and weights.sizes(have, {})[2] == heads
         rows = have[weights.LABELS][0]
+        state = converted(family, state, metadata)
     except KeyError as missing:
         raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
     except ValueError as error:
         raise UsageError(f"`ckpt={source}`: {error}") from None
     classes, null_class = _classes(source, rows, metadata, num_classes)
     build = partial(build, class_dropout_prob=0.1 if null_class else 0.0)
-    state = converted(family, state, metadata)
     with shapes_only():
         network = build(num_classes=classes)
     require_fit(f"`ckpt={source}`", state, network)

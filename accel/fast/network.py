@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     final: tuple[Tensor, Tensor]  # the last layer's weight (p·p·C', D) and bias
     conditioning: Conditioning
     rms_eps: float | None = None  # of the blocks' RMSNorm; None: LayerNorm
+    last_rms_eps: float | None = None  # likewise, of the last layer
 
 
 class FastNetwork(BlockNetwork):
@@ -56,7 +57,8 @@ class FastNetwork(BlockNetwork):
         super().__init__()
         self.patch_size, self.in_channels = layout.patch_size, layout.in_channels
         self.patches, self.position, self.final = layout.patches, layout.position, layout.final
-        self.blocks, self.conditioning, self.rms_eps = layout.blocks, layout.conditioning, layout.rms_eps
+        self.blocks, self.conditioning = layout.blocks, layout.conditioning
+        self.rms_eps, self.last_rms_eps = layout.rms_eps, layout.last_rms_eps
         self.depth, self.width, self.num_heads = len(self.blocks), len(self.patches), layout.num_heads // ops.part.ranks
         self.ops, self.part, self.dtype, self.device = ops, ops.part, ops.dtype, ops.device
         self.adaln, self.last_adaln, self.attention = ops.adaln, ops.last_adaln, ops.attention
@@ -70,8 +72,8 @@ class FastNetwork(BlockNetwork):
         return self.adaln(x, modulation, vector, vector + 1, branches, update, rms_eps=self.rms_eps)
 
     def last_norm(self, x, modulation, vector, branches) -> Tensor:
-        """LayerNorm before the final layer."""
-        return self.last_adaln(x, modulation, vector, vector + 1, branches, True)
+        """The norm before the final layer."""
+        return self.last_adaln(x, modulation, vector, vector + 1, branches, True, rms_eps=self.last_rms_eps)
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
         x, first = x.to(self.position.dtype).contiguous(), tokens.start or 0

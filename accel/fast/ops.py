@@ -63,22 +63,28 @@ class Half:
         self.attention = attention
 
     def block(
-        self, gemms: Gemms, gated: bool = False, rotation: Tensor | None = None, norms: Tensor | None = None
+        self,
+        gemms: Gemms,
+        gated: bool = False,
+        rotation: Tensor | None = None,
+        norms: Tensor | None = None,
+        rms_eps: float | None = None,
     ) -> Block:
         """A block of a rank's part of four GEMMs.
 
         gated: fc1 is two matrices one below the other, for SwiGLU in place of GELU. rotation (T, d/2, 2): of queries
-        and keys. norms: as Block has them.
+        and keys. norms: as Block has them. rms_eps: ε of RMSNorm over each head; None: LayerNorm over all.
         """
         layers = tuple(
             Linear(weight, bias, gelu=index == 2 and not gated, tuner=self.tuner, backend=self.gemm)
             for index, (weight, bias) in enumerate(gemms.values())
         )
-        rotate = None if rotation is None else partial(self._rotate, rotation, norms)
+        rotate = None if rotation is None else partial(self._rotate, rotation, norms, rms_eps)
         return Block(layers, rotate, swiglu if gated else None, norms)
 
-    def _rotate(self, rotation, norms, qkv, first):
-        return qk_norm_rotary(qkv, rotation, first, _norms_left(self.part, qkv, norms))
+    def _rotate(self, rotation, norms, rms_eps, qkv, first):
+        norms = _norms_left(self.part, qkv, norms, rms_eps)
+        return qk_norm_rotary(qkv, rotation, first, norms, rms_eps=rms_eps)
 
     def overflowed(self) -> str | None:
         """None: what overflows is not finite in the output."""
@@ -98,7 +104,12 @@ class Split:
         self.last_adaln, self.attention = partial(adaln, dtype=torch.float32), split_attention
 
     def block(
-        self, gemms: Gemms, gated: bool = False, rotation: Tensor | None = None, norms: Tensor | None = None
+        self,
+        gemms: Gemms,
+        gated: bool = False,
+        rotation: Tensor | None = None,
+        norms: Tensor | None = None,
+        rms_eps: float | None = None,
     ) -> Block:
         """As Half.block. Raises ValueError, naming the layer, for weights that are not finite.
 
@@ -114,7 +125,7 @@ class Split:
         factor, norms = _balanced(qkv, bq, norms, rotation is not None)
         result = dict(result="high_low", overflow=overflow)
         if rotation is not None:  # its kernel splits and watches
-            rotate, result = partial(self._rotate, rotation, norms, overflow), {}
+            rotate, result = partial(self._rotate, rotation, norms, rms_eps, overflow), {}
         attention = (
             layer(qkv * factor[:, None], bq * factor, name=names[0], **result),
             layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
@@ -130,9 +141,9 @@ class Split:
             )
         return Block((*attention, *mlp), rotate, activate, norms)
 
-    def _rotate(self, rotation, norms, overflow, qkv, first):
-        norms = _norms_left(self.part, qkv, norms)
-        return qk_norm_rotary_split(qkv, rotation, first, norms, overflow=overflow)
+    def _rotate(self, rotation, norms, rms_eps, overflow, qkv, first):
+        norms = _norms_left(self.part, qkv, norms, rms_eps)
+        return qk_norm_rotary_split(qkv, rotation, first, norms, overflow=overflow, rms_eps=rms_eps)
 
     def _watch(self, layer):
         """A flag that kernels set where a value of `layer` leaves float16's range."""
@@ -145,10 +156,10 @@ class Split:
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
 
-def _norms_left(part, qkv, norms):
-    """Return the norms for the rotation's kernel. Where ranks divide the heads, apply them here, by tensor operations
-    with the statistics of all ranks, and return None."""
-    if norms is None or part.ranks == 1:
+def _norms_left(part, qkv, norms, rms_eps):
+    """Return the norms for the rotation's kernel. Where ranks divide the heads that a norm is over, apply it here, by
+    tensor operations with the statistics of all ranks, and return None."""
+    if norms is None or part.ranks == 1 or rms_eps:
         return norms
     normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
     return None

@@ -1,6 +1,7 @@
 """Queries and keys made ready for attention, in place on the packed projection: their norm, then the rotary embedding.
 
     x ← (x − mean(x)) / √(var(x) + ε) · weight + bias         over all heads jointly, ε = 1e-5; optional
+    x ← x / √(mean(x²) + ε) · weight + bias                   over each head, with `rms_eps`; in its place
     x_{2i} + j·x_{2i+1} ← (x_{2i} + j·x_{2i+1}) · exp(j·position·θ^(-2i/d))       (Su et al. 2021, arXiv:2104.09864)
 
 As tensor operations q and k cross memory ten times, here twice. All arithmetic is in float32 or wider. For the exact
@@ -35,17 +36,19 @@ def qk_norm_rotary(
     first: int = 0,
     norms: Tensor | None = None,
     backend: str = "auto",
+    rms_eps: float | None = None,
 ) -> Tensor:
     """qkv (N, t, 3·D): q, k, v side by side, each head-major; q and k are overwritten. Returns qkv.
 
     rotation (T, d/2, 2): cosines and sines of every position; the t tokens are those from `first` on. norms (2, 2, D):
-    of q, then of k, weight and bias; None: no norm. backend: "triton" (qkv half precision or float32, the others
-    float32, all contiguous), "torch" (the reference, any dtype), or "auto": triton on a GPU.
+    of q, then of k, weight and bias; None: no norm. rms_eps: RMSNorm over each head with this ε in LayerNorm's place.
+    backend: "triton" (qkv half precision or float32, the others float32, all contiguous), "torch" (the reference, any
+    dtype), or "auto": triton on a GPU.
     """
     if _chosen("qk_norm_rotary", backend, qkv) == "triton":
-        _triton("qk_norm_rotary", qkv, rotation, first, norms, (*cuda.HALF, torch.float32))
+        _triton("qk_norm_rotary", qkv, rotation, first, norms, rms_eps, (*cuda.HALF, torch.float32))
     else:
-        _torch(qkv, rotation, first, norms)
+        _torch(qkv, rotation, first, norms, rms_eps)
     return qkv
 
 
@@ -56,6 +59,7 @@ def qk_norm_rotary_split(
     norms: Tensor | None = None,
     backend: str = "auto",
     overflow: Tensor | None = None,
+    rms_eps: float | None = None,
 ) -> HighLow:
     """As `qk_norm_rotary` of a float32 projection, which may be overwritten → q, k and v (N, t, 3·D), split into high
     and low without scales.
@@ -64,9 +68,9 @@ def qk_norm_rotary_split(
     """
     if _chosen("qk_norm_rotary_split", backend, qkv) == "triton":
         pair = torch.empty(2, *qkv.shape, dtype=torch.float16, device=qkv.device)
-        _triton("qk_norm_rotary_split", qkv, rotation, first, norms, (torch.float32,), pair, overflow)
+        _triton("qk_norm_rotary_split", qkv, rotation, first, norms, rms_eps, (torch.float32,), pair, overflow)
         return HighLow(pair, None)
-    _torch(qkv, rotation, first, norms)
+    _torch(qkv, rotation, first, norms, rms_eps)
     if overflow is not None:
         overflow |= (qkv.abs() > LARGEST).any().int()
     return split(qkv, per_row=False)
@@ -89,20 +93,23 @@ def normalise(qkv: Tensor, norms: Tensor, average: Callable[[Tensor], Tensor]) -
     x.copy_(wide * norms[:, 0] + norms[:, 1])
 
 
-def _torch(qkv, rotation, first, norms):
+def _torch(qkv, rotation, first, norms, rms_eps):
     width = qkv.shape[-1] // 3
     cos, sin = rotation[first : first + qkv.shape[1], None].unbind(-1)  # each (t, 1, d/2)
     for part in (0, 1):
         x = qkv[..., part * width : (part + 1) * width]
         wide = x.to(rotation.dtype)
-        if norms is not None:
+        if norms is not None and rms_eps is None:
             wide = F.layer_norm(wide, (width,), *norms[part], eps=EPS)
+        elif norms is not None:
+            wide = wide.unflatten(-1, (-1, 2 * rotation.shape[1]))  # (N, t, h, d)
+            wide = F.rms_norm(wide, wide.shape[-1:], eps=rms_eps).flatten(2) * norms[part, 0] + norms[part, 1]
         real, imaginary = wide.unflatten(-1, (-1, *rotation.shape[1:])).unbind(-1)  # each (N, t, h, d/2)
         turned = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
         x.copy_(turned.flatten(2))
 
 
-def _triton(op, qkv, rotation, first, norms, dtypes, pair=None, overflow=None):
+def _triton(op, qkv, rotation, first, norms, rms_eps, dtypes, pair=None, overflow=None):
     """In place, or into `pair`."""
     others = [rotation] if norms is None else [rotation, norms]
     if qkv.dtype not in dtypes or any(one.dtype != torch.float32 for one in others):
@@ -110,17 +117,20 @@ def _triton(op, qkv, rotation, first, norms, dtypes, pair=None, overflow=None):
     if not all(one.is_contiguous() for one in (qkv, *others)):
         raise ValueError(f"{op}: backend 'triton' takes contiguous tensors")
     n, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    shape = dict(WIDTH=width, HEAD=2 * rotation.shape[1], NORM=norms is not None, EPS=EPS)
-    shape |= dict(HIGH_LOW=pair is not None, WATCHED=overflow is not None, **tile_config(width))
+    shape = config(width, 2 * rotation.shape[1], norms is not None, rms_eps)
+    shape |= dict(HIGH_LOW=pair is not None, WATCHED=overflow is not None)
     out, parts = (qkv, 2) if pair is None else (pair, 3)
+    grid = n * tokens, parts * shape["HEADS"]
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
-        _qk_norm_rotary[n * tokens, parts](qkv, out, norms, rotation, overflow, tokens, first, qkv.numel(), **shape)
+        _qk_norm_rotary[grid](qkv, out, norms, rotation, overflow, tokens, first, qkv.numel(), **shape)
 
 
-def tile_config(width: int) -> dict[str, int]:
-    """Launch constants: a program computes q, k or v of a token, 16 numbers a thread."""
-    block = 1 << (width - 1).bit_length()
-    return dict(BLOCK=block, num_warps=max(1, min(8, block // 512)))
+def config(width: int, head: int, norm: bool, rms_eps: float | None) -> dict:
+    """Launch constants: a program computes q, k or v of a token, or one of its HEADS, 16 numbers a thread."""
+    heads = width // head if norm and rms_eps else 1
+    block = 1 << (width // heads - 1).bit_length()
+    norms = dict(NORM=norm, CENTRED=rms_eps is None, EPS=rms_eps or EPS)
+    return dict(WIDTH=width, HEAD=head, HEADS=heads, BLOCK=block, num_warps=max(1, min(8, block // 512)), **norms)
 
 
 if triton:
@@ -137,24 +147,28 @@ if triton:
         low,
         WIDTH: tl.constexpr,
         HEAD: tl.constexpr,
+        HEADS: tl.constexpr,
         NORM: tl.constexpr,
+        CENTRED: tl.constexpr,
         EPS: tl.constexpr,
         HIGH_LOW: tl.constexpr,
         WATCHED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        token, part = tl.program_id(0), tl.program_id(1)
-        column = tl.arange(0, BLOCK)
-        inside = column < WIDTH
+        token, part = tl.program_id(0), tl.program_id(1) // HEADS
+        own = tl.arange(0, BLOCK)
+        inside = own < WIDTH // HEADS
+        column = tl.program_id(1) % HEADS * (WIDTH // HEADS) + own
         place = (token.to(tl.int64) * 3 + part) * WIDTH + column
         x = tl.load(qkv_ptr + place, inside, 0.0).to(tl.float32)
         value = x
         if NORM:
-            x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+            if CENTRED:
+                x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
             known = inside & (part < 2)  # values have no norm
             weight = tl.load(norms_ptr + part * (2 * WIDTH) + column, known, 0.0)
             bias = tl.load(norms_ptr + part * (2 * WIDTH) + WIDTH + column, known, 0.0)
-            x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS) * weight + bias
+            x = x * tl.rsqrt(tl.sum(x * x, 0) / (WIDTH // HEADS) + EPS) * weight + bias
         # A line of the table is d numbers, cosine and sine in turn, as x's pairs are.
         angle = tl.load(rotation_ptr + (first + token % tokens) * HEAD + column % HEAD, inside, 0.0)
         cos, sin = tl.split(tl.reshape(angle, (BLOCK // 2, 2)))

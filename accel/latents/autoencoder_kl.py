@@ -6,6 +6,7 @@ channels. Other kinds of blocks are refused.
 
 # Our own, because `import diffusers` takes 2.6 to 8 s: longer than four GPUs need to sample.
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from accel.latents import LatentSpace
 
 EPS = 1e-6
 STATISTICS = ("latents_mean", "latents_std")
+UP_BLOCKS = {"UpDecoderBlock2D": False, "AttnUpDecoderBlock2D": True}  # kind → whether attention follows each layer
 OF_LATENTS = ("scaling_factor", "shift_factor", *STATISTICS)
 FLAGS = ("use_post_quant_conv", "mid_block_add_attention")
 # AutoencoderKL's values for the entries of config.json that decide a decoder's function, and those of sd-vae-ft-*.
@@ -58,6 +60,9 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     def is_scale(value):
         return is_number(value, 1 / LARGEST)
 
+    def are_kinds(values):
+        return isinstance(values, list) and len(values) == len(widths) and all(one in [*UP_BLOCKS] for one in values)
+
     def has_one_a_channel(values, check):
         return isinstance(values, list) and len(values) == entries["latent_channels"] and all(map(check, values))
 
@@ -71,7 +76,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
         "norm_num_groups": is_size(entries["norm_num_groups"]),
         "layers_per_block": is_size(entries["layers_per_block"], MOST_LAYERS),
         "block_out_channels": is_list and all(map(is_size, widths)),
-        "up_block_types": is_list and entries["up_block_types"] == ["UpDecoderBlock2D"] * len(widths),
+        "up_block_types": is_list and are_kinds(entries["up_block_types"]),
         "scaling_factor": is_scale(entries["scaling_factor"]),
         "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),
         "latents_mean": is_plain or has_one_a_channel(mean, is_number),
@@ -137,29 +142,34 @@ class Upsample(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual layers; after the first an attention, in the middle of the network; at the end an upsampling, if any."""
+    """Residual layers, an attention after each of the first `attentions`; at the end an upsampling, if any."""
 
-    def __init__(self, width_in: int, width: int, layers: int, groups: int, attention: bool, upsample: bool):
+    def __init__(self, width_in: int, width: int, layers: int, groups: int, attentions: int, upsample: bool):
         super().__init__()
         self.resnets = nn.ModuleList([Residual(width if i else width_in, width, groups) for i in range(layers)])
-        self.attentions = nn.ModuleList([Attention(width, groups)] if attention else [])
+        self.attentions = nn.ModuleList([Attention(width, groups) for _ in range(attentions)])
         self.upsamplers = nn.ModuleList([Upsample(width)] if upsample else [])
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Residual layers and attentions in their order."""
+        return [layer for pair in zip_longest(self.resnets, self.attentions) for layer in pair if layer is not None]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.resnets[0], *self.attentions, *self.resnets[1:], *self.upsamplers):
+        for layer in (*self.layers, *self.upsamplers):
             x = layer(x)
         return x
 
 
 class Layers(nn.Module):
-    def __init__(self, channels: int, widths: list[int], layers: int, groups: int, attention: bool):
+    def __init__(self, channels: int, widths: list[int], layers: int, groups: int, attention: bool, kinds: list[str]):
         super().__init__()
         widths = widths[::-1]
         self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
         self.mid_block = Block(widths[0], widths[0], 2, groups, attention, upsample=False)
         self.up_blocks = nn.ModuleList(
-            Block(widths[max(i - 1, 0)], width, layers, groups, False, upsample=i + 1 < len(widths))
-            for i, width in enumerate(widths)
+            Block(widths[max(i - 1, 0)], width, layers, groups, layers * UP_BLOCKS[kind], upsample=i + 1 < len(widths))
+            for i, (width, kind) in enumerate(zip(widths, kinds))
         )
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
@@ -192,6 +202,7 @@ class KLDecoder(nn.Module):
             config["layers_per_block"] + 1,
             config["norm_num_groups"],
             config["mid_block_add_attention"],
+            config["up_block_types"],
         )
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:

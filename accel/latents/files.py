@@ -1,4 +1,4 @@
-"""The files of a decoder: a folder in diffusers' layout, given or fetched, opened once and checked."""
+"""The files of a decoder: a folder in diffusers' layout or a file in LDM's, given or fetched, opened once, checked."""
 
 import stat
 from functools import lru_cache
@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from accel.errors import UsageError
-from accel.latents import LatentSpace
+from accel.latents import LatentSpace, ldm_layout
 from accel.latents.autoencoder_kl import KLDecoder, check_config, space_of
-from accel.weights.checkpoint import FOLDER, fetch_from_hub
+from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
 from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import (
@@ -24,25 +24,34 @@ from accel.weights.tensor_files import (
 
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
+LOCAL = "fetch https://huggingface.co/{} by other means and give its folder, or its .pt file"
 
 
-def find(name: str) -> LatentSpace:
-    """The latent space of a VAE in diffusers' layout, with the folder of its decoder.
+def find(name: str, statistics: str | None = None) -> LatentSpace:
+    """The latent space of a VAE, with the folder or file of its decoder.
 
-    name: a folder, a diffusers pipeline's root with vae/ in it, or ema or mse: pretrained_models/sd-vae-ft-NAME, else
-    the hub's stabilityai/sd-vae-ft-NAME, which is fetched. Raises UsageError unless it holds a decoder of that kind.
+    name: a folder in diffusers' layout, a diffusers pipeline's root with vae/ in it, a .pt file in LDM's layout, a hub
+    id, or ema or mse: pretrained_models/sd-vae-ft-NAME, else the hub's stabilityai/sd-vae-ft-NAME, which is fetched.
+    statistics: a file with those of the latents' channels; of a decoder in LDM's layout default: the one beside it.
+    Raises UsageError unless it holds a decoder of that kind.
     """
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
-    if not stat.S_ISDIR(mode_of(folder, "vae")):
-        if name not in PUBLISHED:
+    mode, is_tensors = mode_of(folder, "vae"), folder.suffix in FILE_SUFFIXES
+    if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
+        on_hub = HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists()
+        if name not in PUBLISHED and not on_hub:
             raise UsageError(
                 f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}"
             )
-        remedy = f"put {' and '.join(FILES)} of stabilityai/sd-vae-ft-{name} into {folder}"
-        folder = fetch_from_hub(f"stabilityai/sd-vae-ft-{name}", "", "vae", remedy)
+        repository = f"stabilityai/sd-vae-ft-{name}" if name in PUBLISHED else name
+        remedy = f"put {' and '.join(FILES)} of {repository} into {folder}" if name in PUBLISHED else LOCAL.format(name)
+        folder = fetch_from_hub(repository, "", "vae", remedy)
+    if stat.S_ISREG(mode_of(folder, "vae")):
+        return ldm_layout.with_statistics(space_of(_open(folder)[0], folder), statistics or ldm_layout.beside(folder))
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         folder = folder / "vae"
-    return space_of(_open(folder)[0], folder)
+    space = space_of(_open(folder)[0], folder)
+    return ldm_layout.with_statistics(space, statistics) if statistics else space
 
 
 def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
@@ -64,6 +73,8 @@ def digest(space: LatentSpace) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
     return [folder / FILES[0], *weight_files(folder, "vae")]
 
 
@@ -76,7 +87,11 @@ def _open(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 @lru_cache(maxsize=1)
 def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch.Tensor]]:
-    config = read_json(files[0], "vae")
+    state = {}
+    if len(files) == 1:
+        config, state = ldm_layout.read(files[0])
+    else:
+        config = read_json(files[0], "vae")
     if config.get("_class_name") != "AutoencoderKL":
         raise UsageError(f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL")
     try:
@@ -85,15 +100,14 @@ def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch
             decoder = KLDecoder(entries)
     except ValueError as error:
         raise UsageError(f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL") from None
-    state = {}
     for file in files[1:]:
         state |= read_tensors(file, "vae")
-    require_floats(state, "vae", files[1])
+    require_floats(state, "vae", files[-1])
     state, want = decoder.renamed(state), decoder.state_dict()
     wrong = [name for name in want if name not in state or state[name].shape != want[name].shape]
     if wrong:
         raise UsageError(
-            f"`vae={files[1]}`: these weights are not those of config.json ({len(wrong)} entries differ, "
-            f"first {wrong[0]}); copy both again"
+            f"`vae={files[-1]}`: these weights are not those of {'config.json' if files[1:] else 'an AutoencoderKL'} "
+            f"({len(wrong)} entries differ, first {wrong[0]}); copy them again"
         )
     return entries, state

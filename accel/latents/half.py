@@ -39,7 +39,7 @@ class HalfDecoder:
             for layer in block.upsamplers:
                 self.weights[layer.conv] = _doubling(layer.conv.weight).to(dtype, memory_format=torch.channels_last)
                 before = layer.conv
-        for attention in layers.mid_block.attentions:
+        for attention in (layer for layer in layers.modules() if isinstance(layer, Attention)):
             qkv = attention.to_q, attention.to_k, attention.to_v
             self.weights[attention] = (
                 torch.cat([layer.weight for layer in qkv]).to(dtype),
@@ -61,12 +61,10 @@ class HalfDecoder:
         z = z.to(self.dtype, memory_format=torch.channels_last)
         x = add(self._convolve(layers.conv_in, z), layers.conv_in.bias)
         for block in (layers.mid_block, *layers.up_blocks):
-            for layer in (block.resnets[0], *block.attentions, *block.resnets[1:]):
-                if isinstance(layer, Attention):
-                    x = self._attend(layer, x)
-                else:
-                    # Before an upsampling the sum needs no statistics, and the convolution there reads half precision.
-                    x = self._residual(layer, x, last=layer is block.resnets[-1] and len(block.upsamplers) > 0)
+            for layer in block.layers:
+                compute = self._attend if isinstance(layer, Attention) else self._residual
+                # Before an upsampling the sum needs no statistics, and the convolution there reads half precision.
+                x = compute(layer, x, last=layer is block.layers[-1] and len(block.upsamplers) > 0)
             for layer in block.upsamplers:
                 x = add(F.conv_transpose2d(x.value, self.weights[layer.conv], None, 2, 1), layer.conv.bias)
         x = self._convolve(layers.conv_out, self._norm(layers.conv_norm_out, x))
@@ -79,20 +77,21 @@ class HalfDecoder:
     def _norm(self, layer: torch.nn.GroupNorm, x: Sum, silu: bool = True) -> torch.Tensor:
         return group_norm(x, layer.weight, layer.bias, layer.num_groups, silu, self.dtype)
 
-    def _residual(self, layer: Residual, x: Sum, last: bool = False) -> Sum:
+    def _residual(self, layer: Residual, x: Sum, last: bool) -> Sum:
         h = add(self._convolve(layer.conv1, self._norm(layer.norm1, x)), layer.conv1.bias)
         h = self._convolve(layer.conv2, self._norm(layer.norm2, h))
         x = x.value if layer.conv_shortcut is None else self._convolve(layer.conv_shortcut, x.value.to(self.dtype))
         return add(x, self.biases[layer], h, self.dtype if last else torch.float32, statistics=not last)
 
-    def _attend(self, layer: Attention, x: Sum) -> Sum:
+    def _attend(self, layer: Attention, x: Sum, last: bool) -> Sum:
         weight, bias, out = self.weights[layer]
         h = self._norm(layer.group_norm, x, silu=False)
         _, channels, height, width = h.shape
         h = h.permute(0, 2, 3, 1).reshape(1, 1, height * width, channels)
         q, k, v = F.linear(h, weight, bias).split(channels, -1)  # each (1, 1, HW, C)
         h = F.linear(F.scaled_dot_product_attention(q, k, v), out)
-        return add(x.value, layer.to_out[0].bias, h.view(1, height, width, channels).permute(0, 3, 1, 2), torch.float32)
+        h = h.view(1, height, width, channels).permute(0, 3, 1, 2)
+        return add(x.value, layer.to_out[0].bias, h, self.dtype if last else torch.float32, statistics=not last)
 
 
 def _doubling(weight: torch.Tensor) -> torch.Tensor:

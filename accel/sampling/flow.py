@@ -3,15 +3,17 @@
 On the linear path x_t = t·x* + (1 − t)·ε the velocity v estimates x* − ε (SiT, Ma et al. 2024, arXiv:2401.08740). In N
 steps:
 
-    Euler   x ← x + Δt·v(x, t)                                    even steps
+    Euler   x ← x + Δt·v(x, t)                                    even steps, or shifted ones
     Heun    the same by the mean of v at both ends of a step; the last is Euler's
     Sde     x ← x + Δt·((1 + t)·v − x) + √(2·(1 − t)·Δt)·noise    N − 1 even steps to 0.96; one of 0.04, no noise
 
 The SDE's drift is v + w·score, with score = (t·v − x)/(1 − t) and SiT's diffusion w = 1 − t, the noise level.
+A shift s moves even times t to s·t / (1 + (s − 1)·t): below one the steps at noise are shorter.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,9 +25,10 @@ LAST = 0.04  # of the SDE: the length of its last step, as SiT has it
 
 @dataclass(frozen=True)
 class Euler(Process):
-    """The flow's ODE by Euler's method."""
+    """The flow's ODE by Euler's method. shift: of the times; 1 keeps them even."""
 
     number: int  # of steps
+    shift: float = 1.0
 
     draws = 0
 
@@ -33,15 +36,30 @@ class Euler(Process):
     def moves(self) -> list[Kind]:
         return [(1, 1)] * self.number
 
+    def _shifted(self, t):
+        return self.shift * t / (1 + (self.shift - 1) * t)
+
     def times(self) -> list[float]:
-        return [i / self.number for i in range(self.number)]
+        return [self._shifted(i / self.number) for i in range(self.number)]
 
     def levels(self) -> list[float]:
-        return [i / self.number for i in range(self.number, 0, -1)]
+        even = (i / self.number for i in range(self.number, 0, -1))
+        return [level / (self.shift - (self.shift - 1) * level) for level in even]
+
+    def lengths(self) -> list[float]:
+        """The length of the step of every evaluation, in order."""
+        ends = [self._shifted(i / self.number) for i in range(self.number + 1)]
+        return [end - start for start, end in pairwise(ends)]
+
+    def prepare(self, device) -> None:
+        _lengths(self, device)
+
+    def _step(self, x, at):
+        return 1 / self.number if self.shift == 1 else _lengths(self, x.device)[at, None, None, None]
 
     def move(self, kind, state, at, noise, evaluate) -> State:
         (x,) = state
-        return (x + 1 / self.number * evaluate(x),)
+        return (x + self._step(x, at) * evaluate(x),)
 
 
 class Heun(Euler):
@@ -58,16 +76,19 @@ class Heun(Euler):
     def levels(self) -> list[float]:
         return [level for level in super().levels() for _ in range(2)][:-1]
 
+    def lengths(self) -> list[float]:
+        return [length for length in super().lengths() for _ in range(2)][:-1]
+
     def move(self, kind, state, at, noise, evaluate) -> State:
         if kind[1] == 1:
             return super().move(kind, state, at, noise, evaluate)
-        (x,), step = state, 1 / self.number
+        (x,), step = state, self._step(state[0], at)
         v = evaluate(x)
         return (x + step / 2 * (v + evaluate(x + step * v, 1)),)
 
 
 class Sde(Euler):
-    """The SDE with the same marginals by Euler and Maruyama's method. number: at least 2."""
+    """The SDE with the same marginals by Euler and Maruyama's method. number: at least 2. Its times have no shift."""
 
     noise_from_cpu = True
 
@@ -91,6 +112,13 @@ class Sde(Euler):
 
 
 FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}
+
+
+@lru_cache(maxsize=16)
+def _lengths(process: Euler, device: torch.device) -> Tensor:
+    """The length of the step of each evaluation (evaluations,), on a device."""
+    with torch.inference_mode(False):  # later callers may be in another mode
+        return torch.tensor(process.lengths(), dtype=torch.float64).float().to(device)
 
 
 @lru_cache(maxsize=16)

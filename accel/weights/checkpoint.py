@@ -167,14 +167,21 @@ def _download(target: Path) -> None:
 
 def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
     """Return the local copy of a hub repository: config and weights of `subfolder` ("" or a name with a slash) only.
-    A cached copy is not asked for again. Raises UsageError about `parameter`."""
+    Of a repository with a .pt file of its own name, return that file, with the YAML and statistics beside it.
+
+    A cached copy is not asked for again. Raises UsageError about `parameter`.
+    """
     from huggingface_hub import snapshot_download
 
     def snapshot(suffix, **how):
         names = "config.json", f"diffusion_pytorch_model{suffix}*", f"diffusion_pytorch_model-*{suffix}"
         wanted = [subfolder + name for name in names]
         wanted += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
+        own = repository.rpartition("/")[2] + ".pt"
+        wanted += [own, "*.yaml", "latents_stats.pt"]
         root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
+        if (root / own).is_file():
+            return root / own
         diffusers_layout.weight_files(root / subfolder, parameter)
         return root
 

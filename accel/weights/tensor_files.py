@@ -97,7 +97,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     entries."""
     total = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name].detach().float().flatten()
+        tensor = state[name].detach().float().contiguous().flatten()
         total.update(f"{name} {tuple(state[name].shape)}\n".encode())
         total.update(tensor.numpy())
     return total.hexdigest()[:16]

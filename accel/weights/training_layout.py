@@ -41,4 +41,4 @@ def _metadata(path, content):
         return from_header(read_header(path, "ckpt"))
     found = content.get(OWN, content.get("args"))
     found = vars(found) if isinstance(found, argparse.Namespace) else found
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {"config": content.get("config")}

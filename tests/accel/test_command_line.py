@@ -17,7 +17,7 @@ def test_flags_become_a_request():
     parser, args = parsed("--labels", 1, 5, "--model", "DiT-Demo/2", "--seed", 3, "--cfg-scale", 2)
     request = request_from(args)
     assert (request.labels, request.seed, request.cfg_scale, request.image_size) == (("1", "5"), 3, 2.0, None)
-    assert "(default: 250)" in parser.format_help() and "(default: None)" not in parser.format_help()
+    assert "(default: 0)" in parser.format_help() and "(default: None)" not in parser.format_help()
     _, args = parsed("--global-seed", 4, "--tf32", ranks=True)
     request = request_from(args)
     assert (request.seed, request.tier) == (4, "tf32")

@@ -32,12 +32,17 @@ def settings(**more):
                 "sampler": "ddpm",
                 "guidance_interval": (0, 1),
                 "guidance_channels": 3,
+                "timestep_shift": 1.0,
             },
             "DiT-B-4-b-size-256-vae-d-cfg-1.5-seed-3",
         ),
         (
             {"guidance_interval": (0.125, 0.7), "guidance_channels": 4, "sampler": "unipc"},
             "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-unipc-interval-0.125-0.7-channels-4-seed-0",
+        ),
+        (
+            {"model": "SiT-XL/2", "sampler": "euler", "timestep_shift": 0.3},
+            "SiT-XL-2-pretrained-size-256-vae-ema-cfg-4.0-euler-shift-0.3-seed-0",
         ),
         ({"model": "DiT-Demo/2"}, "DiT-Demo-2-pretrained-size-128-vae-pretrained-cfg-4.0-seed-0"),
     ],
@@ -63,6 +68,7 @@ CHANGES = {
     "num_classes": 7, "image_size": 64, "cfg_scale": 2.0, "num_sampling_steps": 9, "seed": 8, "sampler": "ddpm",
     "eta": 0.5, "per_proc_batch_size": 3, "num_fid_samples": 11, "balanced_labels": True,
     "world_independent_noise": True, "guidance_interval": (0.0, 0.7), "guidance_channels": 4,
+    "timestep_shift": 0.3,
 }  # fmt: skip
 RECORDED = {
     "--model", "--image-size", "--cfg-scale", "--num-sampling-steps", "--sampler", "--eta", "--global-seed",

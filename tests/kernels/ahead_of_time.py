@@ -27,9 +27,8 @@ def adaln_variant(capability, branch, out, high_low, width=1152, centre=True, st
     return adaln._adaln, types, dict(**constants, **adaln.tile_config(width), START_NEXT=capability >= 90)
 
 
-def rotary_variant(pointers, width, head, high_low):
-    constants = dict(WIDTH=width, HEAD=head, NORM=True, EPS=1e-5, HIGH_LOW=high_low, WATCHED=high_low)
-    constants |= qk_norm_rotary.tile_config(width)
+def rotary_variant(pointers, width, head, high_low, rms_eps=None):
+    constants = dict(HIGH_LOW=high_low, WATCHED=high_low, **qk_norm_rotary.config(width, head, True, rms_eps))
     return qk_norm_rotary._qk_norm_rotary, [*pointers, "i32", "i32", "i32"], constants
 
 
@@ -67,6 +66,7 @@ VARIANTS = {
         dict(WIDTH=11008, BLOCK=swiglu.BLOCK, START_NEXT=capability >= 90),
     ),
     "qk_norm_rotary": lambda _: rotary_variant(["*fp16", "*fp16", "*fp32", "*fp32", "*i32"], 3072, 96, False),
+    "qk_norm_rotary_rms": lambda _: rotary_variant(["*fp16", "*fp16", "*fp32", "*fp32", "*i32"], 1152, 72, False, 1e-6),
     "statistics": lambda _: group_norm_sum("fp16", "fp16", (False, False, True)),
     "residual": lambda _: group_norm_sum("fp32", "fp32", (True, True, True)),
     "join": lambda _: (group_norm._join, ["*fp32"] * 4 + ["i32"] * 5 + ["fp32"], JOIN),

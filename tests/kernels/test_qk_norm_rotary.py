@@ -25,12 +25,12 @@ def check(device, cases=CASES):
         qkv, rotation, norms = case(*shape, device)
         for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 4e-4), (torch.bfloat16, 5e-3)):
             for norm in (norms, None):
-                for first in (0, 31):
+                for first, eps in ((0, None), (31, 1e-6)):
                     one = qkv.to(dtype)
                     wide = None if norm is None else norm.double()
-                    want = qk_norm_rotary(one.double(), rotation.double(), first, wide, "torch")
+                    want = qk_norm_rotary(one.double(), rotation.double(), first, wide, "torch", eps)
                     before = one.clone()
-                    got = qk_norm_rotary(one, rotation, first, norm, "triton")
+                    got = qk_norm_rotary(one, rotation, first, norm, "triton", eps)
                     assert got is one and error(got, want) <= tolerance
                     v = 2 * qkv.shape[-1] // 3
                     assert torch.equal(got[..., v:], before[..., v:])  # values are not touched
@@ -40,13 +40,13 @@ def check_split(device, backend="triton", cases=CASES):
     """q, k and v as halves; a value too large for float16 is reported, be it one of a value's."""
     for shape in cases:
         qkv, rotation, norms = case(*shape, device)
-        for norm, first in ((norms, 31), (None, 0)):
+        for norm, first, eps in ((norms, 31, None), (norms, 0, 1e-6), (None, 0, None)):
             wide = None if norm is None else norm.double()
-            want = qk_norm_rotary(qkv.double(), rotation.double(), first, wide, "torch")
+            want = qk_norm_rotary(qkv.double(), rotation.double(), first, wide, "torch", eps)
             for large in (False, True):
                 given, overflow = qkv.clone(), torch.zeros(1, dtype=torch.int32, device=device)
                 given[-1, -1, -1] += 1e6 * large
-                got = qk_norm_rotary_split(given, rotation, first, norm, backend, overflow)
+                got = qk_norm_rotary_split(given, rotation, first, norm, backend, overflow, eps)
                 assert got.scale is None and got.pair.shape == (2, *qkv.shape) and int(overflow) == large
                 assert bool(got.pair.isfinite().all()) != large
                 assert large or error(got.value(torch.float64), want) <= 1e-6
@@ -56,7 +56,7 @@ def test_the_split_reference():
     check_split("cpu", "torch")
 
 
-@pytest.mark.parametrize("norm", (False, True))
+@pytest.mark.parametrize("norm", (False, True, "over each head"))
 def test_the_reference_is_the_formula(norm):
     n, tokens, heads, dim = CASES[0]
     qkv, _, norms = (one.double() for one in case(*CASES[0]))
@@ -64,14 +64,18 @@ def test_the_reference_is_the_formula(norm):
     parts = list(qkv.clone().chunk(3, dim=-1))
     for part in (0, 1):
         x = parts[part]
-        if norm:
+        if norm == "over each head":
+            x = x.unflatten(-1, (heads, dim))
+            x = (x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(2) * norms[part, 0] + norms[part, 1]
+        elif norm:
             x = x - x.mean(-1, keepdim=True)
             x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norms[part, 0] + norms[part, 1]
         numbers = torch.view_as_complex(x.reshape(n, tokens, heads, dim // 2, 2))
         position, i = torch.arange(first, first + tokens).double(), torch.arange(dim // 2).double()
         angle = position[:, None, None] * 10000.0 ** (-2 * i / dim)
         parts[part] = torch.view_as_real(torch.polar(torch.ones_like(angle), angle) * numbers).reshape(x.shape)
-    got = qk_norm_rotary(qkv, rotation, first, norms if norm else None)
+    eps = 1e-6 if norm == "over each head" else None
+    got = qk_norm_rotary(qkv, rotation, first, norms if norm else None, rms_eps=eps)
     torch.testing.assert_close(got, torch.cat(parts, -1), rtol=1e-11, atol=1e-11)
 
 

@@ -66,7 +66,7 @@ def test_missing_and_damaged_folders(folder, tmp_path):
         "norm_num_groups": [0, 3, "4", 4.0, True],
         "latent_channels": ["4", 0, 10**9],
         "out_channels": [1, "3"],
-        "up_block_types": ["UpDecoderBlock2D", ["UpDecoderBlock2D"] * 3, [{}] * 4, ["AttnUpDecoderBlock2D"] * 4],
+        "up_block_types": ["UpDecoderBlock2D", ["UpDecoderBlock2D"] * 3, [{}] * 4, ["UpBlock2D"] * 4],
         "scaling_factor": [0, -0.18215, float("nan"), float("inf"), 10**400, 1e-300, "0.18215", [0.18215], True, None],
         "shift_factor": [float("nan"), float("-inf"), 10**400, "0", [0.0], False],
         "use_post_quant_conv": ["yes", 1, None],

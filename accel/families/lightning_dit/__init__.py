@@ -1,0 +1,26 @@
+"""LightningDiT: Yao et al., 2025, arXiv:2501.01423. DiT with RMSNorm, SwiGLU and rotation, a flow on VA-VAE's latents.
+
+Guidance is that of the published files' recipe: from a time on, on the first three of 32 channels.
+"""
+
+from accel.families import Defaults, Family
+
+RECIPE = Defaults(
+    image_size=256,
+    factor=16,
+    vae="hustvl/vavae-imagenet256-f16d32-dinov2",
+    cfg_scale=6.7,
+    guidance_interval=(0.0, 0.875),
+    num_sampling_steps=249,
+    timestep_shift=0.3,
+)
+SIZES = "XL/1", "XL/2", "L/2", "B/1", "B/2", "1p0B/1", "1p0B/2", "1p6B/1", "1p6B/2"
+
+FAMILY = Family(
+    name="LightningDiT",
+    models={f"LightningDiT-{size}": RECIPE for size in SIZES},
+    prediction="velocity",
+    samplers=("euler", "heun"),
+    code=__name__,
+    fetch="hf download hustvl/lightningdit-xl-imagenet256-800ep --local-dir pretrained_models",
+)

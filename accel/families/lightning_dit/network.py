@@ -1,0 +1,144 @@
+"""LightningDiT: Yao et al. 2025, "Reconstruction vs. Generation", arXiv:2501.01423.
+
+SiT's flow by another block: RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary embedding
+(arXiv:2104.09864) by a token's row and column. Names and state-dict keys are those of the published checkpoints, whose
+table of rotations and modulation without shifts weights.py converts.
+
+Shapes: N batch, T tokens, D width, h heads, d head dim, L side of the grid of tokens.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.families.dit import network as dit
+from accel.families.dit.network import _constructor, attention, modulate
+from accel.families.large_dit.network import RMSNorm, rotate
+from accel.families.large_dit.network import rotation_table as axis_table
+from accel.families.sit.network import SiT
+
+EPS = 1e-6
+
+
+@lru_cache(maxsize=None)
+def rotation_table(head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Cosines and sines (L², d/2, 2): row·10000^(-2i/(d/2)), then column·10000^(-2i/(d/2)), i < d/4."""
+    with torch.inference_mode(False):
+        axis = axis_table(head_dim // 2, side, dtype, device)  # (L, d/4, 2)
+        rows, columns = axis[:, None].expand(-1, side, -1, -1), axis[None].expand(side, -1, -1, -1)
+        return torch.cat([rows, columns], dim=2).flatten(0, 1)
+
+
+class Attention(dit.Attention):
+    """DiT's with rotated queries and keys; with `qk_norm` each head of them passes an RMSNorm before."""
+
+    def __init__(self, dim: int, num_heads: int, qk_norm: bool = False):
+        super().__init__(dim, num_heads)
+        self.q_norm, self.k_norm = (RMSNorm(dim // num_heads, EPS) if qk_norm else nn.Identity() for _ in "qk")
+
+    def forward(self, x: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # each (N, T, h, d)
+        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        return self.proj(attend(torch.stack([q, k, v], dim=2).flatten(2), self.num_heads))
+
+
+class SwiGLU(nn.Module):
+    """w3(silu(a) ∗ b), a and b side by side by w12."""
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.w12 = nn.Linear(dim, 2 * hidden_dim)
+        self.w3 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(a) * b)
+
+
+class LightningDiTBlock(nn.Module):
+    """DiT's block of other parts."""
+
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0, qk_norm: bool = False):
+        super().__init__()
+        self.norm1, self.norm2 = (RMSNorm(hidden_size, EPS) for _ in range(2))
+        self.attn = Attention(hidden_size, num_heads, qk_norm)
+        self.mlp = SwiGLU(hidden_size, int(2 / 3 * int(hidden_size * mlp_ratio)))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
+        """x (N, T, D) tokens, c (N, D) condition, rotation (T, d/2, 2) → (N, T, D)."""
+        vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
+        h = modulate(self.norm1(x), shift_msa, scale_msa)
+        x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(h, rotation, attend))
+        return torch.addcmul(x, gate_mlp.unsqueeze(1), self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+
+
+class FinalLayer(dit.FinalLayer):
+    """DiT's final layer with an RMSNorm."""
+
+    def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
+        super().__init__(hidden_size, patch_size, out_channels)
+        self.norm_final = RMSNorm(hidden_size, EPS)
+
+
+class LightningDiT(SiT):
+    """x (N, C, H, W), t (N,) from 0, noise, to 1, data, y (N,) labels → velocity (N, C, H, W). Arguments as SiT's."""
+
+    def __init__(
+        self,
+        input_size: int = 16,
+        patch_size: int = 1,
+        in_channels: int = 32,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        class_dropout_prob: float = 0.1,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        qk_norm: bool = False,
+    ):
+        shape = input_size, patch_size, in_channels, hidden_size
+        super().__init__(*shape, 0, num_heads, mlp_ratio, class_dropout_prob, num_classes, learn_sigma)
+        blocks = (LightningDiTBlock(hidden_size, num_heads, mlp_ratio, qk_norm) for _ in range(depth))
+        self.blocks = nn.ModuleList(blocks)
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.initialize_weights()
+
+    def rotation(self, x: Tensor) -> Tensor:
+        """Return the rotations of all positions for tokens of x's kind, (T, d/2, 2)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return rotation_table(x.shape[-1] // self.num_heads, self.x_embedder.grid_size[0], dtype, x.device)
+
+    def transform(self, x, c, attend=attention, tokens=slice(None), depth=None) -> Tensor:
+        rotation = self.rotation(x)[tokens]  # (T, d/2, 2)
+        for block in list(self.blocks)[:depth]:
+            x = block(x, c, rotation, attend)
+        return x
+
+
+#################################################################################
+#                                 Configurations                                #
+#################################################################################
+
+_SIZES = {
+    "XL/1": dict(**dit._SIZES["XL"], patch_size=1),
+    "XL/2": dict(**dit._SIZES["XL"], patch_size=2),
+    "L/2": dict(**dit._SIZES["L"], patch_size=2),
+    "B/1": dict(**dit._SIZES["B"], patch_size=1),
+    "B/2": dict(**dit._SIZES["B"], patch_size=2),
+    "1p0B/1": dict(depth=24, hidden_size=1536, num_heads=24, patch_size=1),
+    "1p0B/2": dict(depth=24, hidden_size=1536, num_heads=24, patch_size=2),
+    "1p6B/1": dict(depth=28, hidden_size=1792, num_heads=28, patch_size=1),
+    "1p6B/2": dict(depth=28, hidden_size=1792, num_heads=28, patch_size=2),
+}
+LightningDiT_models = {
+    f"LightningDiT-{size}": _constructor(f"LightningDiT_{size.replace('/', '_')}", LightningDiT, **config)
+    for size, config in _SIZES.items()
+}
+globals().update({build.__name__: build for build in LightningDiT_models.values()})

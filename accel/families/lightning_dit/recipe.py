@@ -1,0 +1,99 @@
+"""How a LightningDiT's training run samples: by the configuration in its checkpoint or in the YAML file beside it."""
+
+from pathlib import Path
+from typing import Any
+
+from accel.errors import UsageError, shown
+from accel.families.lightning_dit import FAMILY
+from accel.files import read_small
+
+LARGEST = 1 << 16  # bytes of a YAML file
+# (section, entry, its value where it is missing, the one that is computed here)
+COMPUTED = (
+    ("transport", "path_type", "Linear", "Linear"),
+    ("transport", "prediction", "velocity", "velocity"),
+    ("sample", "mode", "ODE", "ODE"),
+    ("sample", "sampling_method", "euler", "euler"),
+    ("sample", "reverse", False, False),
+    ("data", "latent_multiplier", 0.18215, 1.0),
+)
+# Published files come without one; the others' values are the family's.
+PUBLISHED = {"lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))}
+
+
+def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the values of options that a checkpoint's configuration implies, and print them; nothing if it has none.
+
+    model: of the weights. Raises UsageError, of one line, for a configuration that is damaged, of another model, or of
+    another sampler than is computed here.
+    """
+    where, content = f"`ckpt={path}`: its configuration", metadata.get("config")
+    if content is None:
+        file = _beside(path)
+        if file is None:
+            return PUBLISHED.get(path.stem.lower(), {})
+        where, content = f"`ckpt={path}`: {file.name} beside it", _read(file, path)
+    if not isinstance(content, dict) or not all(isinstance(content.get(one), dict) for one in ("model", "sample")):
+        return {}  # of another program
+    named = content["model"].get("model_type")
+    if isinstance(named, str) and {named, model} <= FAMILY.models.keys() and named != model:
+        raise UsageError(f"{where} describes {named}, and the weights are {model}; move it")
+    for section, name, usual, computed in COMPUTED:
+        if isinstance(content.get(section), dict) and (value := content[section].get(name, usual)) != computed:
+            raise UsageError(f"{where} says {name} {_plain(value)}, and only {computed} is computed here; move it")
+    found = _values(where, content["sample"])
+    low, high = found["guidance_interval"]
+    words = f"cfg scale {found['cfg_scale']:g}, " * ("cfg_scale" in found) + f"guidance at levels {low:g} to {high:g}, "
+    words += f"timestep shift {found['timestep_shift']:g}, {found.get('num_sampling_steps', 'the usual')} steps"
+    print(f"{where.partition(': ')[2]} says {words}; flags override it")
+    return found
+
+
+def _values(where: str, sample: dict) -> dict[str, Any]:
+    """Options by the entries of `sample`; times run from 0 at noise, noise levels from 1."""
+
+    def number(name, low, high, usual):
+        value = sample.get(name, usual)
+        if not (type(value) in (int, float) and low <= value <= high):
+            raise UsageError(f"{where} says {name} {_plain(value)}, which must be from {low} to {high}; mend it")
+        return value
+
+    found = {
+        "guidance_interval": (0.0, 1.0 - number("cfg_interval_start", 0, 0.999, 0)),
+        "timestep_shift": float(number("timestep_shift", 0, 100, 0)) or 1.0,
+    }
+    if "cfg_scale" in sample:
+        found["cfg_scale"] = float(number("cfg_scale", 1, 10**6, 1))
+    if "num_sampling_steps" in sample:  # points, one more than the steps between them
+        found["num_sampling_steps"] = int(number("num_sampling_steps", 2, 1001, 250)) - 1
+    return found
+
+
+def _plain(value):
+    """A value in words. A list or mapping of YAML may hold itself many times over."""
+    return shown(str(value)) if isinstance(value, (str, int, float, bool)) else f"of type {type(value).__name__}"
+
+
+def _beside(path: Path) -> Path | None:
+    """The YAML file of a checkpoint: of its name, or the only one in its folder."""
+    own = path.with_suffix(".yaml")
+    if own.is_file():
+        return own
+    others = sorted(path.parent.glob("*.yaml"))
+    if len(others) > 1:
+        print(f"{path.parent} has {len(others)} YAML files and none is called {own.name}: they are not read")
+    return others[0] if len(others) == 1 else None
+
+
+def _read(file: Path, path: Path) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node):
+            """No-op: merged mappings can grow without bound, and are then refused as unknown tags."""
+
+    try:
+        return yaml.load(read_small(file, LARGEST).decode(), Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise UsageError(f"`ckpt={path}`: {file.name} beside it cannot be read ({reason}); mend it") from None

@@ -1,0 +1,93 @@
+"""Which files and modules hold a LightningDiT, its sizes, and what its training run's configuration implies."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.families import lightning_dit
+from accel.families.dit.weights import KEYS as DIT_KEYS
+from accel.families.dit.weights import LABELS, PATCHES, latent_size, of_dit, sizes_of
+from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
+from accel.families.lightning_dit.recipe import recipe
+from accel.families.loaded_module import OfModule
+from accel.families.recognise import STRUCTURE
+from accel.weights.shapes import Shapes
+
+__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "recipe", "sampled", "sizes"]
+MODELS = LightningDiT_models  # name → constructor
+KEYS = DIT_KEYS
+COS, SIN = "feat_rope.freqs_cos", "feat_rope.freqs_sin"  # (T, d), each number twice
+PARTS = {  # entries that a DiT has not → what they are of
+    "blocks.0.norm1.weight": "RMSNorm",
+    "blocks.0.mlp.w12.weight": "SwiGLU",
+    COS: "rotation",
+}
+MODULATION = ".adaLN_modulation.1."
+
+
+def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
+    """Return the claim of entries that a DiT has not."""
+    return next(((STRUCTURE, name) for name in PARTS if name in shapes), None)
+
+
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+    """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks."""
+    if lacking := [part for name, part in PARTS.items() if name not in shapes]:
+        raise ValueError(f"is a LightningDiT without {' and '.join(lacking)}, which is not computed here")
+    width, hidden, head = shapes[PATCHES][0], shapes["blocks.0.mlp.w3.weight"][1], shapes[COS][-1]
+    if shapes[SIN] != shapes[COS] or head % 4 or width % head:
+        raise ValueError(f"{COS} is {shapes[COS]}, which is no table of heads of a width of {width}; save it again")
+    # The hidden width is two thirds of a DiT's, rounded down.
+    of_dit_shapes = {**shapes, "blocks.0.mlp.fc1.weight": (hidden * 3 // 2 + 1,)}
+    name, build, heads = sizes_of(of_dit_shapes, width // head, LightningDiT, lightning_dit.FAMILY.name, MODELS)
+    build.keywords["qk_norm"] = "blocks.0.attn.q_norm.weight" in shapes
+    return name, build, heads
+
+
+def converted(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the state dict of the reference network: without the table of rotations, which it computes, and with a
+    modulation of six vectors, the shifts zero where there are four. Raises ValueError for another table."""
+    kept = {name: value for name, value in state.items() if name not in (COS, SIN)}
+    if COS in state and not state[COS].is_meta:
+        tokens, head = state[COS].shape
+        table = rotation_table(head, round(tokens**0.5), torch.float32, "cpu").repeat_interleave(2, dim=1)
+        for name, want in zip((COS, SIN), table.unbind(-1)):
+            if want.shape != state[name].shape or (state[name].cpu().float() - want).abs().amax() > 0.02:
+                raise ValueError(f"{name} has other rotations than those by row and column that are computed here")
+    for name, value in kept.items():
+        if name.startswith("blocks.") and MODULATION in name and len(value) == 4 * len(state[PATCHES]):
+            halves = value.unflatten(0, (2, -1))  # (2, 2·D, …): scale and gate of attention, then of the MLP
+            kept[name] = torch.cat([torch.zeros_like(halves).chunk(2, dim=1)[0], halves], dim=1).flatten(0, 1)
+    return kept
+
+
+def sampled(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
+    """Return `state` itself: no entry is of training alone, and the table of rotations says the head's size."""
+    return state
+
+
+def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
+    """Return how a module is read if its entries are a LightningDiT's, and None for another's."""
+    if not all(name in state for name in PARTS):
+        return None
+    return of_dit(lightning_dit.FAMILY, module, state, strength=STRUCTURE, face=IntervalFace)
+
+
+class IntervalFace:
+    """The signature of LightningDiT over `accelerated.Accelerated`: guidance may begin at a time."""
+
+    def forward_with_cfg(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        cfg_scale: float | Tensor,
+        cfg_interval: bool | None = None,
+        cfg_interval_start: float | None = None,
+    ) -> Tensor:
+        """Return the guided velocity (2N, C, H, W), as models.DiT.forward_with_cfg takes its arguments; with
+        `cfg_interval` the conditional one at times before `cfg_interval_start`."""
+        before = cfg_interval is True and t[0] < cfg_interval_start
+        return super().forward_with_cfg(x, t, y, 1.0 if before else cfg_scale)

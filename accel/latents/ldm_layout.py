@@ -1,0 +1,86 @@
+"""An AutoencoderKL in the layout of latent diffusion's training (arXiv:2112.10752), and statistics of its latents.
+
+VA-VAE (Yao et al. 2025, arXiv:2501.01423) comes so: one file with encoder, decoder and losses, and latents_stats.pt.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from accel.errors import UsageError
+from accel.latents import LatentSpace
+from accel.latents.autoencoder_kl import LARGEST, SD_VAE_FT
+from accel.weights.tensor_files import read_tensors, require_floats
+
+STATISTICS = "latents_stats.pt"
+# LDM's names → diffusers'.
+_MIDDLE = {"block_1": "resnets.0", "attn_1": "attentions.0", "block_2": "resnets.1"}
+_LEVEL = {"block": "resnets", "attn": "attentions", "upsample": "upsamplers.0"}
+_LAYER = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
+_LAYER |= {"nin_shortcut": "conv_shortcut", "norm_out": "conv_norm_out"}
+
+
+def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return (config.json's entries, the decoder's weights under diffusers' names). Raises UsageError about --vae."""
+    content = read_tensors(file, "vae")
+    whole = content["state_dict"] if isinstance(content.get("state_dict"), dict) else content
+    state = {name: value for name, value in whole.items() if re.match(r"decoder\.|post_quant_conv\.", str(name))}
+    require_floats(state, "vae", file)
+    levels = sorted({int(found[1]) for name in state if (found := re.match(r"decoder\.up\.(\d+)\.", name))})
+    blocks = sum(bool(re.fullmatch(r"decoder\.up\.0\.block\.\d+\.conv1\.weight", name)) for name in state)
+    try:
+        widths = [len(state[f"decoder.up.{level}.block.0.conv1.weight"]) for level in levels]
+        channels = state["decoder.conv_in.weight"].shape[1]
+    except (KeyError, IndexError) as error:
+        raise UsageError(f"`vae={file}`: is not an AutoencoderKL in LDM's layout: no {error.args[0]}") from None
+    attends = [f"decoder.up.{level}.attn.0.q.weight" in state for level in reversed(levels)]
+    config = SD_VAE_FT | dict(
+        block_out_channels=widths,
+        layers_per_block=blocks - 1,
+        latent_channels=channels,
+        up_block_types=["AttnUpDecoderBlock2D" if one else "UpDecoderBlock2D" for one in attends],
+        use_post_quant_conv="post_quant_conv.weight" in state,
+        mid_block_add_attention="decoder.mid.attn_1.q.weight" in state,
+        scaling_factor=1.0,
+    )
+    return config, {_renamed(name, len(levels) - 1): value for name, value in state.items()}
+
+
+def _renamed(name, last):
+    """diffusers counts levels from the latent on, LDM from the picture."""
+    *path, layer, kind = name.split(".")
+    match path:
+        case ["decoder", "mid", where]:
+            path = "decoder", "mid_block", _MIDDLE.get(where, where)
+        case ["decoder", "up", level, where, *number] if level.isdecimal():
+            path = "decoder", "up_blocks", str(last - int(level)), _LEVEL.get(where, where), *number
+    return ".".join((*path, _LAYER.get(layer, layer), kind))
+
+
+def beside(file: Path) -> Path:
+    """Return the file of the statistics of a decoder's latents. Raises UsageError if there is none."""
+    found = file.parent / STATISTICS
+    if not found.is_file():
+        raise UsageError(
+            f"`vae={file}`: says no scale of its latents; put {STATISTICS} beside it, or give `latent_stats`"
+        )
+    return found
+
+
+def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
+    """Return a space whose latents have these statistics: mean and std (1, C, 1, 1). Raises UsageError."""
+    content, found = read_tensors(Path(file), "latent_stats"), {}
+    for name in ("mean", "std"):
+        value = content.get(name)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != space.channels:
+            raise UsageError(
+                f"`latent_stats={file}`: must hold mean and std of {space.channels} channels; has no such {name}"
+            )
+        found[name] = tuple(value.flatten().tolist())
+    if not all(1 / LARGEST <= one <= LARGEST for one in found["std"]) or not all(
+        abs(one) <= LARGEST for one in found["mean"]
+    ):
+        raise UsageError(f"`latent_stats={file}`: holds values that are no mean or deviation; compute it again")
+    return space._replace(**found, scale=1.0, shift=0.0)

@@ -1,0 +1,173 @@
+"""LightningDiT: its equations in float64, its tiers, which files and modules are its own, shifted times."""
+
+import pytest
+import torch
+from conftest import fill
+from networks import error, fast_network, network_of
+from reference_networks import lightning_dit, relative_error
+from torch import nn
+
+from accel import Sampler, accelerate
+from accel.errors import UsageError
+from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
+from accel.families.recognise import recognise
+from accel.network import Plain
+from accel.sampling import denoise
+from accel.sampling.flow import Euler, Heun
+from accel.sampling.guidance import Guidance
+from accel.weights.shapes import shapes_only
+
+SMALL = dict(input_size=4, in_channels=32, hidden_size=144, depth=2, num_heads=2, num_classes=8)
+FORMS = (
+    {},
+    {"qk_norm": True},
+    {"patch_size": 2, "input_size": 8, "in_channels": 3, "learn_sigma": True, "mlp_ratio": 2.0},
+)
+
+
+def build(**form):
+    """Norm weights near one, as trained ones are; else everything random."""
+    model = fill(LightningDiT(**{**SMALL, **form}))
+    for name, value in model.named_parameters():
+        if "norm" in name:
+            value.data.add_(1)
+    model.final_layer.linear.weight.data.mul_(0.3)
+    return model
+
+
+def as_file(model):
+    """The entries of a published file: those of the network, and its table of rotations."""
+    head = model.blocks[0].attn.qkv.in_features // model.num_heads
+    table = rotation_table(head, model.x_embedder.grid_size[0], torch.float32, "cpu").repeat_interleave(2, 1)
+    return {**model.state_dict(), **dict(zip(("feat_rope.freqs_cos", "feat_rope.freqs_sin"), table.unbind(-1)))}
+
+
+def without_shifts(state):
+    """The entries of a file whose modulation has four vectors."""
+    for name in [name for name in state if name.startswith("blocks.") and "adaLN" in name]:
+        state[name] = state[name].unflatten(0, (2, 3, -1))[:, 1:].flatten(0, 2)
+    return state
+
+
+def batch(model, n=4):
+    generator = torch.Generator().manual_seed(1)
+    side = model.x_embedder.img_size[0]
+    x = torch.randn(n, model.in_channels, side, side, generator=generator)
+    return x, torch.rand(n, generator=generator), torch.randint(0, 9, (n,), generator=generator)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", (lambda state: state, without_shifts))
+def test_every_tier_computes_the_definition(form, change):
+    model = build(**form)
+    state = change(as_file(model))
+    x, t, y = batch(model)
+    want = lightning_dit(state, x, t, y)
+    assert want.shape == x.shape and want.abs().mean() > 0.1  # not the blind network
+    fit = recognise("x.pt", state, {})
+    own = fit.build(input_size=x.shape[-1], num_classes=8)
+    own.load_state_dict(fit.family.part("weights").converted(state, {}), strict=True)
+    own.eval()
+    of_float32 = relative_error(own(x, t, y).detach(), want)
+    assert of_float32 < 4e-6 and own.num_heads == 2 and type(own) is LightningDiT
+    assert relative_error(fast_network(own, torch.float64).forward(x.double(), t, y), want) < 1e-6  # the sinusoid's
+    for tier, most in (("fp32", 5e-6), ("exact", max(2e-6, of_float32)), ("fp16", 2e-3), ("bf16", 2e-2)):
+        network = network_of(own, tier)
+        assert relative_error(network.forward(x, t, y), want) < most, tier
+        assert network.overflowed() is None
+    assert relative_error(own(x, 1 - t, y).detach(), want) > 1e-2  # time counts
+
+
+def test_published_sizes():
+    widths = {"XL": (28, 1152, 16, 3072), "L": (24, 1024, 16, 2730), "B": (12, 768, 12, 2048)}
+    widths |= {"1p0B": (24, 1536, 24, 4096), "1p6B": (28, 1792, 28, 4778)}
+    assert len(LightningDiT_models) == 9
+    for name, make in LightningDiT_models.items():
+        depth, width, heads, hidden = widths[name.split("-")[1].split("/")[0]]
+        with shapes_only():
+            model = make(qk_norm=True)
+        state = model.state_dict()
+        assert (len(model.blocks), len(state["x_embedder.proj.bias"]), model.num_heads) == (depth, width, heads)
+        assert state["blocks.0.mlp.w12.weight"].shape == (2 * hidden, width) and model.in_channels == 32
+        assert state["blocks.0.attn.q_norm.weight"].shape == (width // heads,)
+        table = torch.empty(256, width // heads, device="meta")
+        fit = recognise("x.pt", {**state, "feat_rope.freqs_cos": table, "feat_rope.freqs_sin": table}, {})
+        assert (fit.model, fit.num_heads, fit.patch_size) == (name, heads, int(name[-1])) and not fit.learn_sigma
+
+
+def test_what_is_not_computed_is_named():
+    state = as_file(build())
+    for gone, words in (("feat_rope", "without rotation"), ("norm1", "without RMSNorm"), ("w12", "without SwiGLU")):
+        left = {name: value for name, value in state.items() if gone not in name}
+        with pytest.raises(UsageError, match=f"ckpt=x.pt: is a LightningDiT {words}, which [^\n]*$"):
+            recognise("x.pt", left, {})
+    with pytest.raises(UsageError, match="freqs_cos has other rotations [^\n]*$"):
+        recognise("x.pt", state | {"feat_rope.freqs_cos": state["feat_rope.freqs_cos"].roll(1, 0)}, {})
+    with pytest.raises(UsageError, match="q_norm.bias is no weight [^\n]*$"):
+        recognise("x.pt", as_file(build(qk_norm=True)) | {"blocks.0.attn.q_norm.bias": torch.zeros(72)}, {})
+    with pytest.raises(UsageError, match="was trained as a LightningDiT [^\n]*, not as SiT-XL/2[^\n]*$"):
+        recognise("x.pt", state, {}, "SiT-XL/2")
+
+
+def euler(v, z, steps, shift, heun=False):
+    """Over shifted times, guided from time 0.11 on; in float64."""
+    x, times = z.double(), [shift * i / (steps + (shift - 1) * i) for i in range(steps + 1)]
+    for t, end in zip(times, times[1:]):
+        slope = v(x, t, t >= 0.11)
+        if heun and end != times[-1]:
+            slope = (slope + v(x + (end - t) * slope, end, t >= 0.11)) / 2
+        x = x + (end - t) * slope
+    return x
+
+
+@pytest.mark.parametrize("process, heun", ((Euler(9, 0.3), False), (Heun(7, 0.3), True), (Euler(5, 2.5), False)))
+def test_a_shift_and_an_interval(process, heun):
+    """By every network the same; the first guided channels are three of 32."""
+    model, z, labels = build(), torch.randn(2, 32, 4, 4), torch.tensor([1, 5])
+    state = as_file(model)
+
+    def v(x, t, guided):
+        rows = lightning_dit(state, torch.cat([x, x]), torch.full((4,), t), torch.tensor([1, 5, 8, 8]))
+        cond, uncond = rows.chunk(2)
+        cond[:, :3] += guided * 1.5 * (cond - uncond)[:, :3]
+        return cond
+
+    want = euler(v, z, process.number, process.shift, heun)
+    for network, most in ((Plain(model), 2e-6), (network_of(model, "fp32"), 5e-6), (network_of(model, "fp16"), 5e-3)):
+        assert error(denoise(network, process, Guidance(2.5, 8, 3, (0.0, 0.89)), z, labels, None), want) < most
+    assert process != type(process)(process.number) and Euler(9).times()[4] == 4 / 9
+
+
+class Original(nn.Module):
+    """The original class as callers hold it: its own table of rotations and guidance."""
+
+    def __init__(self, model):
+        super().__init__()
+        for name, part in model.named_children():
+            setattr(self, name, part)
+        self.pos_embed, self.num_heads, self.feat_rope = model.pos_embed, model.num_heads, nn.Module()
+        for name, value in as_file(model).items():
+            if name.startswith("feat_rope."):
+                self.feat_rope.register_buffer(name.removeprefix("feat_rope."), value)
+
+    def forward(self, x, t=None, y=None):
+        return lightning_dit(self.state_dict(), x, t, y).float()
+
+    def forward_with_cfg(self, x, t, y, cfg_scale, cfg_interval=None, cfg_interval_start=None):
+        cond, uncond = self(torch.cat([x[: len(x) // 2]] * 2), t, y).chunk(2)
+        guides = not (cfg_interval is True and t[0] < cfg_interval_start)
+        first = uncond + (cfg_scale if guides else 1) * (cond - uncond)
+        return torch.cat([torch.cat([first[:, :3], one[:, 3:]], 1) for one in (cond, uncond)])
+
+
+def test_the_original_class_is_accelerated():
+    theirs = Original(build(qk_norm=True))
+    x, t, y = batch(build())
+    fast = accelerate(theirs, "fp32")
+    assert error(fast(x, t=t, y=y), theirs(x, t, y).double()) < 1e-5
+    for start in (0.1, 0.9):
+        t = torch.full((4,), 0.5)
+        got = fast.forward_with_cfg(x, t, y=y, cfg_scale=3.0, cfg_interval=True, cfg_interval_start=start)
+        assert error(got, theirs.forward_with_cfg(x, t, y, 3.0, True, start).double()) < 1e-5
+    with Sampler(theirs, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
+        assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.settings.sampler == "euler"

@@ -1,0 +1,176 @@
+"""LightningDiT's files: checkpoint, YAML beside it, VA-VAE and statistics, by command, hub and FID job."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from hub import Hub
+from networks import error
+from PIL import Image
+from test_lightning_dit import as_file, build
+
+from accel.errors import UsageError
+from accel.families.lightning_dit.recipe import implied
+from accel.latents.files import find, load
+from accel.latents.half import HalfDecoder
+from accel.latents.ldm_layout import STATISTICS
+from accel.latents.pixels import to_grid
+from accel.network import Plain
+from accel.sampling import denoise
+from accel.sampling.flow import Euler
+from accel.sampling.guidance import Guidance
+
+YAML = """data: {image_size: 64, num_classes: 8, latent_norm: true, latent_multiplier: 1.0}
+model: {model_type: LightningDiT-XL/1, use_qknorm: false}
+transport: {path_type: Linear, prediction: velocity}
+sample: {mode: ODE, sampling_method: euler, num_sampling_steps: 5, cfg_scale: 2.5, cfg_interval_start: 0.11,
+         timestep_shift: 0.3}
+"""
+
+
+def vae_files(folder, levels=5):
+    """VA-VAE's files in small: (AutoencoderKL with the weights, statistics of its latents)."""
+    from diffusers import AutoencoderKL
+
+    kinds = dict(down_block_types=["DownEncoderBlock2D"] * levels)
+    kinds["up_block_types"] = ["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * (levels - 1)
+    vae = fill(AutoencoderKL(block_out_channels=[32] * levels, layers_per_block=2, latent_channels=32, **kinds))
+    for value in vae.parameters():
+        value.data = value.data / value[0].numel() ** 0.5 if value.ndim == 4 else value.data + (value.ndim == 1)
+    names = {"mid_block.resnets.0": "mid.block_1", "mid_block.attentions.0": "mid.attn_1", "conv_norm_out": "norm_out"}
+    names |= {"mid_block.resnets.1": "mid.block_2", "group_norm": "norm", "to_out.0": "proj_out", ".to_": "."}
+    for level in range(levels):
+        theirs, ldm = f"up_blocks.{level}", f"up.{levels - 1 - level}"
+        names |= {f"{theirs}.upsamplers.0": f"{ldm}.upsample", f"{theirs}.resnets": f"{ldm}.block"}
+        names |= {f"{theirs}.attentions": f"{ldm}.attn"}
+    state = {"loss.logvar": torch.zeros(()), "foundation_model.steps": torch.tensor(1)}
+    for name, value in vae.state_dict().items():
+        for theirs, ldm in names.items():
+            name = name.replace(theirs, ldm)
+        state[name] = value[..., None, None] if "attn" in name and value.ndim == 2 else value
+    torch.save({"state_dict": state, "epoch": 1}, folder / "vavae.pt")
+    stats = dict(mean=torch.randn(1, 32, 1, 1), std=torch.rand(1, 32, 1, 1) + 0.5)
+    torch.save(stats, folder / STATISTICS)
+    return vae, stats
+
+
+def checkpoint(folder, **form):
+    """A training run's checkpoint of a random network, in which names begin with a wrapper's prefix."""
+    model = build(**form)
+    wrapped = {f"module.{name}": value for name, value in as_file(model).items()}
+    torch.save({"model": wrapped, "ema": wrapped, "opt": {"state": {}}}, folder / "small.pt")
+    return model
+
+
+def test_va_vae_is_an_autoencoder_kl(tmp_path):
+    vae, stats = vae_files(tmp_path)
+    space, latents = find(str(tmp_path / "vavae.pt")), torch.randn(1, 32, 2, 2)
+    assert (space.channels, space.factor, space.scale) == (32, 16, 1.0)
+    with torch.inference_mode():
+        want = vae.decode(latents * stats["std"] + stats["mean"]).sample
+        got = load(space, "cpu")(space.to_decoder(latents))
+        assert torch.equal(got, want) and want.std() > 0.1
+        assert error(HalfDecoder(load(space, "cpu"), torch.float32)(space.to_decoder(latents)), want.double()) < 1e-5
+        half = HalfDecoder(load(space, "cpu"))(space.to_decoder(latents))
+        assert error(half, want.double()) < 3e-3
+    (tmp_path / STATISTICS).rename(tmp_path / "other.pt")
+    assert find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt")) == space
+    with pytest.raises(UsageError, match="vavae.pt: says no scale [^\n]*$"):
+        find(str(tmp_path / "vavae.pt"))
+    for wrong in (
+        dict(mean=stats["mean"]),
+        stats | dict(std=stats["std"] * 0),
+        stats | dict(mean=torch.zeros(1, 4, 1, 1)),
+    ):
+        torch.save(wrong, tmp_path / "wrong.pt")
+        with pytest.raises(UsageError, match="latent_stats=[^\n]*wrong.pt: [^\n]*$"):
+            find(str(tmp_path / "vavae.pt"), str(tmp_path / "wrong.pt"))
+
+
+def test_the_command_believes_the_files(tmp_path, here):
+    """Checkpoint, YAML, VA-VAE and statistics; flags override what the YAML says."""
+    model, (vae, stats) = checkpoint(tmp_path), vae_files(tmp_path)
+    (tmp_path / "run.yaml").write_text(YAML)
+    flags = "--device", "cpu", "--ckpt", tmp_path / "small.pt", "--labels", 1, 5, "--seed", 3
+    files = "--vae", tmp_path / "vavae.pt"
+    for more, number, shift in (((), 4, 0.3), (("--timestep-shift", 1, "--num-sampling-steps", 3), 3, 1.0)):
+        done = here("sample.py", *flags, *more, "--output", tmp_path / "x.npy", "--output-type", "latent")
+        assert done.returncode == 0, done.stderr
+        assert "run.yaml beside it says cfg scale 2.5, guidance at levels 0 to 0.89" in done.stdout
+        torch.manual_seed(3)
+        z = torch.randn(2, 32, 4, 4)
+        guidance = Guidance(2.5, 8, 3, (0.0, 0.89))
+        want = denoise(Plain(model), Euler(number, shift), guidance, z, torch.tensor([1, 5]), None)
+        assert np.array_equal(np.load(tmp_path / "x.npy"), want.numpy())
+    done = here("sample.py", *flags, *files, *more, "--output", tmp_path / "x.png")
+    assert done.returncode == 0 and "64 px" in done.stdout, done.stderr
+    with torch.inference_mode():
+        pixels = torch.cat([vae.decode(one * stats["std"] + stats["mean"]).sample for one in want.split(1)])
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "x.png")), to_grid(pixels).numpy())
+    done = here("sample.py", *flags, "--sampler", "sde", "--output", tmp_path / "y.png")
+    assert done.returncode == 2 and "euler, heun" in done.stderr
+
+
+HOSTILE = (
+    "a: [" * 9000,
+    "model: &a {x: 1}\nsample: {<<: [*a, *a]}",
+    "model: {}\nsample: {cfg_scale: !!python/object/apply:os.system [ls]}",
+    YAML.replace("2.5", ".nan"),
+    YAML.replace("velocity", "noise"),
+    YAML.replace("latent_multiplier: 1.0", "x: 1"),
+    "x" * 70000,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_yaml_is_one_line(text, tmp_path):
+    (tmp_path / "small.yaml").write_text(text)
+    with pytest.raises(UsageError, match="small.pt: small.yaml beside it [^\n]*$"):
+        implied("LightningDiT-2x144/1", {}, tmp_path / "small.pt")
+
+
+def test_what_implies_how_to_sample(tmp_path):
+    """A YAML of another program, or one of several, is nothing; a published name or the checkpoint's own entry is."""
+    path = tmp_path / "lightningdit-xl-imagenet256-64ep.pt"
+    assert implied("LightningDiT-XL/1", {}, path)["cfg_scale"] == 10.0
+    own = dict(config=dict(model={}, sample=dict(num_sampling_steps=250, cfg_scale=9)))
+    want = dict(guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9.0, num_sampling_steps=249)
+    assert implied("LightningDiT-XL/1", own, path) == want
+    (tmp_path / "compose.yaml").write_text("services: {}")
+    assert implied("LightningDiT-XL/1", {}, path) == {}
+    (tmp_path / "other.yaml").write_text(YAML)
+    assert implied("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
+    with pytest.raises(UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"):
+        implied("LightningDiT-B/1", {}, tmp_path / "other.pt")
+
+
+def test_the_hubs_repositories(tmp_path, run):
+    """Each has a file of its own name; statistics come with the decoder."""
+    for name, write in (("small", checkpoint), ("vavae", vae_files)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    how = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
+    flags = "--device", "cpu", "--labels", 1, "--num-sampling-steps", 1, "--output", tmp_path / "x.png"
+    for flag, name, other in (("--ckpt", "small", "vavae"), ("--vae", "vavae", "small")):
+        local = "--vae" if flag == "--ckpt" else "--ckpt", tmp_path / other / f"{other}.pt"
+        with Hub(f"hustvl/{name}", tmp_path / name) as hub:
+            done = run("sample.py", *flags, flag, f"hustvl/{name}", *local, HF_ENDPOINT=hub.url, **how)
+        assert done.returncode == 0, done.stderr
+        assert sorted(hub.asked) == sorted(path.name for path in (tmp_path / name).iterdir())
+
+
+def test_an_fid_job_resumes(tmp_path, here):
+    checkpoint(tmp_path)
+    vae_files(tmp_path)
+    flags = "--ckpt", tmp_path / "small.pt", "--vae", tmp_path / "vavae.pt", "--num-sampling-steps", 2
+    job = "--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"
+    done = here("sample_ddp.py", "--device", "cpu", *flags, *job)
+    assert done.returncode == 0, done.stderr
+    [archive] = tmp_path.glob("samples/*.npz")
+    assert "euler-shift-0.3-interval-0-0.875" in archive.name
+    want = np.load(archive)["arr_0"]
+    archive.unlink()
+    archive.with_suffix("").joinpath("000003.png").unlink()
+    done = here("sample_ddp.py", "--device", "cpu", *flags, *job)
+    assert done.returncode == 0, done.stderr
+    assert want.shape == (4, 64, 64, 3) and np.array_equal(np.load(archive)["arr_0"], want)
