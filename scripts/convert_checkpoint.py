@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from accel.command_line import OneLineParser, user_errors
-from accel.door.opening import shipped_as
+from accel.door.opening import fit_of
 from accel.errors import UsageError, shown
 from accel.families import family_of, model_names
 from accel.families.recognise import Fit, converted, recognise, reference_state
@@ -87,7 +87,7 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
         raise UsageError("`pipeline`: writes a folder, so `output` must name one; `vae` needs `pipeline`")
     vae = find(vae).decoder if vae else None
     weights = Checkpoint(ckpt)
-    fit = recognise(ckpt, weights.state, weights.metadata, model, shipped_as=shipped_as(ckpt))
+    fit = fit_of(weights, model)
     state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
     if target.suffix:
         kept = converted(fit.family, state, weights.metadata, sampled=True)

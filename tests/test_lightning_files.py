@@ -9,13 +9,16 @@ from networks import error
 from PIL import Image
 from test_lightning_dit import as_file, build
 
+from accel.door.opening import open_weights
 from accel.errors import UsageError
-from accel.families.lightning_dit.recipe import implied
+from accel.families import Defaults
+from accel.families.lightning_dit.recipe import recipe
 from accel.latents.files import find, load
 from accel.latents.half import HalfDecoder
 from accel.latents.ldm_layout import STATISTICS
 from accel.latents.pixels import to_grid
 from accel.network import Plain
+from accel.request import GridRequest
 from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
@@ -111,6 +114,23 @@ def test_the_command_believes_the_files(tmp_path, here):
     assert done.returncode == 2 and "euler, heun" in done.stderr
 
 
+def test_a_converted_file_keeps_its_recipe(tmp_path, here):
+    """The YAML stays behind: the new file holds its values."""
+    checkpoint(tmp_path)
+    (tmp_path / "small.yaml").write_text(YAML)
+    (tmp_path / "away").mkdir()
+    before = request_settings(str(tmp_path / "small.pt"))
+    for name, source in (("b.safetensors", tmp_path / "small.pt"), ("c.pt", tmp_path / "away" / "b.safetensors")):
+        done = here("scripts/convert_checkpoint.py", "--ckpt", source, "--output", tmp_path / "away" / name)
+        assert done.returncode == 0, done.stderr
+        assert request_settings(str(tmp_path / "away" / name)) == before
+
+
+def request_settings(ckpt):
+    settings = open_weights(GridRequest(ckpt=ckpt, device="cpu", output_type="latent"), torch.device("cpu"))
+    return {name: getattr(settings, name) for name in Defaults._fields if hasattr(settings, name) and name != "vae"}
+
+
 HOSTILE = (
     "a: [" * 9000,
     "model: &a {x: 1}\nsample: {<<: [*a, *a]}",
@@ -126,22 +146,22 @@ HOSTILE = (
 def test_a_hostile_yaml_is_one_line(text, tmp_path):
     (tmp_path / "small.yaml").write_text(text)
     with pytest.raises(UsageError, match="small.pt: small.yaml beside it [^\n]*$"):
-        implied("LightningDiT-2x144/1", {}, tmp_path / "small.pt")
+        recipe("LightningDiT-2x144/1", {}, tmp_path / "small.pt")
 
 
 def test_what_implies_how_to_sample(tmp_path):
     """A YAML of another program, or one of several, is nothing; a published name or the checkpoint's own entry is."""
     path = tmp_path / "lightningdit-xl-imagenet256-64ep.pt"
-    assert implied("LightningDiT-XL/1", {}, path)["cfg_scale"] == 10.0
+    assert recipe("LightningDiT-XL/1", {}, path)["cfg_scale"] == 10.0
     own = dict(config=dict(model={}, sample=dict(num_sampling_steps=250, cfg_scale=9)))
     want = dict(guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9.0, num_sampling_steps=249)
-    assert implied("LightningDiT-XL/1", own, path) == want
+    assert recipe("LightningDiT-XL/1", own, path) == want
     (tmp_path / "compose.yaml").write_text("services: {}")
-    assert implied("LightningDiT-XL/1", {}, path) == {}
+    assert recipe("LightningDiT-XL/1", {}, path) == {}
     (tmp_path / "other.yaml").write_text(YAML)
-    assert implied("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
+    assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
     with pytest.raises(UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"):
-        implied("LightningDiT-B/1", {}, tmp_path / "other.pt")
+        recipe("LightningDiT-B/1", {}, tmp_path / "other.pt")
 
 
 def test_the_hubs_repositories(tmp_path, run):

@@ -37,7 +37,6 @@ from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 # How much a claim counts: tensors or arguments that only a family's training leaves, before a model's name.
 STRUCTURE, NAMED = 2, 1
 EXPLICIT = 3  # the family's name, as this program writes it
-RECIPE = ("guidance_channels",)  # entries of metadata that are values of settings
 
 
 class Fit(NamedTuple):
@@ -76,7 +75,8 @@ class Fit(NamedTuple):
             "num_heads": self.num_heads,
             "image_size": self.image_size,
             "class_names": list(self.class_names) or None,
-            **self.recipe,
+            "guidance_channels": self.recipe.get("guidance_channels"),
+            "recipe": {name: value for name, value in self.recipe.items() if name != "guidance_channels"} or None,
         }
         return {name: value for name, value in facts.items() if value is not None}
 
@@ -132,9 +132,17 @@ def recognise(
         latent_size=_optional(family, "latent_size", lambda state: None)(state),
         class_names=tuple(metadata.get("class_names", ())),
         usual=standard,
-        recipe={name: metadata[name] for name in RECIPE if name in metadata},
+        recipe=_recipe(metadata),
         **given,
     )
+
+
+def _recipe(metadata):
+    """The values of settings that a file names."""
+    found = {**metadata.get("recipe", {}), "guidance_channels": metadata.get("guidance_channels")}
+    if "guidance_interval" in found:
+        found["guidance_interval"] = tuple(found["guidance_interval"])
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:

@@ -27,6 +27,16 @@ def _is_names(value):
     return isinstance(value, (list, tuple)) and all(isinstance(one, str) and one.isprintable() for one in value)
 
 
+def _is_recipe(value):
+    """Whether a dict has values of settings that this program wrote."""
+    number, low_high = (int, float), value.get("guidance_interval", (0, 1)) if isinstance(value, dict) else ()
+    bounds = {"cfg_scale": (1, 10**6), "timestep_shift": (0.01, 100), "num_sampling_steps": (1, 1000)}
+    if not isinstance(low_high, (list, tuple)) or len(low_high) != 2 or {*value} - {"guidance_interval", *bounds}:
+        return False
+    known = [(value[name], *ends) for name, ends in bounds.items() if name in value] + [(one, 0, 1) for one in low_high]
+    return all(type(one) in number and low <= one <= high for one, low, high in known) and low_high[0] < low_high[1]
+
+
 _TEXT = _Entry(lambda value: isinstance(value, str) and len(value) <= 4096, "text")
 SCHEMA = {
     "family": _TEXT,  # a family's name
@@ -40,6 +50,7 @@ SCHEMA = {
     "in_channels": _whole(1, 1024),  # of the latents
     "null_class": _Entry(lambda value: isinstance(value, bool), "true or false"),  # whether the label table has its row
     "guidance_channels": _whole(1, 1024),
+    "recipe": _Entry(_is_recipe, "values of settings by name"),
     "class_names": _Entry(_is_names, "a list of names"),
 }
 
