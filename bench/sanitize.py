@@ -89,7 +89,7 @@ def main() -> None:
         device = choose_device(args.device)
         if device.type != "cuda":
             raise UsageError(f"--device {device}: a GPU's kernels are checked")
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(device.index or 0)
     work(args, device)
 
 

@@ -293,6 +293,7 @@ MU, SIGMA = np.zeros(2048), np.eye(2048)
         (changed(archive(mu=MU, sigma=SIGMA), INFLATES_TO_3_GB), "mu holds 3,221,225,472 bytes"),
         (changed(archive(arr_0=SMALL), INFLATES_TO_3_GB), "arr_0 holds 3,221,225,472 bytes"),
     ],
+    ids=range(21),  # an archive names the second in which it was made
 )
 def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_path, here):
     path = tmp_path / "x.npz"
