@@ -140,7 +140,7 @@ def test_a_picture_is_that_of_the_command_to_the_bit(visitor, run, tmp_path):
     while visitor.status() != "Done.":
         pictures.add(visitor.picture())
     line = visitor.ask(f"{visitor.seen('textarea')}[0].value")
-    assert line == "python sample.py --model DiT-Demo/2 --num-sampling-steps 12 --precision fp32 --labels 5 3"
+    assert line == "python sample.py --model DiT-Demo/2 --num-sampling-steps 12 --labels 5 3"
     words = shlex.split(line)
     assert run(ROOT / words[1], *words[2:], cwd=tmp_path, OMP_NUM_THREADS="1").returncode == 0
     made = (tmp_path / "sample.png").read_bytes()
