@@ -1,9 +1,11 @@
 """Small networks with random weights, and what to evaluate them on."""
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from conftest import fill
+from torch import nn
 
 from accel import fast
 from accel.diffusion import create_diffusion
@@ -42,10 +44,10 @@ def side_of(model):
 
 
 def inputs(model, n, device="cpu", seed=1):
-    """Latents, timesteps and labels of n batch rows; the second half has the null label."""
+    """Return latents, timesteps and labels of n batch rows; the second half has the null label."""
     generator = torch.Generator().manual_seed(seed)
     side, classes = side_of(model), model.y_embedder.num_classes
-    x = torch.randn(n, 4, side, side, generator=generator)
+    x = torch.randn(n, model.in_channels, side, side, generator=generator)
     t = torch.randint(0, 1000, (n,), generator=generator)
     y = torch.randint(0, classes, (n,), generator=generator)
     y[n // 2 :] = classes
@@ -124,12 +126,10 @@ def upstream(model, labels, seed, steps, scale=4.0, eta=None):
     torch.manual_seed(seed)
     z, y = torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels)
     if isinstance(model, SiT):
-        z, y = (
-            (z, y)
-            if scale == 1
-            else (torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)]))
-        )
-        evaluate = model if scale == 1 else partial(model.forward_with_cfg, cfg_scale=scale)
+        evaluate = model
+        if scale != 1:
+            z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
+            evaluate = partial(model.forward_with_cfg, cfg_scale=scale)
         v = lambda x, t, level: evaluate(x, torch.full((len(x),), t), y)
         return sde(v, z, steps, lambda: torch.randn(z.shape))[: len(labels)]
     diffusion = create_diffusion(str(steps), learn_sigma=model.learn_sigma)
@@ -151,3 +151,24 @@ def transformer(seed=0, **config):
     for block in model.transformer_blocks:
         block.norm1.emb.load_state_dict(first)
     return model
+
+
+def pipeline(vae=None):
+    """A DiTPipeline of diffusers around a random transformer; vae: its decoder, or the folder of one."""
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
+
+    vae = AutoencoderKL.from_pretrained(vae) if isinstance(vae, Path) else vae
+    return DiTPipeline(transformer(), vae, DDIMScheduler())
+
+
+class Original(nn.Module):
+    """A class of the caller's own with the parts of ours, as upstream's classes are; named as ours."""
+
+    def __init__(self, model):
+        super().__init__()
+        for name, part in model.named_children():
+            self.add_module(name, part)
+        self.pos_embed, self.num_heads, self.model = model.pos_embed, model.num_heads, [model]
+
+    def forward(self, x, t, y):
+        return self.model[0](x, t, y)

@@ -151,17 +151,3 @@ def test_a_scheduler_for_a_sampler():
         UsageError, match="sampler: a scheduler takes estimates of noise, and this is a flow; give sde, euler, heun"
     ):
         Sampler(module, sampler=make("unipc"), **how)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("unipc"), 10)])
-def test_captured_is_direct(process):
-    device = torch.device("cuda")
-    direct, captured = (fast_network(small(), torch.float16, device) for _ in range(2))
-    direct.captures, guidance = False, Guidance(3.0, 8, interval=(0.3, 0.7))
-    results = []
-    for network in (direct, captured, captured):
-        torch.manual_seed(0)
-        z = Z.to(device)
-        results.append(denoise(network, process, guidance, z, LABELS.to(device), upstream_noise(z, 2)))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

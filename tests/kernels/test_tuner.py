@@ -2,7 +2,6 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,35 +78,12 @@ def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("products-GPU-1-2-*.json"))) == 6
 
 
-def test_the_first_of_two_processes_decides(measured, monkeypatch):
-    """Both measure at once. The one that is done last takes the other's choice, which its next run would find."""
-    fastest = tuner._fastest
-
-    def slow(gemm):
-        monkeypatch.setattr(tuner, "_fastest", fastest)
-        Tuner().choose(*GEMM)  # the other process
-        return fastest(gemm)
-
-    monkeypatch.setattr(tuner, "_fastest", slow)
-    assert [Tuner().choose(*GEMM).algorithm.workspace for _ in range(2)] == [1, 1] and len(measured) == 2
-
-
 def test_choices_travel_as_plain_numbers(measured):
     """From rank 0, as through files."""
     Tuner([], share=lambda make: json.loads(json.dumps(make()))).choose_alike([GEMM])
     other = Tuner([], share=lambda make: [[WORDS, 64]])
     other.choose_alike([GEMM])
     assert other.choose(*GEMM).algorithm == Algorithm(tuple(WORDS), 64) and len(measured) == 1
-
-
-def test_known_winners(measured, monkeypatch):
-    """They are taken and kept without measuring, unless this version of the library has them no more."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    found = Algorithm(tuple(WORDS), 64)
-    stand_in = SimpleNamespace(find=lambda wanted: found if wanted == [20, 35, 1, 3] else None)
-    monkeypatch.setattr(cublaslt, "Gemm", lambda *gemm: stand_in)
-    assert Tuner().choose(4096, 3456, 1152, *GEMM[3:]).algorithm == found and not measured
-    assert Tuner().choose(16384, 1152, 1152, *GEMM[3:]) and len(measured) == 1
 
 
 #################################################################################
