@@ -1,8 +1,9 @@
-"""Small networks with random weights, and what to evaluate them on."""
+"""Small networks with random weights, and inputs to evaluate them on."""
 
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import fill
 from torch import nn
@@ -19,19 +20,21 @@ from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.settings import implied, settle
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
 
 def build(name, seed=0, **arguments):
-    """A model of the registry."""
+    """Return a model of the registry with random weights."""
     return fill(DiT_models[name](**arguments), seed)
 
 
 def small(**changes):
-    """Two heads of 72 as in XL, two blocks, eight classes, 64 px."""
+    """Return a DiT with two heads of 72 as in XL, two blocks, eight classes, for 64 px."""
     return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
 
 
 def settings_of(request, weights=None):
-    """The settings of a request as on a CPU with weights of its model."""
+    """Return the settings of a request as on a CPU with weights of its model."""
     known = implied(request)
     patch_size = int(known.model.rpartition("/")[2])
     fit = Fit(family_of(known.model), known.model, constructor_of(known.model), 6, 4, patch_size, known.num_classes)
@@ -39,7 +42,7 @@ def settings_of(request, weights=None):
 
 
 def side_of(model):
-    """Of a latent."""
+    """Return the side of a model's latents."""
     return model.input_size if hasattr(model, "input_size") else model.x_embedder.img_size[0]
 
 
@@ -65,7 +68,7 @@ def guided(out, scale):
 
 
 def large_inside(model):
-    """The same function but for rounding, with values between fc1 and fc2 that float16 does not hold."""
+    """Scale weights of the model: the same function, with values between fc1 and fc2 that float16 does not hold."""
     for block in model.blocks:
         block.mlp.fc1.weight.data.mul_(3e5)
         block.mlp.fc2.weight.data.div_(3e5)
@@ -73,28 +76,28 @@ def large_inside(model):
 
 
 def error(got, want):
-    """Relative to a float64 result on the CPU."""
+    """Return the relative error against a float64 result on the CPU."""
     return float((got.double().cpu() - want).norm() / want.norm())
 
 
 def network_of(model, tier, device=None, **how):
-    """The accelerated network of a tier, on any device: where there is no GPU by the kernels' references."""
+    """Return the accelerated network of a tier; on a CPU the kernels' reference implementations run."""
     device = next(model.parameters()).device if device is None else torch.device(device)
     return fast.build(model.state_dict(), model, tier, device, **how)
 
 
 def fast_network(model, dtype, device="cpu"):
-    """The accelerated network with GEMMs in `dtype`, float64 too."""
+    """Return the accelerated network with GEMMs in `dtype`, which may be float64."""
     return fast.laid_out(model.state_dict(), model, Half(dtype, torch.device(device)))
 
 
 def evaluate(network, x, t, y, scale):
-    """What guidance makes of a network's rows, (n, C', H, W); x (2n, C, H, W), of which n are read."""
+    """Return a network's guided estimate (n, C', H, W) for x (2n, C, H, W), whose first n rows are read."""
     return Guidance(scale, 0).combine(network.forward(x[: len(x) // 2], t, y))
 
 
 def sample(network, process, z, labels, scale=4.0, null_label=8, rows=slice(None), generator=None, **how):
-    """Latents of a part of a batch, with upstream's noise; scale: None is no guidance."""
+    """Return latents of a part of a batch, with upstream's noise. scale: None is no guidance."""
     guidance = Unguided() if scale is None else Guidance(scale, null_label)
     how = {"draw": upstream_noise(z, guidance.copies, rows, generator), **how}
     return denoise(network, process, guidance, z[rows], labels[rows], **how)
@@ -142,7 +145,7 @@ def upstream(model, labels, seed, steps, scale=4.0, eta=None):
 
 
 def transformer(seed=0, **config):
-    """A DiTTransformer2DModel with random weights, the blocks' copies of the embedders equal."""
+    """Return a DiTTransformer2DModel with random weights, the blocks' copies of the embedders equal."""
     from diffusers import DiTTransformer2DModel
 
     shape = dict(num_attention_heads=2, attention_head_dim=24, num_layers=2, sample_size=8, out_channels=8)
@@ -154,7 +157,7 @@ def transformer(seed=0, **config):
 
 
 def pipeline(vae=None):
-    """A DiTPipeline of diffusers around a random transformer; vae: its decoder, or the folder of one."""
+    """Return a DiTPipeline of diffusers around a random transformer. vae: its decoder, or the decoder's folder."""
     from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
 
     vae = AutoencoderKL.from_pretrained(vae) if isinstance(vae, Path) else vae

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
-from networks import build, error, inputs, large_inside, pipeline, small, transformer, upstream
+from networks import DEVICES, build, error, inputs, large_inside, pipeline, small, transformer, upstream
 from torch import nn
 
 from accel import Sampler, accelerate
@@ -19,8 +19,6 @@ from diffusion import create_diffusion
 from models import DiT
 
 LAST = "final_layer.linear.weight"
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
 # A tier that the CPU has, and all that a GPU may have.
 ON = pytest.mark.parametrize(
     "tier, device", [("fp32", "cpu"), *(pytest.param(tier, "cuda", marks=pytest.mark.gpu) for tier in TIERS)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, fill
 from diffusers import FlowMatchEulerDiscreteScheduler
-from networks import Original, guided, pipeline
+from networks import DEVICES, Original, guided, pipeline
 from PIL import Image
 from torch import nn
 
@@ -22,9 +22,6 @@ from accel.families import DEMO
 from accel.network import KEPT
 from diffusion import create_diffusion
 from models import DiT, DiT_models
-
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
 
 
 def demo(device="cpu", **options):

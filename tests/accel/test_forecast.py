@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import run
-from networks import build, fast_network, sample, small
-from safetensors.torch import save_file
+from networks import fast_network, sample, small
 
 from accel.diffusion import create_diffusion
 from accel.door import opening, plan_of, plan_path, plan_settings
@@ -22,13 +21,6 @@ from accel.sampling.strides import Strides
 
 CPU = torch.device("cpu")
 STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six evaluations
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
-    save_file(build("DiT-Demo/2").state_dict(), path)
-    return path
 
 
 def settings_of(weights, **more):
@@ -64,17 +56,6 @@ def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(scale):
         assert torch.equal(want, got) and torch.equal(torch.get_rng_state(), state)
         got = latents_of(network, fewer, scale=scale)
         assert torch.equal(torch.get_rng_state(), state) and not torch.equal(got, want) and got.isfinite().all()
-
-
-def test_evaluations_are_counted():
-    """The network is evaluated as often as the plan says."""
-    network, diffusion, seen, steps = Plain(small()), create_diffusion("10"), [], []
-    condition = network.condition
-    network.condition = lambda t, y: (seen.append(int(t[0])), condition(t, y))[1]
-    plan = Strides(diffusion, STRIDES)
-    latents_of(network, plan, on_step=lambda index, _: steps.append(index))
-    assert seen == plan.times() and len(seen) == plan.evaluations == 6 and steps == [0, 2, 6, 8, 9]
-    assert seen[0] == diffusion.timestep_map[-1] and all(a > b for a, b in zip(seen, seen[1:]))
 
 
 #################################################################################

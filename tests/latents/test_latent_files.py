@@ -33,11 +33,6 @@ def folder(tiny_vae, tmp_path):
     return Path(shutil.copytree(tiny_vae, tmp_path / "vae"))
 
 
-def test_a_pipelines_root(folder):
-    (folder.parent / "model_index.json").write_text("{}")
-    assert files.find(str(folder.parent)).decoder == folder == files.find(str(folder)).decoder
-
-
 def test_missing_and_damaged_folders(folder, tmp_path):
     assert "neither ema nor mse" in refused("nowhere")
     (tmp_path / "empty").mkdir()

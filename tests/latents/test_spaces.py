@@ -47,10 +47,9 @@ def test_what_the_caller_set_in_a_config_counts(tiny_vae):
     for how, vae in (({}, pipe.vae), (dict(vae=own), own), (dict(vae=torch.compile(own)), own)):
         with Sampler(pipe, **SHORT, **how) as sampler:
             assert np.array_equal(np.asarray(sampler.sample(3)[0]), picture(vae, sampler.latents(3)))
-    for wrong in (float("nan"), torch.tensor(0.2), None):
-        pipe.vae.config.scaling_factor = wrong
-        with pytest.raises(UsageError, match="vae=.*config.json: scaling_factor is [^\n]*$"):
-            Sampler(pipe, **SHORT)
+    pipe.vae.config.scaling_factor = torch.tensor(0.2)
+    with pytest.raises(UsageError, match="vae=.*config.json: scaling_factor is [^\n]*$"):
+        Sampler(pipe, **SHORT)
 
 
 def test_decoders_of_another_class_are_refused_by_name(tiny_vae):

@@ -15,7 +15,7 @@ def fast():
 
 
 def entry_bytes(network):
-    """Of one pair of timestep and label."""
+    """Return the bytes of a table's entry, a pair of timestep and label."""
     return network.conditioning.bias.numel() * 8
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from networks import build, error, evaluate, guided, inputs, network_of
+from networks import DEVICES, build, error, evaluate, guided, inputs, network_of
 from reference_networks import large_dit
 from test_large_dit import build as build_large
 
@@ -16,7 +16,7 @@ from accel.request import GridRequest
 
 
 def bound(own):
-    """What the tier promises of a forward's error: five times float32's own, whose floor is 1e-6."""
+    """Return the largest error that the tier promises: five times float32's own, at least 1e-6."""
     return 5 * max(own, 1e-6)
 
 
@@ -60,7 +60,9 @@ def uneven(model):
     return model
 
 
-def check_any_scale(device, change):
+@DEVICES
+@pytest.mark.parametrize("change", (strain, uneven))
+def test_weights_of_any_scale(device, change):
     """Within five times float32's own error, which may be large where the softmax is sharp."""
     model = change(build("DiT-Demo/2")).to(device)
     x, t, y = inputs(model, 4, device)
@@ -71,26 +73,18 @@ def check_any_scale(device, change):
     assert error(exact.forward(x, t, y), want) <= bound(error(own, want)) and exact.overflowed() is None
 
 
-@pytest.mark.parametrize("change", (strain, uneven))
-def test_weights_of_any_scale_on_the_cpu(change):
-    check_any_scale("cpu", change)
-
-
 def too_large(model):
     """The second block's MLP sees tokens of 1e+6, fifty times what its high/low split has room for."""
     model.blocks[1].adaLN_modulation[1].bias.data[3 * model.pos_embed.shape[-1] : 4 * model.pos_embed.shape[-1]] = 1e6
     return model
 
 
-def check_overflow_names_the_layer(device):
+@DEVICES
+def test_overflow_names_the_layer(device):
     model = too_large(build("DiT-Demo/2")).to(device)
     exact = network_of(model, "exact")
     assert not exact.forward(*inputs(model, 2, device)).isfinite().all()  # never a picture
     assert exact.overflowed() == "blocks.1.mlp.fc1"
-
-
-def test_overflow_names_the_layer_on_the_cpu():
-    check_overflow_names_the_layer("cpu")
 
 
 def strain_large(model):
@@ -173,14 +167,7 @@ def test_accuracy(name, arguments, n, switches):
 
 
 @gpu
-@pytest.mark.parametrize("change", (strain, uneven))
-def test_weights_of_any_scale(change):
-    check_any_scale("cuda", change)
-
-
-@gpu
-def test_overflow_names_the_layer(tmp_path):
-    check_overflow_names_the_layer("cuda")
+def test_overflow_is_a_line_before_a_run(tmp_path):
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
     request = GridRequest("DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), output_type="latent", precision="exact")
     with pytest.raises(UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"):
