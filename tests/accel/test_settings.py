@@ -55,3 +55,9 @@ def test_what_is_written_where(tmp_path):
         with pytest.raises(UsageError) as error:
             check_writable(path)
         assert str(error.value).startswith(f"output={path}: ") and words in str(error.value)
+
+
+def test_an_error_is_worded_for_its_door():
+    error = UsageError("`image_size=17`: must be 16; `tf32=False` or `tf32`, `num_classes=8`")
+    assert str(error) == "image_size=17: must be 16; tf32=False or tf32, num_classes=8"
+    assert error.by_flags() == "--image-size 17: must be 16; --no-tf32 or --tf32, --num-classes 8"
