@@ -57,11 +57,11 @@ def inputs(model, n, device="cpu", seed=1):
     return x.to(device), t.to(device), y.to(device)
 
 
-def guided(out, scale):
-    """Guidance written out: three channels of both halves get the same estimate."""
+def guided(out, scale, channels=3):
+    """Guidance written out: so many channels of both halves get the same estimate."""
     n = len(out) // 2
     out = out.clone()
-    for channel in range(3):
+    for channel in range(channels):
         both = out[n:, channel] + scale * (out[:n, channel] - out[n:, channel])
         out[:n, channel], out[n:, channel] = both, both
     return out

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
-from networks import DEVICES, build, error, inputs, large_inside, pipeline, small, transformer, upstream
+from networks import DEVICES, build, error, guided, inputs, large_inside, pipeline, small, transformer, upstream
 from torch import nn
 
 from accel import Sampler, accelerate
@@ -291,10 +291,8 @@ def test_weights_are_renewed_in_place(tier, device):
         pytest.skip(f"this GPU has no {tier}")
     makes = [small, *[lambda **how: small_large(qk_norm=True, **how)] * (tier != "exact")]
     for make in makes:
-        model, side = make().to(device), 8
-        fast = accelerate(model, tier)
-        x, t = torch.randn(4, 4, side, side, device=device), torch.tensor([3, 500, 3, 500], device=device)
-        y = torch.tensor([1, 2, 8, 8], device=device)
+        model = make().to(device)
+        fast, (x, t, y) = accelerate(model, tier), inputs(model, 4, device)
         before = fast(x, t, y), fast.forward_with_cfg(x, t, y, 2.0)
         graphs = _graphs(fast)
         ema = fill(copy.deepcopy(model), seed=5)
@@ -344,11 +342,7 @@ class FourChannels(DiT):
 
     def forward_with_cfg(self, x, t, y, cfg_scale):
         half = x[: len(x) // 2]
-        out = self.forward(torch.cat([half, half]), t, y)
-        eps, rest = out[:, :4], out[:, 4:]
-        cond, uncond = eps.chunk(2)
-        guided = uncond + cfg_scale * (cond - uncond)
-        return torch.cat([torch.cat([guided, guided]), rest], dim=1)
+        return guided(self.forward(torch.cat([half, half]), t, y), cfg_scale, channels=4)
 
 
 class Rescaled(DiT):

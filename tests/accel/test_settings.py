@@ -6,13 +6,14 @@ import os
 import pytest
 import torch
 from conftest import fill
+from networks import settings_of
 
 from accel.door.opening import open_weights, reopen
 from accel.errors import UsageError
 from accel.families import DEMO
 from accel.families.dit.network import DiT_models
 from accel.flags import check_writable
-from accel.request import GridRequest
+from accel.request import FidRequest, GridRequest
 from accel.settings import implied
 
 
@@ -61,3 +62,10 @@ def test_an_error_is_worded_for_its_door():
     error = UsageError("`image_size=17`: must be 16; `tf32=False` or `tf32`, `num_classes=8`")
     assert str(error) == "image_size=17: must be 16; tf32=False or tf32, num_classes=8"
     assert error.by_flags() == "--image-size 17: must be 16; --no-tf32 or --tf32, --num-classes 8"
+
+
+def test_a_grid_is_always_guided_and_an_fid_job_above_a_scale_of_one():
+    """As upstream's two scripts do."""
+    assert settings_of(GridRequest(cfg_scale=1.0)).guided
+    for scale in (1.0, 4.0):
+        assert settings_of(FidRequest(cfg_scale=scale, num_fid_samples=100)).guided == (scale > 1)
