@@ -1,9 +1,12 @@
-"""Small networks with random weights, and what to evaluate them on."""
+"""Small networks with random weights, and inputs to evaluate them on."""
 
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 from conftest import fill
+from torch import nn
 
 from accel import fast
 from accel.diffusion import create_diffusion
@@ -17,19 +20,21 @@ from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.settings import implied, settle
 
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
 
 def build(name, seed=0, **arguments):
-    """A model of the registry."""
+    """Return a model of the registry with random weights."""
     return fill(DiT_models[name](**arguments), seed)
 
 
 def small(**changes):
-    """Two heads of 72 as in XL, two blocks, eight classes, 64 px."""
+    """Return a DiT with two heads of 72 as in XL, two blocks, eight classes, for 64 px."""
     return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
 
 
 def settings_of(request, weights=None):
-    """The settings of a request as on a CPU with weights of its model."""
+    """Return the settings of a request as on a CPU with weights of its model."""
     known = implied(request)
     patch_size = int(known.model.rpartition("/")[2])
     fit = Fit(family_of(known.model), known.model, constructor_of(known.model), 6, 4, patch_size, known.num_classes)
@@ -37,33 +42,33 @@ def settings_of(request, weights=None):
 
 
 def side_of(model):
-    """Of a latent."""
+    """Return the side of a model's latents."""
     return model.input_size if hasattr(model, "input_size") else model.x_embedder.img_size[0]
 
 
 def inputs(model, n, device="cpu", seed=1):
-    """Latents, timesteps and labels of n batch rows; the second half has the null label."""
+    """Return latents, timesteps and labels of n batch rows; the second half has the null label."""
     generator = torch.Generator().manual_seed(seed)
     side, classes = side_of(model), model.y_embedder.num_classes
-    x = torch.randn(n, 4, side, side, generator=generator)
+    x = torch.randn(n, model.in_channels, side, side, generator=generator)
     t = torch.randint(0, 1000, (n,), generator=generator)
     y = torch.randint(0, classes, (n,), generator=generator)
     y[n // 2 :] = classes
     return x.to(device), t.to(device), y.to(device)
 
 
-def guided(out, scale):
-    """Guidance written out: three channels of both halves get the same estimate."""
+def guided(out, scale, channels=3):
+    """Guidance written out: so many channels of both halves get the same estimate."""
     n = len(out) // 2
     out = out.clone()
-    for channel in range(3):
+    for channel in range(channels):
         both = out[n:, channel] + scale * (out[:n, channel] - out[n:, channel])
         out[:n, channel], out[n:, channel] = both, both
     return out
 
 
 def large_inside(model):
-    """The same function but for rounding, with values between fc1 and fc2 that float16 does not hold."""
+    """Scale weights of the model: the same function, with values between fc1 and fc2 that float16 does not hold."""
     for block in model.blocks:
         block.mlp.fc1.weight.data.mul_(3e5)
         block.mlp.fc2.weight.data.div_(3e5)
@@ -71,28 +76,28 @@ def large_inside(model):
 
 
 def error(got, want):
-    """Relative to a float64 result on the CPU."""
+    """Return the relative error against a float64 result on the CPU."""
     return float((got.double().cpu() - want).norm() / want.norm())
 
 
 def network_of(model, tier, device=None, **how):
-    """The accelerated network of a tier, on any device: where there is no GPU by the kernels' references."""
+    """Return the accelerated network of a tier; on a CPU the kernels' reference implementations run."""
     device = next(model.parameters()).device if device is None else torch.device(device)
     return fast.build(model.state_dict(), model, tier, device, **how)
 
 
 def fast_network(model, dtype, device="cpu"):
-    """The accelerated network with GEMMs in `dtype`, float64 too."""
+    """Return the accelerated network with GEMMs in `dtype`, which may be float64."""
     return fast.laid_out(model.state_dict(), model, Half(dtype, torch.device(device)))
 
 
 def evaluate(network, x, t, y, scale):
-    """What guidance makes of a network's rows, (n, C', H, W); x (2n, C, H, W), of which n are read."""
+    """Return a network's guided estimate (n, C', H, W) for x (2n, C, H, W), whose first n rows are read."""
     return Guidance(scale, 0).combine(network.forward(x[: len(x) // 2], t, y))
 
 
 def sample(network, process, z, labels, scale=4.0, null_label=8, rows=slice(None), generator=None, **how):
-    """Latents of a part of a batch, with upstream's noise; scale: None is no guidance."""
+    """Return latents of a part of a batch, with upstream's noise. scale: None is no guidance."""
     guidance = Unguided() if scale is None else Guidance(scale, null_label)
     how = {"draw": upstream_noise(z, guidance.copies, rows, generator), **how}
     return denoise(network, process, guidance, z[rows], labels[rows], **how)
@@ -124,12 +129,10 @@ def upstream(model, labels, seed, steps, scale=4.0, eta=None):
     torch.manual_seed(seed)
     z, y = torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels)
     if isinstance(model, SiT):
-        z, y = (
-            (z, y)
-            if scale == 1
-            else (torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)]))
-        )
-        evaluate = model if scale == 1 else partial(model.forward_with_cfg, cfg_scale=scale)
+        evaluate = model
+        if scale != 1:
+            z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
+            evaluate = partial(model.forward_with_cfg, cfg_scale=scale)
         v = lambda x, t, level: evaluate(x, torch.full((len(x),), t), y)
         return sde(v, z, steps, lambda: torch.randn(z.shape))[: len(labels)]
     diffusion = create_diffusion(str(steps), learn_sigma=model.learn_sigma)
@@ -142,7 +145,7 @@ def upstream(model, labels, seed, steps, scale=4.0, eta=None):
 
 
 def transformer(seed=0, **config):
-    """A DiTTransformer2DModel with random weights, the blocks' copies of the embedders equal."""
+    """Return a DiTTransformer2DModel with random weights, the blocks' copies of the embedders equal."""
     from diffusers import DiTTransformer2DModel
 
     shape = dict(num_attention_heads=2, attention_head_dim=24, num_layers=2, sample_size=8, out_channels=8)
@@ -151,3 +154,24 @@ def transformer(seed=0, **config):
     for block in model.transformer_blocks:
         block.norm1.emb.load_state_dict(first)
     return model
+
+
+def pipeline(vae=None):
+    """Return a DiTPipeline of diffusers around a random transformer. vae: its decoder, or the decoder's folder."""
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
+
+    vae = AutoencoderKL.from_pretrained(vae) if isinstance(vae, Path) else vae
+    return DiTPipeline(transformer(), vae, DDIMScheduler())
+
+
+class Original(nn.Module):
+    """A class of the caller's own with the parts of ours, as upstream's classes are; named as ours."""
+
+    def __init__(self, model):
+        super().__init__()
+        for name, part in model.named_children():
+            self.add_module(name, part)
+        self.pos_embed, self.num_heads, self.model = model.pos_embed, model.num_heads, [model]
+
+    def forward(self, x, t, y):
+        return self.model[0](x, t, y)

@@ -2,20 +2,17 @@
 strides is in tests/diffusion, how plans are found in tests/scripts."""
 
 import json
-import os
 import re
 
 import numpy as np
 import pytest
 import torch
 from jobs import run
-from networks import build, fast_network, sample, small
-from safetensors.torch import save_file
+from networks import fast_network, sample, small
 
 from accel.diffusion import create_diffusion
 from accel.door import opening, plan_of, plan_path, plan_settings
 from accel.errors import UsageError
-from accel.fast.conditioning import ConditioningTable
 from accel.forecast import KIND, write_plan
 from accel.network import Plain
 from accel.request import GridRequest
@@ -24,13 +21,6 @@ from accel.sampling.strides import Strides
 
 CPU = torch.device("cpu")
 STRIDES = [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]  # of ten steps, six evaluations
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "demo.safetensors"
-    save_file(build("DiT-Demo/2").state_dict(), path)
-    return path
 
 
 def settings_of(weights, **more):
@@ -68,59 +58,15 @@ def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(scale):
         assert torch.equal(torch.get_rng_state(), state) and not torch.equal(got, want) and got.isfinite().all()
 
 
-def test_evaluations_are_counted_and_tiers_agree():
-    """The network is evaluated as often as the plan says. The accelerated one, whose table knows the plan's timesteps
-    alone, makes the same latents; so does a rank for its rows."""
-    network, diffusion, seen, steps = Plain(small()), create_diffusion("10"), [], []
-    fast = fast_network(small(), torch.float32)
-    condition = network.condition
-    network.condition = lambda t, y: (seen.append(int(t[0])), condition(t, y))[1]
-    plan = Strides(diffusion, STRIDES)
-    want = latents_of(network, plan, on_step=lambda index, _: steps.append(index))
-    assert seen == plan.times() and len(seen) == plan.evaluations == 6 and steps == [0, 2, 6, 8, 9]
-    assert seen[0] == diffusion.timestep_map[-1] and all(a > b for a, b in zip(seen, seen[1:]))
-    near = 1e-4 * float(want.abs().max())
-    assert torch.allclose(want, latents_of(fast, plan), atol=near)
-    assert torch.allclose(want[1:], latents_of(network, plan, rows=slice(1, 3)), atol=near)
-
-
-def test_equal_plans_are_one_key():
-    """Of captured moves: of the same strides in the same order of the same process."""
-    one, same = (Strides(create_diffusion("10"), STRIDES) for _ in range(2))
-    others = Strides(create_diffusion("10"), [*STRIDES[1:], STRIDES[0]]), Strides(create_diffusion("11"), STRIDES)
-    assert one == same and hash(one) == hash(same) and one not in others
-    assert Ancestral(create_diffusion("10")) != one != Ancestral(create_diffusion("10"))
-
-
-def test_a_small_table_serves_strides_whose_evaluations_lie_far_apart():
-    """The conditioning of two evaluations is there at once, in a table of hardly more; latents are those of a table
-    that holds all. Where it is too small there is another."""
-    diffusion, labels = create_diffusion("60"), 4  # three labels and the null label
-    plan = Strides(diffusion, [(1, 1), (8, 2), (1, 1)] * 6)
-    results = []
-    for entries in (1000, 2 * labels, labels):
-        network = fast_network(small(), torch.float32)
-        network.table = ConditioningTable(network.conditioning, entries * network.conditioning.bias.numel() * 4)
-        results.append(latents_of(network, plan))
-    for other in results[1:]:  # GEMMs of fewer rows round otherwise on some processors
-        assert (other - results[0]).norm() < 1e-5 * results[0].norm()
-
-
 #################################################################################
 #                                   Plan files                                  #
 #################################################################################
 
 
-def test_plan_beside_the_weights_is_read(weights, plan):
-    assert plan.name == "demo.forecast.json" and plan_of(settings_of(weights)) == STRIDES
-
-
 REFUSED = {
     "no file": (None, "no such file; make one with scripts/calibrate.py, or use forecast=off"),
     "not json": ("{", "cannot be read"),
-    "another file": ("{}", f"is not a {KIND}"),
-    "a pipe": (os.mkfifo, "cannot be read (is a folder, a pipe"),
-    "strings for numbers": ({"num_sampling_steps": "10"}, "num_sampling_steps=10, not 10"),
+    "steps": ({"num_sampling_steps": "10"}, "num_sampling_steps=10, not 10"),
     "strides of strings": ({"strides": [["1", "1"], [9, 2]]}, "strides must be pairs"),
     "no gain": ({"strides": [[1, 1], [2, 2], [7, 2]]}, "[1, 1] or up to two evaluations"),
     "weights": ({"weights": "0" * 16}, "made for other weights"),
@@ -136,11 +82,8 @@ REFUSED = {
 def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
     change, words = REFUSED[case]
     file = tmp_path / "p.json"
-    if callable(change):
-        change(file)
-    elif change is not None:
-        change = json.dumps({**json.loads(plan.read_text()), **change}) if isinstance(change, dict) else change
-        file.write_bytes(change.encode() if isinstance(change, str) else change)
+    if change is not None:
+        file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))
     with pytest.raises(UsageError, match="^forecast_plan=.*" + re.escape(words)) as error:
         plan_of(settings_of(weights, forecast_plan=str(file)))
     assert "\n" not in str(error.value)
@@ -171,21 +114,3 @@ def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
     assert "(6 network evaluations)" in one.stdout and "2 ranks" in two
     want, got = np.load(output), np.load(tmp_path / "two.npy")
     assert np.abs(want).max() > 0.5 and np.abs(want - got).max() < 1e-4 * np.abs(want).max()
-
-
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", (3.0, None))
-def test_captured_strides_are_the_direct_ones_bit_for_bit(scale):
-    device, diffusion = torch.device("cuda"), create_diffusion("10")
-    direct, captured, plain = (fast_network(small(), torch.float16, device) for _ in range(3))
-    direct.captures = False
-    off = latents_of(plain, Ancestral(diffusion), device, scale)
-    assert torch.equal(off, latents_of(plain, Strides(diffusion, [(1, 1)] * 10), device, scale))
-    plan = Strides(diffusion, STRIDES)
-    want, got, again = (latents_of(network, plan, device, scale) for network in (direct, captured, captured))
-    assert torch.equal(want, got) and torch.equal(want, again) and not torch.equal(got, off)

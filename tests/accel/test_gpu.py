@@ -1,14 +1,14 @@
-"""What is chosen and what is refused on each generation of GPUs. The GPUs are stand-ins: nothing is launched."""
+"""What is chosen and what is refused on each generation of GPUs, and the switches that a tier sets. The GPUs are
+stand-ins: nothing is launched."""
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import gpu, loading, precision
 from accel.door import opening
 from accel.errors import UsageError
-from accel.kernels import attention, cuda, split_attention, split_linear
-from accel.kernels.linear import Linear, tuner
+from accel.kernels import attention, split_attention, split_linear
+from accel.kernels.linear import tuner
 from accel.request import GridRequest
 
 GPU = torch.device("cuda", 0)
@@ -43,13 +43,6 @@ def test_backends(seen):
     assert split_linear.choose(cpu) == split_attention.choose(cpu, 72) == "torch"
 
 
-def test_backends_of_tensors(seen):
-    with FakeTensorMode():
-        weight, bias = torch.empty(8, 8, device=GPU, dtype=torch.float16), torch.empty(8, device=GPU)
-        assert cuda.by_triton("adaln", "auto", bias) and not cuda.by_triton("adaln", "auto", bias.double())
-        assert Linear(weight, bias).backend == "tuned" and Linear(weight.float(), bias).backend == "torch"
-
-
 def test_winners_of_another_gpu_are_not_taken(seen, monkeypatch):
     """Nor is its file of measurements."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -72,7 +65,20 @@ def test_tiers(seen):
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
             assert opening.choose_precision(request, GPU) == (tier, "fp16" if half else float32)
+    assert precision.float32_decoder("fp16", GPU) == ("fp32" if seen in OLD else "tf32")
     precision.apply_precision("fp32", GPU)
+
+
+def test_no_tf32_but_where_it_is_asked_for(switches):
+    tiers = dict(fp32=(False, False), exact=(False, False), tf32=(True, True), fp16=(False, True), bf16=(False, True))
+    with gpu.seen_as((9, 0)):
+        for tier, want in tiers.items():
+            precision.apply_precision(tier, GPU)
+            assert switches() == want, tier
+        precision.apply_precision("tf32", GPU)
+    with precision.true_float32():
+        assert switches() == (False, True)
+    assert switches() == (True, True)
 
 
 #################################################################################
@@ -85,20 +91,18 @@ def machine(monkeypatch):
     """A machine with one GPU: machine(capability, targets of the installed torch)."""
 
     def install(capability, targets):
-        for name, value in dict(
-            is_available=True, device_count=1, get_device_name="Tesla", get_arch_list=targets
-        ).items():
+        seen = dict(is_available=True, device_count=1, get_device_name="Tesla", get_arch_list=targets)
+        for name, value in dict(seen, get_device_capability=capability).items():
             monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
     return install
 
 
 @pytest.mark.parametrize(
     "capability, targets",
-    [((7, 0), WHEEL_2_10), ((7, 0), WHEEL_12_6), ((7, 5), WHEEL_2_11), ((8, 9), WHEEL_12_6), ((8, 6), WHEEL_2_11)]
-    + [
-        ((12, 1), WHEEL_2_10),
+    [
+        ((7, 0), WHEEL_2_10),
+        ((8, 9), WHEEL_12_6),
         ((13, 0), WHEEL_2_11),
         ((9, 0), ["sm_90a"]),
         ((10, 0), ["sm_100f"]),

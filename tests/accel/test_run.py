@@ -10,20 +10,12 @@ import torch
 from networks import build, fast_network, large_inside, settings_of, small
 
 from accel import door, loading
-from accel.diffusion import create_diffusion
 from accel.door import opening
 from accel.errors import UsageError
 from accel.families.dit.network import DiT, DiT_models
 from accel.loading import Batch, overflows
-from accel.network import Plain
 from accel.progress import Stopwatch
 from accel.request import FidRequest, GridRequest
-from accel.run import Run
-from accel.sampling.ancestral import Ancestral
-from accel.sampling.flow import Heun, Sde
-from accel.sampling.guidance import Guidance
-from accel.sampling.solvers import Solver, make_scheduler
-from accel.sampling.strides import Strides
 
 CPU = torch.device("cpu")
 
@@ -44,37 +36,30 @@ def request_of(weights, kind=GridRequest, **more):
         (dict(ckpt="no/such.pt"), "ckpt=no/such.pt"),
         (dict(precision="exact"), "precision=exact: cpu has no float16 tensor cores .*; choose fp32"),
         (dict(vae_precision="fp16"), "vae_precision=fp16"),
-        (
-            dict(model="DiT-S/8", image_size=144),
-            "image_size=144: must be a multiple of 64 .*patch 8",
-        ),
+        (dict(model="DiT-S/8", image_size=144), "image_size=144: must be a multiple of 64 .*patch 8"),
     ],
 )
 def test_what_flags_decide_comes_before_weights_that_are_fetched(wrong, words, weights, monkeypatch):
-    for fetch in (
-        "accel.latents.files.fetch_from_hub",
-        "accel.weights.checkpoint.fetch_from_hub",
-        "accel.weights.checkpoint._download",
-    ):
-        monkeypatch.setattr(fetch, lambda *_: pytest.fail("fetched"))
+    for fetch in ("latents.files.fetch_from_hub", "weights.checkpoint.fetch_from_hub", "weights.checkpoint._download"):
+        monkeypatch.setattr(f"accel.{fetch}", lambda *_: pytest.fail("fetched"))
     monkeypatch.setattr("accel.latents.files.FOLDER", weights.parent)  # where no decoder lies
     with pytest.raises(UsageError, match=words):
         door.ready(request_of(weights, **{"vae": "ema", **wrong}))
 
 
-@pytest.mark.parametrize("sampler, imported", [("ddpm", "set()"), ("unipc", "{'diffusers'}")])
-def test_loading_imports_no_compiler(sampler, imported):
+def test_loading_imports_no_compiler():
     """Making the network on the meta device, to check the weights against, must not cost seconds, and diffusers' import
-    no more than it must. Both are whole for who wants them after."""
+    no more than it must. Both can be imported whole afterwards."""
     code = (
         "import sys, torch\nfrom accel import door\nfrom accel.request import GridRequest\n"
-        f"_, run, _ = door.ready(GridRequest(model='DiT-Demo/2', device='cpu', sampler='{sampler}'))\n"
-        "print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
+        "for sampler in ('ddpm', 'unipc'):\n"
+        "    _, run, _ = door.ready(GridRequest(model='DiT-Demo/2', device='cpu', sampler=sampler))\n"
+        "    print(run.network.depth, {'torch._dynamo', 'triton', 'diffusers'} & set(sys.modules))\n"
         "from diffusers import DiTTransformer2DModel\n"
         "print(torch.compile(torch.cos, backend='eager')(torch.zeros(1)).item())"
     )
     done = forks.run(["-c", code])
-    assert done.stdout.splitlines() == [f"6 {imported}", "1.0"], done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["6 set()", "6 {'diffusers'}", "1.0"], done.stdout + done.stderr
 
 
 def test_loading_costs_the_file(tmp_path):
@@ -103,46 +88,6 @@ def test_loading_costs_the_file(tmp_path):
 #################################################################################
 
 
-def test_runs_repeat_and_ranks_have_their_rows(weights):
-    settings, run, _ = door.ready(request_of(weights, labels=(1, 5, 2), output_type="latent"))
-    how = (1, 5, 2), 0
-    latents = run.latents(*how)
-    assert latents.shape == (3, 4, 16, 16) and torch.equal(run.latents(*how), latents)
-    part = run.latents(*how, [slice(1, 3)])  # fewer rows: other GEMMs, which add in another order
-    assert (part - latents[1:]).abs().max() <= 1e-5 * latents.abs().max()
-    assert not len(run.latents(*how, []))
-    line = door.describe(settings, run)
-    assert "3 labels" in line and "5 steps" in line and "fp32" in line
-
-
-PROCESSES = {
-    "ancestral": Ancestral(create_diffusion("6")),
-    "plan": Strides(create_diffusion("10"), [(1, 1), (2, 1), (4, 2), (2, 1), (1, 1)]),
-    "solver": Solver(make_scheduler("unipc"), 6),
-    "heun": Heun(6),
-    "sde": Sde(6),
-}
-
-
-@pytest.mark.parametrize("name", PROCESSES)
-def test_a_warm_up_makes_each_move_once(name, monkeypatch):
-    """Moves of one kind, guidance and number of pictures are one captured graph: a run captures none of its own."""
-    process, seen, batches = PROCESSES[name], [], [slice(0, 3), slice(3, 6), slice(6, 8)]
-    network = Plain(small(learn_sigma=name not in ("heun", "sde")))
-    run = Run(network, process, Guidance(3.0, 8, interval=(0.2, 0.7)), "fp32", CPU, 8)
-    move = type(process).move
-
-    def noted(self, kind, state, at, noise, evaluate):
-        seen.append((kind, evaluate.guidance, state[0].shape, noise.shape))
-        return move(self, kind, state, at, noise, evaluate)
-
-    monkeypatch.setattr(type(process), "move", noted)
-    run.warm_up(range(8), batches)
-    warm, seen = seen, []
-    run.latents(range(8), 0, batches)
-    assert len(set(warm)) == len(warm) and set(warm) == set(seen) and len(warm) < len(seen)
-
-
 def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
     _, run, _ = door.ready(request_of(weights, labels=(1,), output_type="latent"))
     condition = run.network.condition
@@ -167,44 +112,40 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 
 
-GRID = dict(labels=(0, 1, 2), output_type="latent")
 TOO_LARGE = {
-    "grid": (GridRequest, GRID, "^labels: 3 pictures at a time do not fit in free GPU memory; .+$"),
+    "grid": (
+        dict(kind=GridRequest, labels=(0, 1, 2), output_type="latent"),
+        "^labels: 3 pictures at a time do not fit in free GPU memory; .+$",
+    ),
     "FID job": (
-        FidRequest,
-        dict(num_fid_samples=100, per_proc_batch_size=48),
+        dict(kind=FidRequest, num_fid_samples=100, per_proc_batch_size=48),
         "^per_proc_batch_size=48: does not fit .*; use a smaller one$",
     ),
 }
 
 
-@pytest.mark.parametrize("where", ("sampling", "loading"))
-@pytest.mark.parametrize("kind", TOO_LARGE)
-def test_too_little_memory_names_what_made_the_batch(kind, where, weights, monkeypatch):
-    cls, more, message = TOO_LARGE[kind]
-    settings = opening.open_weights(request_of(weights, cls, **more), CPU)
+@pytest.mark.parametrize("case", TOO_LARGE)
+def test_too_little_memory_names_what_made_the_batch(case, weights):
+    how, message = TOO_LARGE[case]
+    run = door.load(opening.open_weights(request_of(weights, **how), CPU), sizes={3})
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nGPU 0 has ...")
 
+    run.network.tokens = full
     with pytest.raises(UsageError, match=message):
-        if where == "loading":
-            monkeypatch.setattr(loading, "load_network", full)
-        run = door.load(settings, sizes={3})
-        run.network.tokens = full
         run.denoise(torch.randn(3, 4, 16, 16), torch.arange(3), lambda: torch.randn(3, 4, 16, 16))
 
 
-@pytest.mark.parametrize("kind", ["image", "latent"])
-def test_a_disk_that_is_full_is_a_line(kind, weights, tmp_path):
+def test_a_disk_that_is_full_is_a_line(tmp_path):
     """Here a limit on the size of files."""
-    output = tmp_path / ("x.png" if kind == "image" else "x.npy")
-    settings = settings_of(GridRequest("DiT-Demo/2", output_type=kind))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    output = str(tmp_path / "x.npy")
     try:
         with pytest.raises(UsageError, match=f"output={output}: .*; free some space, or choose another path"):
-            door.save(settings, str(output), torch.randn(8, 3, 128, 128), Stopwatch(CPU))
+            settings = settings_of(GridRequest("DiT-Demo/2", output_type="latent"))
+            door.save(settings, output, torch.randn(8, 4, 128, 128), Stopwatch(CPU))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

@@ -44,11 +44,8 @@ def test_latents_are_the_librarys(name, config, channels):
     scheduler = make(name, **config)
     scheduler.set_timesteps(7)
     want = by_hand(scheduler, small(), 3.0, channels)
-    guidance, networks = (
-        Guidance(3.0, 8, channels),
-        (Plain(small()), fast_network(small(), torch.float32)),
-    )
-    before = torch.get_rng_state()
+    networks = Plain(small()), fast_network(small(), torch.float32)
+    guidance, before = Guidance(3.0, 8, channels), torch.get_rng_state()
     for network in networks:
         for _ in range(2):  # a second run begins anew
             got = denoise(network, Solver(make(name, **config), 7), guidance, Z, LABELS, None)
@@ -73,9 +70,7 @@ def test_what_cannot_be_sampled_by_is_a_line():
     ancestral = diffusers.EulerAncestralDiscreteScheduler()
     with pytest.raises(UsageError, match="sampler: this scheduler draws noise in its steps"):
         denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
-    with pytest.raises(
-        UsageError, match="sampler: its scheduler has prediction_type v_prediction, and only epsilon is sampled"
-    ):
+    with pytest.raises(UsageError, match="sampler: its scheduler has prediction_type v_prediction, and only epsilon "):
         Solver(make("dpm++", prediction_type="v_prediction"), 5)
 
 
@@ -127,41 +122,17 @@ def test_outside_the_interval_half_the_rows_are_evaluated(process):
     assert rows == [(time, 6 if 300 <= time <= 700 else 3) for time in process.times()]
     assert {n for _, n in rows} == {3, 6}
     torch.manual_seed(0)
-    whole = sample(network, process, Z, LABELS, 3.0)
-    assert not torch.equal(got, whole) and got.isfinite().all()
-    torch.manual_seed(0)
-    always = denoise(network, process, Guidance(3.0, 8, interval=(0.0, 1.0)), Z, LABELS, upstream_noise(Z, 2))
-    assert torch.equal(always, whole)
+    assert got.isfinite().all() and not torch.equal(got, sample(network, process, Z, LABELS, 3.0))
 
 
 def test_a_scheduler_for_a_sampler():
     """By its name, and as an object with a configuration of its own; other weights than a DiT's are refused."""
     how = dict(device="cpu", num_sampling_steps=5, output_type="latent")
-    with (
-        Sampler("DiT-Demo/2", sampler="unipc", **how) as named,
-        Sampler("DiT-Demo/2", sampler=make("unipc"), **how) as own,
-    ):
-        want = named.latents([1, 3], seed=4)
-        assert torch.equal(own.latents([1, 3], seed=4), want)
-        assert torch.equal(own.latents([1, 3], seed=4, num_sampling_steps=4), named.latents([1, 3], 4, 4))
-    with Sampler("DiT-Demo/2", sampler=make("unipc", solver_order=1), **how) as other:
-        assert not torch.equal(other.latents([1, 3], seed=4), want)
+    found = []
+    for given in ("unipc", make("unipc"), make("unipc", solver_order=1)):
+        with Sampler("DiT-Demo/2", sampler=given, **how) as sampler:
+            found.append((sampler.latents([1, 3], seed=4), sampler.latents([1, 3], seed=4, num_sampling_steps=4)))
+    assert all(map(torch.equal, found[0], found[1])) and not any(map(torch.equal, found[0], found[2]))
     module = fill(SiT(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8))
-    with pytest.raises(
-        UsageError, match="sampler: a scheduler takes estimates of noise, and this is a flow; give sde, euler, heun"
-    ):
+    with pytest.raises(UsageError, match="sampler: a scheduler takes estimates of noise, and this is a flow; give sde"):
         Sampler(module, sampler=make("unipc"), **how)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("unipc"), 10)])
-def test_captured_is_direct(process):
-    device = torch.device("cuda")
-    direct, captured = (fast_network(small(), torch.float16, device) for _ in range(2))
-    direct.captures, guidance = False, Guidance(3.0, 8, interval=(0.3, 0.7))
-    results = []
-    for network in (direct, captured, captured):
-        torch.manual_seed(0)
-        z = Z.to(device)
-        results.append(denoise(network, process, guidance, z, LABELS.to(device), upstream_noise(z, 2)))
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

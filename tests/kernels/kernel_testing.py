@@ -1,4 +1,4 @@
-"""What the kernels' tests share."""
+"""Helpers of the kernels' tests."""
 
 import json
 import os
@@ -15,12 +15,12 @@ HERE = Path(__file__).parent
 
 
 def draw(*shape, seed=0, device="cpu"):
-    """Normal numbers, the same on every device."""
+    """Return normal numbers, the same on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def error(got, want):
-    """Relative to a float64 result."""
+    """Return the relative error against a float64 result."""
     return float((got.double() - want).norm() / want.norm())
 
 
@@ -30,7 +30,7 @@ def needs_hopper():
 
 
 def fresh_process(*arguments, **environment):
-    """Output of python in a process of its own, which may import tests."""
+    """Return the output of python in a process of its own, which may import tests."""
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = forks.run(arguments, **{"PYTHONPATH": path, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,7 +54,7 @@ def compiled_for(capability, names, tmp_path):
 
 
 def disassemble(cubin):
-    """SASS of a cubin (bytes)."""
+    """Return the SASS of a cubin (bytes)."""
     tool = shutil.which("cuobjdump")
     if tool is None:
         triton = pytest.importorskip("triton", reason="needs cuobjdump, which CUDA's toolkit and Triton bring")

@@ -14,28 +14,26 @@ SHAPES = ((2, 9), (1, 1), (3, 64), (5, 17))
 FORMS = ((0, False), (1, False), (2, False), (2, True))  # branches, update
 
 
-def case(width, n, tokens, branches, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    x = draw(n, tokens, width) * 3 + 5  # a mean that a one-pass variance would lose
-    pairs = [(draw(n, tokens, width).to(dtype).to(device), gate) for gate in (2, 5)[:branches]]
-    entry = torch.arange(n) * 2 % 3  # shared between samples, out of order
-    return x.to(device), Modulation(draw(4, 6, width).to(device), entry.to(device)), pairs
+def case(width, n, tokens, branches, dtype, device):
+    x, *added = draw(1 + branches, n, tokens, width, device=device)
+    x = x * 3 + 5  # a mean that a one-pass variance would lose
+    entry = torch.arange(n, device=device) * 2 % 3  # shared between samples, out of order
+    return (
+        x,
+        Modulation(draw(4, 6, width, seed=1, device=device), entry),
+        [*zip((one.to(dtype) for one in added), (2, 5))],
+    )
 
 
 def wide(modulation):
     return Modulation(modulation.table.double(), modulation.entry)
 
 
-def check(width, n, tokens, branches, update, dtype, device, tolerance, backend="triton", result=None):
+def check(width, n, tokens, branches, update, dtype, device, tolerance):
     x, modulation, pairs = case(width, n, tokens, branches, dtype, device)
-    dtype = result or dtype
     exact, before = x.double(), x.clone()
     want = adaln(exact, wide(modulation), 3, 4, pairs, update, backend="torch")
-    got = adaln(x, modulation, 3, 4, pairs, update, dtype, backend)
+    got = adaln(x, modulation, 3, 4, pairs, update, dtype, "triton")
     assert got.dtype == dtype and got.isfinite().all()
     assert (got.double() - want).norm() <= tolerance * want.norm()
     if update:
@@ -102,9 +100,11 @@ def interpret():
     for width in WIDTHS:
         for n, tokens in ((2, 3), (1, 1)):  # an interpreter takes its time for a token
             for branches, update in ((0, False), (1, False), (1, True), (2, True)):
-                # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
-                for dtype, tolerance in ((torch.float16, 3e-4), (torch.bfloat16, 5e-3), (torch.float32, 1e-6)):
-                    check(width, n, tokens, branches, update, dtype, "cpu", tolerance)
+                check(width, n, tokens, branches, update, torch.float16, "cpu", 3e-4)
+                if width in (1152, 216):
+                    # The interpreter cuts float32 to bfloat16 where hardware rounds: twice the error.
+                    check(width, n, tokens, branches, update, torch.bfloat16, "cpu", 5e-3)
+                    check(width, n, tokens, branches, update, torch.float32, "cpu", 1e-6)
     kernels.tile_config = tile_config
     check_rms("cpu", tokens=5)
     check_rms("cpu", 192, tokens=5)

@@ -19,11 +19,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "dit", compiled
 
 
-def test_the_compilers_log_is_in_the_error():
-    with pytest.raises(RuntimeError, match=r"fill does not compile:\n.*identifier \"nonsense\" is undefined"):
-        cuda.compile_cubin(TEXT.format(body="nonsense();"), "fill")
-
-
 def test_a_cubin_is_kept_and_checked(cache):
     """Compiled once; anew where a byte of the file is wrong, where the text is another, and where the file cannot be
     read."""

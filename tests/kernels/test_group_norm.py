@@ -72,8 +72,8 @@ def test_the_reference_is_the_formula(form):
 
 
 def interpret():
-    for shape in SHAPES:
-        for form in FORMS:
+    for number, shape in enumerate(SHAPES):
+        for form in FORMS if number == 0 else FORMS[number % 2 :: 2]:
             check(*shape, *form, "cpu", "triton")
     kernels.PROGRAMS = 2  # stretches of several tiles, of which the last is cut
     check(80, 16, 9, 8, *FORMS[1], "cpu", "triton")

@@ -49,17 +49,6 @@ def test_balance_changes_no_bit():
     assert torch.equal(weight * factor[:, None] / factor[:, None], weight)
 
 
-@pytest.mark.parametrize("shape", ((5, 8), (1, 8), (2, 3, 16)))
-def test_a_stack(shape):
-    """The same values from a pair of any layout, and no copy where the layout is right already."""
-    pair, stack = split(draw(*shape)).pair, new_stack(*shape, device="cpu")
-    stack.copy_(pair)
-    whole = stacked(stack)
-    assert whole.data_ptr() == stack.data_ptr() and whole.shape == (*shape[:-1], 3 * shape[-1])
-    whole.unflatten(-1, (3, -1))[..., 2, :] = pair[0]
-    assert torch.equal(whole, stacked(pair)) and torch.equal(stacked(pair), torch.cat([*pair, pair[0]], -1))
-
-
 def check_linear(m, n, k, backend, device="cpu"):
     """Rows of 1e-4 and of 1e+3 in one matrix, a token and a channel of 1e+4: every output channel and every token by
     itself within float32's reach; and GELU's high and low, whose scale is the layer's own."""
@@ -174,17 +163,6 @@ def test_machine_code(result):
     assert shapes == [f"64x{tile.columns}x16"] * (3 * tile.depth // 16 * tile.promote)
     assert "STL" not in code and "LDL" not in code and code.count("WARPGROUP.DEPBAR") <= tile.promote
     assert tile.shared_bytes <= 227 * 1024
-
-
-def test_rows_are_arranged_as_lanes_hold_them():
-    weight = torch.arange(40.0)[:, None].expand(40, 8)
-    got = hopper.arrange(weight)[:, 0]
-    assert got.shape == (64,)
-    for eight in range(4):
-        for lane in range(4):
-            for i in range(2):
-                assert got[8 * eight + 2 * lane + i] == 8 * lane + 2 * eight + i
-    assert got[40:].sum() + got[32:40].sum() == sum(range(32, 40))
 
 
 @pytest.mark.gpu

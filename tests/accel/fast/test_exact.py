@@ -5,7 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from networks import build, error, evaluate, guided, inputs, network_of
+from networks import DEVICES, build, error, evaluate, guided, inputs, network_of
+from reference_networks import large_dit
+from test_large_dit import build as build_large
 
 from accel import door, precision
 from accel.errors import UsageError
@@ -14,7 +16,7 @@ from accel.request import GridRequest
 
 
 def bound(own):
-    """What the tier promises of a forward's error: five times float32's own, whose floor is 1e-6."""
+    """Return the largest error that the tier promises: five times float32's own, at least 1e-6."""
     return 5 * max(own, 1e-6)
 
 
@@ -58,7 +60,9 @@ def uneven(model):
     return model
 
 
-def check_any_scale(device, change):
+@DEVICES
+@pytest.mark.parametrize("change", (strain, uneven))
+def test_weights_of_any_scale(device, change):
     """Within five times float32's own error, which may be large where the softmax is sharp."""
     model = change(build("DiT-Demo/2")).to(device)
     x, t, y = inputs(model, 4, device)
@@ -69,26 +73,56 @@ def check_any_scale(device, change):
     assert error(exact.forward(x, t, y), want) <= bound(error(own, want)) and exact.overflowed() is None
 
 
-@pytest.mark.parametrize("change", (strain, uneven))
-def test_weights_of_any_scale_on_the_cpu(change):
-    check_any_scale("cpu", change)
-
-
 def too_large(model):
     """The second block's MLP sees tokens of 1e+6, fifty times what its high/low split has room for."""
     model.blocks[1].adaLN_modulation[1].bias.data[3 * model.pos_embed.shape[-1] : 4 * model.pos_embed.shape[-1]] = 1e6
     return model
 
 
-def check_overflow_names_the_layer(device):
+@DEVICES
+def test_overflow_names_the_layer(device):
     model = too_large(build("DiT-Demo/2")).to(device)
     exact = network_of(model, "exact")
     assert not exact.forward(*inputs(model, 2, device)).isfinite().all()  # never a picture
     assert exact.overflowed() == "blocks.1.mlp.fc1"
 
 
-def test_overflow_names_the_layer_on_the_cpu():
-    check_overflow_names_the_layer("cpu")
+def strain_large(model):
+    """As `strain`: neighbouring channels of q against k's, of v against wo's columns, outliers of SwiGLU's."""
+    for layer in model.layers:
+        mixed, mlp = layer.attention, layer.feed_forward
+        normed = isinstance(mixed.q_norm, torch.nn.LayerNorm)
+        queries, keys = (mixed.q_norm, mixed.k_norm) if normed else (mixed.wq, mixed.wk)
+        for module, factor in ((queries, 1e3), (keys, 1e-3)):
+            for value in module.parameters():
+                value.data[:6] *= factor
+        mixed.wv.weight.data[:5] *= 1e6
+        mixed.wo.weight.data[:, :5] *= 1e-6
+        mlp.w3.weight.data[7:12] *= 1e4
+        mlp.w2.weight.data[:, 7:12] *= 1e-4
+    return model
+
+
+@pytest.mark.parametrize("qk_norm", (True, False))
+@pytest.mark.parametrize("change", (lambda model: model, strain_large))
+def test_large_dit_errs_no_more_than_float32(qk_norm, change):
+    model = change(build_large(qk_norm=qk_norm))
+    x, t, y = inputs(model, 6)
+    t.zero_()  # of others the sinusoid is float32
+    want = large_dit(model.state_dict(), x, t, y, model.n_heads)
+    exact = network_of(model, "exact")
+    with torch.no_grad():
+        assert error(exact.forward(x, t, y), want) <= error(model(x, t, y), want)
+    assert exact.overflowed() is None
+
+
+def test_overflow_of_large_dits_queries_names_the_layer():
+    model = build_large(qk_norm=True)
+    model.layers[1].attention.k_norm.bias.data += 1e9
+    model.layers[1].attention.q_norm.bias.data += 1e9
+    exact = network_of(model, "exact")
+    assert not exact.forward(*inputs(model, 2)).isfinite().all()
+    assert exact.overflowed() == "layers.1.attention.wq, wk, wv"
 
 
 #################################################################################
@@ -133,34 +167,11 @@ def test_accuracy(name, arguments, n, switches):
 
 
 @gpu
-@pytest.mark.parametrize("change", (strain, uneven))
-def test_weights_of_any_scale(change):
-    check_any_scale("cuda", change)
-
-
-@gpu
-def test_overflow_names_the_layer(tmp_path):
-    check_overflow_names_the_layer("cuda")
+def test_overflow_is_a_line_before_a_run(tmp_path):
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
-    request = GridRequest(
-        model="DiT-Demo/2",
-        ckpt=str(tmp_path / "large.pt"),
-        num_sampling_steps=5,
-        output_type="latent",
-        precision="exact",
-        output=str(tmp_path / "x.npy"),
-    )
+    request = GridRequest("DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), output_type="latent", precision="exact")
     with pytest.raises(UsageError, match="precision=exact: .*blocks.1.mlp.fc1 gives values .*; use precision=fp32"):
         door.ready(request)
-
-
-def kernels(call):
-    """Names of the kernels that a call launches."""
-    call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return [event.key for event in profile.key_averages()]
 
 
 @gpu
@@ -170,7 +181,11 @@ def test_no_tf32_kernel_runs(switches):
     model = build("DiT-XL/2", input_size=32).cuda()
     x, t, y = inputs(model, 4, "cuda")
     exact = network_of(model, "exact")
-    names = kernels(lambda: exact.forward(x, t, y))
+    exact.forward(x, t, y)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        exact.forward(x, t, y)
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
     assert names and not [name for name in names if "tf32" in name.lower() or "s1688" in name], names
     if torch.cuda.get_device_capability() == (9, 0):
         assert {"split_linear", "split_attention"} <= set(names), names
