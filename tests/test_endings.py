@@ -18,7 +18,6 @@ from jobs import ENVIRONMENT
 from accel.errors import INTERRUPTED, STOPPED, USAGE
 
 LAUNCH = *forks.torchrun(2), ROOT / "sample_ddp.py"
-GPUS = ROOT / "sample.py", "--gpus", 2
 
 
 class Command:
@@ -74,25 +73,45 @@ class Command:
                     os.kill(pid, signal.SIGKILL)
 
 
+class Launcher(Command):
+    """The same for torchrun, in a fork of a process that has torch; its ranks are new processes."""
+
+    def __init__(self, *args):
+        self.mark = f"ENDING_TEST={secrets.token_hex(8)}"
+        self.process = forks.Fork([*LAUNCH, *args], **ENVIRONMENT, **dict([self.mark.split("=")]))
+        self.wait_for = self.process.wait_for
+
+
+def long_job(launch, *args):
+    how = *args, "--num-sampling-steps", 1000, "--labels", 1, 2
+    return Launcher(*how) if launch == "torchrun" else Command(ROOT / "sample.py", "--gpus", 2, *how)
+
+
 LONG = "--num-sampling-steps", 1000, "--labels", 1, 2
 
 
 @pytest.mark.parametrize(
     "launch, who, number",
-    [(LAUNCH, "", "KILL"), (LAUNCH, "0", "KILL"), (LAUNCH, "", "INT"), (LAUNCH, "", "TERM"), (GPUS, "", "KILL")],
+    [
+        ("torchrun", "", "KILL"),
+        ("torchrun", "0", "KILL"),
+        ("torchrun", "", "INT"),
+        ("torchrun", "", "TERM"),
+        ("--gpus", "", "KILL"),
+    ],
 )
 def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
     """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_start.py has the others of --gpus."""
-    job = Command(*launch, *demo, *LONG, "--output", tmp_path / "x.png")
+    job = long_job(launch, *demo, "--output", tmp_path / "x.png")
     job.wait_for(" · 2 ranks")
     os.kill(job.alive()[who][0] if who else job.process.pid, signal.Signals[f"SIG{number}"])
     status, error = job.end()
     assert status != 0 and list(tmp_path.iterdir()) == [], error
 
 
-@pytest.mark.parametrize("launch", [LAUNCH, GPUS], ids=["torchrun", "--gpus"])
+@pytest.mark.parametrize("launch", ["torchrun", "--gpus"])
 def test_nothing_is_left_of_a_launcher_that_is_killed_while_ranks_start(launch, demo, tmp_path):
-    job = Command(*launch, *demo, *LONG, "--output", tmp_path / "x.png")
+    job = long_job(launch, *demo, "--output", tmp_path / "x.png")
     job.wait_until(lambda: {"0", "1"} <= job.alive().keys())
     job.process.kill()
     job.end()

@@ -72,15 +72,9 @@ def test_accelerated_networks_are_read_in_parts(results):
         assert all(0 < row[what] - 1 / row["ranks"] < 0.15 for what in ("held", "read")), row
 
 
-def test_a_network_is_loaded_in_parts(results):
-    rows = of_kind(results, "loaded")
-    assert len(rows) == 3 and all(row["heads"] == 4 and row["tier"] == "fp16" for row in rows)
-    assert all(row["size"] > 0.3 and row["error"] < 5e-3 for row in rows), rows
-
-
 def test_large_dit(results):
     """Tokens know where they stand in the row, and the norm of queries and keys sees all heads."""
     rows = of_kind(results, "large, plain", "large, fast")
-    assert len({(row["layout"], row["kind"], row["qk_norm"]) for row in rows}) == 4 * 2 * 2
+    assert len({(row["layout"], row["kind"]) for row in rows}) == 4 * 2
     for row in rows:
         assert row["size"] > 0.3 and row["error"] < 1e-5, row

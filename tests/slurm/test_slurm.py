@@ -111,23 +111,22 @@ def failed(cluster, checkout, job):
 FILES = [file.name for file in sorted((ROOT / "slurm").glob("*.sbatch"))]
 
 
-def test_without_an_environment(cluster, checkout):
-    """One line says that there is neither a .venv nor another python with torch."""
+def test_without_an_environment_or_gpus(cluster, checkout):
+    """One line says that there is neither a .venv nor another python with torch, or no GPU."""
+    without_gpu = {
+        name: cluster.submit("--gres=none", "--nodes=1", f"slurm/{name}", cwd=checkout)
+        for name in FILES
+        if name != "evaluate.sbatch"
+    }
+    for name, job in without_gpu.items():
+        [line] = failed(cluster, checkout, job)
+        assert "this job has no GPU: submit it with --gres=gpu:4" in line, name
     (checkout / ".venv").rename(checkout / "elsewhere")
     small = "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"
     bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-    jobs = {name: cluster.submit(*small, f"slurm/{name}", cwd=checkout, env=bare) for name in FILES}
-    for name, job in jobs.items():
+    for name, job in {name: cluster.submit(*small, f"slurm/{name}", cwd=checkout, env=bare) for name in FILES}.items():
         [line] = failed(cluster, checkout, job)
         assert f"{checkout} has no .venv (make .venv/ready)" in line, name
-
-
-def test_without_gpus(cluster, checkout):
-    names = set(FILES) - {"evaluate.sbatch"}
-    jobs = {name: cluster.submit("--gres=none", "--nodes=1", f"slurm/{name}", cwd=checkout) for name in names}
-    for name, job in jobs.items():
-        [line] = failed(cluster, checkout, job)
-        assert "this job has no GPU: submit it with --gres=gpu:4" in line, name
 
 
 def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
