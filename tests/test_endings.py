@@ -233,16 +233,3 @@ def test_figures_that_a_full_disk_refuses_are_no_success(redirection, status):
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == status and done.stderr.count("\n") == bool(status), done.stderr
     assert ("No space left on device" in done.stderr) == bool(status)
-
-
-@pytest.mark.parametrize(
-    "script, flags, line",
-    [
-        ("sample.py", ["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
-        ("sample.py", ["--seeds=--"], "--seeds=--: gives no value"),
-        ("sample_ddp.py", ["--seed=--"], "--seed=--: gives no value"),
-    ],
-)
-def test_a_flag_without_value_is_a_line(script, flags, line, here):
-    done = here(script, "--model", "DiT-Demo/2", *flags)
-    assert (done.returncode, done.stderr) == (USAGE, f"{script}: {line}\n")

