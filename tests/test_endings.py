@@ -17,8 +17,6 @@ from jobs import ENVIRONMENT
 
 from accel.errors import INTERRUPTED, STOPPED, USAGE
 
-LAUNCH = *forks.torchrun(2), ROOT / "sample_ddp.py"
-
 
 class Command:
     """A command with a mark that all its descendants inherit."""
@@ -78,16 +76,17 @@ class Launcher(Command):
 
     def __init__(self, *args):
         self.mark = f"ENDING_TEST={secrets.token_hex(8)}"
-        self.process = forks.Fork([*LAUNCH, *args], **ENVIRONMENT, **dict([self.mark.split("=")]))
+        self.process = forks.Fork(
+            [*forks.torchrun(2), ROOT / "sample_ddp.py", *args], **ENVIRONMENT, **dict([self.mark.split("=")])
+        )
         self.wait_for = self.process.wait_for
 
 
-def long_job(launch, *args):
-    how = *args, "--num-sampling-steps", 1000, "--labels", 1, 2
-    return Launcher(*how) if launch == "torchrun" else Command(ROOT / "sample.py", "--gpus", 2, *how)
-
-
 LONG = "--num-sampling-steps", 1000, "--labels", 1, 2
+
+
+def long_job(launch, *args):
+    return Launcher(*args, *LONG) if launch == "torchrun" else Command(ROOT / "sample.py", "--gpus", 2, *args, *LONG)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,6 @@ def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo,
 @pytest.mark.parametrize(
     "code",
     [
-        "verify.save_grids(Path('.'), {0: np.random.default_rng(0).integers(0, 255, (128, 128, 3), np.uint8)}, 'fp32')",
         "forecast.write_plan(Path('p.json'), {'x': 9999 * 'x'}, [(1, 1)], {})",
         "open('/dev/full', 'w', buffering=1).write('x\\n')",
     ],
@@ -176,12 +174,10 @@ def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo,
 def test_a_full_disk_is_a_line_and_leaves_no_file(code, tmp_path):
     """Here a limit on the size of files, which Python meets as it meets a full disk."""
     code = f"""
-import resource, sys
-import numpy as np
+import resource
 from pathlib import Path
 from accel import forecast
 from accel.command_line import OneLineParser, user_errors
-from scripts import verify
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with user_errors(OneLineParser(prog="command")):
     {code}
