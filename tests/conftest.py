@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 ROOT = forks.ROOT
-LONG = "fid", "slurm", "distributed", "demo"
+LONG = "fid", "slurm", "distributed", "demo", "scripts"
 
 
 def pytest_collection_modifyitems(items):

@@ -74,6 +74,7 @@ def _run(command, cwd, environment, places):
     """Run `command` in this fork as a fresh interpreter would."""
     import torch
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's `&` has had ignored
     for number, place in enumerate(places, start=1):
         os.dup2(os.open(place, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()

@@ -14,8 +14,7 @@ from accel import door
 from accel.errors import UsageError
 from accel.request import GridRequest
 
-DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 3)
-BOTH = pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
+DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
 
 
 def picture(path):
@@ -32,15 +31,14 @@ def succeeds(done):
 #################################################################################
 
 
-@BOTH
-def test_a_folder_gets_one_png_a_picture(script, here, tmp_path):
+def test_a_folder_gets_one_png_a_picture(here, tmp_path):
     """The tiles of the grid, to the bit, under names that say what they are. An existing folder needs no slash."""
     labels = "--labels", "planet", 7, "Sea"
-    succeeds(here(script, *DEMO, *labels, "--output", tmp_path / "grid.png"))
-    stdout = succeeds(here(script, *DEMO, *labels, "--output", f"{tmp_path}/new/folder/"))
+    succeeds(here("sample.py", *DEMO, *labels, "--output", tmp_path / "grid.png"))
+    stdout = succeeds(here("sample.py", *DEMO, *labels, "--output", f"{tmp_path}/new/folder/"))
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "notes.txt").touch()
-    succeeds(here(script, *DEMO, *labels, "--output", tmp_path / "old"))
+    succeeds(here("sample_ddp.py", *DEMO, *labels, "--output", tmp_path / "old"))
     names = ["000-0-planet.png", "001-7-mushroom.png", "002-5-sea.png"]
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == names
     assert sorted(path.name for path in (tmp_path / "old").iterdir()) == [*names, "notes.txt"]
@@ -52,14 +50,13 @@ def test_a_folder_gets_one_png_a_picture(script, here, tmp_path):
         assert np.array_equal(picture(tmp_path / "old" / name), tile)
 
 
-@BOTH
-def test_a_list_of_seeds_is_as_many_runs(script, here, tmp_path):
-    seed = "--global-seed" if script == "sample_ddp.py" else "--seed"
-    for number in (0, 7):
-        succeeds(here(script, *DEMO, "--labels", 1, seed, number, "--output", tmp_path / f"alone-{number}.png"))
-    stdout = succeeds(here(script, *DEMO, "--labels", 1, "--seeds", 0, 7, "--output", tmp_path / "all.png"))
+def test_a_list_of_seeds_is_as_many_runs(here, tmp_path):
+    one = *DEMO, "--labels", 1
+    succeeds(here("sample.py", *one, "--seed", 0, "--output", tmp_path / "alone-0.png"))
+    succeeds(here("sample_ddp.py", *one, "--global-seed", 7, "--output", tmp_path / "alone-7.png"))
+    stdout = succeeds(here("sample.py", *one, "--seeds", 0, 7, "--output", tmp_path / "all.png"))
     assert "1 label × 2 seeds" in stdout and f"{tmp_path}/all-seed-0.png, {tmp_path}/all-seed-7.png: load" in stdout
-    succeeds(here(script, *DEMO, "--labels", 1, "--seeds", 0, 7, "--output", f"{tmp_path}/all/"))
+    succeeds(here("sample_ddp.py", *one, "--seeds", 0, 7, "--output", f"{tmp_path}/all/"))
     for number in (0, 7):
         alone = (tmp_path / f"alone-{number}.png").read_bytes()
         assert (tmp_path / f"all-seed-{number}.png").read_bytes() == alone
@@ -75,7 +72,7 @@ def test_a_list_of_seeds_is_as_many_runs(script, here, tmp_path):
 def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
     """The same noise to the bit, so the same pictures: up to float32 rounding, as GEMMs of other sizes add in another
     order. One batch of all is the same to the bit."""
-    given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=4, seed=3)
+    given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=2, seed=3)
     settings, run, _ = door.ready(GridRequest(**given))
     whole = door.latents(settings, run)
     for batch_size, sizes in (1, [1] * 8), (3, [3, 3, 2]), (8, [8]):
@@ -88,14 +85,14 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
 
         monkeypatch.setattr(run.process.diffusion, "p_sample", recorded)
         latents = door.latents(settings, run, on_step=lambda index, x: seen.append(index))
-        assert [n for n, _ in used] == [n for n in sizes for _ in range(4)]
+        assert [n for n, _ in used] == [n for n in sizes for _ in range(2)]
         batch = door.batch_of(settings, run.process, run.guidance)
         assert batch.rows == [(size, 2) for size in sorted(set(sizes), reverse=True)]
-        assert seen == list(range(4 * len(sizes)))
+        assert seen == list(range(2 * len(sizes)))
         torch.manual_seed(3)
         torch.randn(8, 4, 16, 16)
-        for step in range(4):
-            drawn = torch.cat([used[4 * part + step][1] for part in range(len(sizes))])
+        for step in range(2):
+            drawn = torch.cat([used[2 * part + step][1] for part in range(len(sizes))])
             assert torch.equal(drawn, torch.randn(16, 4, 16, 16)[:8])
         assert batch_size < 8 or torch.equal(latents, whole)
         assert whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max(), batch_size
@@ -106,7 +103,6 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
 #################################################################################
 
 
-@BOTH
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -125,10 +121,11 @@ def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
         (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
     ],
 )
-def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch):
+def test_mistakes_are_one_line(flags, words, here, tmp_path, monkeypatch):
+    """Of sample_ddp.py; test_sample.py has those of sample.py."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    done = here(script, *(DEMO[:2] if "--device" in flags else DEMO), *flags)
+    done = here("sample_ddp.py", *(DEMO[:2] if "--device" in flags else DEMO), *flags)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr) < 1100, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -147,7 +144,7 @@ def test_tf32_is_a_permission(here, tmp_path):
         GridRequest(tf32=True, precision="fp32")
 
 
-@BOTH
+@pytest.mark.parametrize("script", ["sample.py", "sample_ddp.py"])
 def test_help_has_groups_and_three_examples(script, run):
     text = succeeds(run(script, "--help", COLUMNS="150"))
     places = [text.index(f"\n{group}:\n") for group in ("what to sample", "speed", "files", "advanced", "examples")]
@@ -156,16 +153,15 @@ def test_help_has_groups_and_three_examples(script, run):
     assert len(examples) == 3 and all(f" {script} " in f"{line} " for line in examples)
 
 
-@BOTH
-def test_a_plain_terminal_shows_plain_characters(script, here, tmp_path):
+def test_a_plain_terminal_shows_plain_characters(here, tmp_path):
     def plain(*args):
-        command = [sys.executable, ROOT / script, *map(str, args)]
+        command = [sys.executable, ROOT / "sample.py", *map(str, args)]
         ascii = os.environ | dict(PYTHONIOENCODING="ascii")
         return subprocess.run(command, capture_output=True, text=True, env=ascii)
 
     args = [*DEMO, "--labels", "sea", "--seeds", 1, 2, "--output", tmp_path / "p.png"]
     stdout = succeeds(plain(*args))
     assert stdout.isascii() and "DiT-Demo/2 - 128 px - 1 label x 2 seeds" in stdout
-    assert "DiT-Demo/2 · 128 px · 1 label × 2 seeds" in succeeds(here(script, *args))
+    assert "DiT-Demo/2 · 128 px · 1 label × 2 seeds" in succeeds(here("sample.py", *args))
     done = plain("--labels", "dög")
     assert done.returncode == 2 and "--labels d?g: no class has that name" in done.stderr

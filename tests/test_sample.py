@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from networks import build
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
 
@@ -79,6 +78,8 @@ BAD = {
     "other device": (["--device", "xpu"], "--device xpu", "cpu"),
     "precision": (["--precision", "fp8"], "--precision", "fp32"),
     "typo": (["--lables", 3], "--lables", "unrecognized"),
+    "empty": (["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
+    "dashes": (["--seeds=--"], "--seeds=--: gives no value"),
     "classes": (["--num-classes", 5, "--labels", 1], "--num-classes 5", "8"),
     "plan": (["--forecast-plan", "x.json"], "--forecast-plan x.json", "add that or drop this"),
     "no plan": (["--forecast", "plan"], "--forecast-plan", "scripts/calibrate.py"),
@@ -106,15 +107,6 @@ def test_bad_input_is_one_line_and_exit_status_2(case, weights, tiny_vae, tmp_pa
     assert done.returncode == 2 and done.stderr.startswith("sample.py: ") and done.stderr.count("\n") == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_latents_that_are_not_finite_are_no_picture(tmp_path, tiny_vae, here):
-    state = build("DiT-Demo/2").state_dict()
-    state["final_layer.linear.bias"][0] = float("inf")
-    save_file(state, tmp_path / "bad.safetensors")
-    output = ["--vae", tiny_vae, "--num-sampling-steps", 2, "--output", tmp_path / "x.png"]
-    done = here("sample.py", *DEMO, "--ckpt", tmp_path / "bad.safetensors", *output)
-    assert done.returncode == 2 and "not finite" in done.stderr and not (tmp_path / "x.png").exists()
 
 
 @contextmanager

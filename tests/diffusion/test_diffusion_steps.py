@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from reference import batch, level_log_probability, process, rows, slope, wavy
+from reference import batch, process, rows, slope, wavy
 
 from diffusion import create_diffusion, diffusion_utils
 from diffusion import gaussian_diffusion as gd
@@ -11,7 +11,6 @@ from diffusion.timestep_sampler import LossSecondMomentResampler, create_named_s
 
 # Tables are float32: at the noisy end x_0 = 157 x_t - 157 eps magnifies their last bit.
 CLOSE = dict(rtol=3e-6, atol=3e-5)
-RESPACINGS = ["", "250", "ddim50", "10,15,20", "1"]
 MEANS, VARIANCES, LOSSES = ([kind.name for kind in kinds] for kinds in (gd.ModelMeanType, gd.ModelVarType, gd.LossType))
 
 
@@ -19,15 +18,15 @@ def close(got, want, **how):
     torch.testing.assert_close(got.double(), want, **{**CLOSE, **how})
 
 
-def outputs(d, variance, x, t):
+def outputs(d, variance, x, t, y=0.3):
     """A model, its prediction at the original timesteps, and its variance values (x where it has none)."""
     learned = variance.startswith("LEARNED")
-    out = wavy(x, torch.tensor(d.timestep_map)[t])
-    model = wavy if learned else lambda x, t: wavy(x, t)[:, : x.shape[1]]
+    out = wavy(x, torch.tensor(d.timestep_map)[t], y)
+    model = wavy if learned else lambda x, t, y: wavy(x, t, y)[:, : x.shape[1]]
     return model, out[:, :3], out[:, 3:] if learned else x
 
 
-@pytest.mark.parametrize("respacing", RESPACINGS)
+@pytest.mark.parametrize("respacing", ["", "10,15,20", "1"])
 def test_noising_and_its_posterior(respacing):
     d, ref = process(respacing)
     t, x, x0, noise = batch(d)
@@ -47,21 +46,21 @@ def test_noising_and_its_posterior(respacing):
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("variance", VARIANCES)
-@pytest.mark.parametrize("respacing", ["", "10,15,20"])
+@pytest.mark.parametrize("respacing", ["10,15,20"])
 def test_p_mean_variance_and_ancestral_step(respacing, variance, mean, clip):
     d, ref = process(respacing, variance, mean)
     t, x, _, noise = batch(d)
-    how = {}
+    how, given = {}, dict(clip_denoised=clip, model_kwargs=dict(y=0.7))
     if mean == "PREVIOUS_X":
         how = dict(atol=3e-4)
         t, x, noise = t[:2], x[:2], noise[:2]  # solving its mean for x_0 divides by coefficients near 0 at the end
-    model, prediction, values = outputs(d, variance, x, t)
+    model, prediction, values = outputs(d, variance, x, t, 0.7)
     x0 = rows(t, lambda t, x, prediction: ref.x0_of(mean, prediction, x, t), x, prediction)
     x0 = x0.clamp(-1, 1) if clip else x0
     log_variance = rows(t, lambda t, v: ref.log_variance(variance, t, v) + 0 * v, values)
     want = rows(t, lambda t, x0, x: ref.posterior(x0, x, t)[0], x0, x)
     want = prediction if mean == "PREVIOUS_X" else want
-    out = d.p_mean_variance(model, x, t, clip_denoised=clip)
+    out = d.p_mean_variance(model, x, t, **given)
     assert set(out) == {"mean", "variance", "log_variance", "pred_xstart", "extra"} and out["extra"] is None
     close(out["pred_xstart"], x0, **how)
     close(out["mean"], want, **how)
@@ -71,28 +70,28 @@ def test_p_mean_variance_and_ancestral_step(respacing, variance, mean, clip):
         spread = rows(t, lambda t, x: ref.posterior_variance(t) + 0 * x, x)
     close(out["variance"], spread)
     for cond_fn in (None, slope):  # guidance moves the mean (Dhariwal, algorithm 1)
-        step = d.p_sample(model, x, t, clip_denoised=clip, cond_fn=cond_fn, noise=noise)
+        step = d.p_sample(model, x, t, cond_fn=cond_fn, noise=noise, **given)
         if cond_fn:
-            want = want + spread * slope(x, torch.tensor(d.timestep_map)[t])
+            want = want + spread * slope(x, torch.tensor(d.timestep_map)[t], 0.7)
         moved = (t > 0).view(-1, 1, 1, 1) * (log_variance / 2).exp() * noise
         close(step["sample"], want + moved, **how)
 
 
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("respacing", RESPACINGS)
+@pytest.mark.parametrize("eta", [0.0, 0.5])
+@pytest.mark.parametrize("respacing", ["", "ddim50", "1"])
 def test_ddim_step(respacing, eta, clip, guided):
     """Guidance is of the score (Dhariwal, algorithm 2)."""
     d, ref = process(respacing)
     t, x, _, noise = batch(d)
-    _, prediction, _ = outputs(d, "LEARNED_RANGE", x, t)
+    _, prediction, _ = outputs(d, "LEARNED_RANGE", x, t, 0.7)
     x0 = rows(t, lambda t, x, e: ref.x0(x, t, e), x, prediction)
     x0 = x0.clamp(-1, 1) if clip else x0
     if guided:
-        gradient = slope(x, torch.tensor(d.timestep_map)[t])
+        gradient = slope(x, torch.tensor(d.timestep_map)[t], 0.7)
         x0 = rows(t, lambda t, x, x0, g: ref.x0(x, t, ref.guided_eps(x, t, x0, g)), x, x0, gradient)
-    how = dict(clip_denoised=clip, cond_fn=slope if guided else None)
+    how = dict(clip_denoised=clip, cond_fn=slope if guided else None, model_kwargs=dict(y=0.7))
     out = d.ddim_sample(wavy, x, t, eta=eta, noise=noise, **how)
     close(out["pred_xstart"], x0)
     # 1 - abar of a float32 table has 4 digits left at t = 1, and sigma with it: so it is in every published picture.
@@ -111,24 +110,6 @@ def test_denoised_fn_comes_before_the_clip():
         assert torch.equal(got, (3 * free + 0.1).clamp(-1, 1))
 
 
-def test_model_and_classifier_see_original_timesteps_and_kwargs():
-    d, seen = process("10,15,20")[0], []
-    t, x = torch.tensor([0, 20, 44]), torch.randn(3, 2, 2, 2)
-
-    def model(x, t, y, scale):
-        seen.append((t.tolist(), y, scale))
-        return wavy(x, t)
-
-    def cond_fn(x, t, y, scale):
-        return model(x, t, y, scale)[:, :2]
-
-    kwargs = dict(y="label", scale=4.0)
-    d.p_sample(model, x, t, cond_fn=cond_fn, model_kwargs=kwargs)
-    d.ddim_sample(model, x, t, cond_fn=cond_fn, model_kwargs=kwargs)
-    d.training_losses(model, x, t, kwargs)
-    assert seen == [([0, d.timestep_map[20], 999], "label", 4.0)] * 5
-
-
 def test_extra_of_a_pair_and_shapes_that_do_not_fit():
     d, _ = process()
     t, x, _, _ = batch(d)
@@ -144,27 +125,15 @@ def test_extra_of_a_pair_and_shapes_that_do_not_fit():
             call()
 
 
-def test_gaussian_densities():
-    m1, v1, m2, v2 = torch.randn(4, 50, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    normal = torch.distributions.Normal
-    for a, b, c, e in ((m1, v1, m2, v2), (m1, v1, 0.0, 0.0), (0.0, -1.0, m2, v2)):
-        first, second = (normal(torch.as_tensor(m), torch.exp(torch.as_tensor(v) / 2)) for m, v in ((a, b), (c, e)))
-        want = torch.distributions.kl_divergence(first, second).double()
-        close(diffusion_utils.normal_kl(a, b, c, e), want, rtol=1e-6, atol=1e-7)
-    with pytest.raises(TypeError, match="tensor"):
-        diffusion_utils.normal_kl(0.0, 0.0, 0.0, 0.0)
-    got = diffusion_utils.continuous_gaussian_log_likelihood(m1, means=m2, log_scales=v1)
-    close(got, normal(m2, v1.exp()).log_prob(m1), rtol=1e-9, atol=0)
+def test_likelihoods():
     levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
-    for mean, sigma in ((0.1, 0.3), (-0.9, 0.2), (0.98, 0.05)):
-        mean, sigma = torch.full_like(levels, mean), torch.full_like(levels, sigma)
-        log_p = diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean, log_scales=sigma.log())
-        assert log_p.exp().sum() == pytest.approx(1, abs=1e-9)  # 256 levels and nothing else
-        close(log_p.exp(), level_log_probability(levels, mean, sigma).exp(), rtol=0, atol=2e-3)
-    far = dict(means=levels[-1:], log_scales=torch.full((1,), -5.0))
-    assert diffusion_utils.discretized_gaussian_log_likelihood(levels[:1], **far).isfinite().all()
-    with pytest.raises(ValueError, match="one shape"):
-        diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean[:1], log_scales=sigma)
+    mean, scale = torch.full_like(levels, 0.1), torch.full_like(levels, -1.2)
+    log_p = diffusion_utils.discretized_gaussian_log_likelihood(levels, means=mean, log_scales=scale)
+    assert log_p.exp().sum() == pytest.approx(1, abs=1e-9)  # 256 levels and nothing else
+    far = diffusion_utils.discretized_gaussian_log_likelihood(levels[:1], means=levels[-1:], log_scales=scale[:1] - 4)
+    assert far.isfinite().all()
+    got = diffusion_utils.continuous_gaussian_log_likelihood(levels, means=mean, log_scales=scale)
+    close(got, torch.distributions.Normal(mean, scale.exp()).log_prob(levels), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("mean", MEANS)
@@ -232,21 +201,20 @@ def test_bits_per_dimension():
 
 
 def test_timesteps_to_train_on():
-    uniform = create_named_schedule_sampler("uniform", create_diffusion("20"))
     np.random.seed(0)
-    t, weights = uniform.sample(20_000, "cpu")
+    t, weights = create_named_schedule_sampler("uniform", create_diffusion("20")).sample(20_000, "cpu")
     assert t.dtype == torch.int64 and torch.equal(weights, torch.ones(20_000))
     assert (torch.bincount(t, minlength=20) - 1000).abs().max() < 150
+    by_loss = create_named_schedule_sampler("loss-second-moment", create_diffusion("20"))
+    assert isinstance(by_loss, LossSecondMomentResampler)
     with pytest.raises(ValueError, match="importance"):
         create_named_schedule_sampler("importance", create_diffusion("20"))
-    assert isinstance(create_named_schedule_sampler("loss-second-moment", uniform.diffusion), LossSecondMomentResampler)
     sampler = LossSecondMomentResampler(create_diffusion("4"), history_per_term=2, uniform_prob=0.1)
     sampler.update_with_local_losses(torch.tensor([0, 0, 1, 1, 2, 2, 3]), torch.tensor([9.0, 1, 2, 2, 0, 0, 1]))
     assert (sampler.weights() == 1).all()  # t = 3 still lacks one
     sampler.update_with_local_losses(torch.tensor([3, 0]), torch.tensor([7.0, 3]))  # 9 leaves the history of t = 0
     root = np.array([5.0, 4.0, 0.0, 25.0]) ** 0.5
     np.testing.assert_allclose(sampler.weights(), 0.9 * root / root.sum() + 0.1 / 4)
-    np.random.seed(1)
     t, weights = sampler.sample(100_000, "cpu")
     loss = torch.tensor([1.0, -2.0, 0.5, 3.0])
     assert (loss[t] * weights).mean() == pytest.approx(loss.mean().item(), abs=0.03)  # weighted: the uniform mean

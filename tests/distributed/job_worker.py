@@ -56,10 +56,6 @@ def on_one(job):
     job.run_collectively(lambda: complain("--ckpt x: no such file") if job.rank == 1 else job.from_rank_0(list))
 
 
-def on_rank_0(job):
-    job.run_collectively(lambda: job.from_rank_0(lambda: complain("--output x: cannot be written")))
-
-
 def on_all(job):
     job.run_collectively(lambda: complain("--vae x: no such folder"))
 

@@ -54,17 +54,8 @@ def test_one_picture_on_two_gpus(parallel, demo, tmp_path, run):
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_layer_on_two_gpus(precision, tmp_path, run):
-    common = [
-        "--model",
-        "Large-DiT-Demo/2",
-        "--precision",
-        precision,
-        *LATENT,
-        "--num-sampling-steps",
-        20,
-        "--labels",
-        3,
-    ]
+    large = ["--model", "Large-DiT-Demo/2", "--precision", precision]
+    common = [*large, *LATENT, "--num-sampling-steps", 20, "--labels", 3]
     run_job(2, *common, "--parallel", "weights=2", "--output", tmp_path / "two.npy")
     assert run("sample.py", *common, "--output", tmp_path / "one.npy").returncode == 0
     two, one = np.load(tmp_path / "two.npy"), np.load(tmp_path / "one.npy")

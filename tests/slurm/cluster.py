@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from forks import free_port
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "scontrol", "scancel")
 
 
@@ -28,12 +30,6 @@ def missing():
 
 def _search_path():
     return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-
-
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Cluster:
@@ -83,7 +79,7 @@ class Cluster:
             os.mknod(root / f"dev/gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         (root / "gres.conf").write_text(f"Name=gpu File={root}/dev/gpu[0-{self.gpus - 1}]\n")
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={_free_port()} CPUs={self.cpus} "
+            f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={free_port()} CPUs={self.cpus} "
             f"RealMemory={self.memory_mb} Gres=gpu:{self.gpus} State=UNKNOWN"
             for node in self.nodes
         )
@@ -91,7 +87,7 @@ class Cluster:
         (root / "slurm.conf").write_text(f"""
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={_free_port()}
+SlurmctldPort={free_port()}
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket
 CredType=cred/munge

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jobs
 import numpy as np
 import pytest
 from cluster import Cluster, missing
@@ -82,24 +83,24 @@ def test_pictures_on_one_gpu_four_gpus_and_two_nodes_are_one_picture(cluster, ch
     """Four files submitted at once, and the comparison of two, which waits for both; Slurm decides what runs when."""
     (checkout / "evaluate.py").unlink()  # the verdict is tested elsewhere
     (checkout / "evaluate.py").write_text("import sys; print([open(p, 'rb').read(4) for p in sys.argv[1:]])\n")
-    jobs = [
+    ids = [
         cluster.submit(f"slurm/{name}.sbatch", *demo, *STEPS, cwd=checkout)
         for name in ("baseline_1gpu", "sample_1gpu", "sample_4gpu")
     ]
     small = "--gres=gpu:1", "--cpus-per-task=2"
-    jobs.append(cluster.submit(*small, "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
-    assert cluster.fact(jobs[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(jobs[3], "NumNodes").startswith("2")
-    two = (f"output/job_{job}/sample.png" for job in jobs[:2])
-    verdict = cluster.submit(f"--dependency=afterok:{jobs[0]}:{jobs[1]}", "slurm/evaluate.sbatch", *two, cwd=checkout)
+    ids.append(cluster.submit(*small, "slurm/sample_multinode.sbatch", *demo, *STEPS, cwd=checkout))
+    assert cluster.fact(ids[2], "TresPerNode") == "gres:gpu:4" and cluster.fact(ids[3], "NumNodes").startswith("2")
+    two = (f"output/job_{job}/sample.png" for job in ids[:2])
+    verdict = cluster.submit(f"--dependency=afterok:{ids[0]}:{ids[1]}", "slurm/evaluate.sbatch", *two, cwd=checkout)
     assert cluster.state(verdict) == "PENDING" and cluster.fact(verdict, "Dependency").count("unfulfilled") == 2
-    for job in (*jobs, verdict):
+    for job in (*ids, verdict):
         finish(cluster, checkout, job)
     assert (checkout / "output" / f"job_{verdict}" / "verdict.txt").read_text().count("PNG") == 2
-    baseline, *others = [picture(checkout, job) for job in jobs]
+    baseline, *others = [picture(checkout, job) for job in ids]
     assert baseline.std() > 1 and np.array_equal(baseline, others[0])
     # A row's bits depend on how many rows the processor's GEMM has, by float32 rounding.
     assert all(np.abs(baseline - other).max() <= 1 for other in others)
-    assert "4 ranks" in log_of(checkout, jobs[2]) and "2 ranks" in log_of(checkout, jobs[3])
+    assert "4 ranks" in log_of(checkout, ids[2]) and "2 ranks" in log_of(checkout, ids[3])
 
 
 def failed(cluster, checkout, job):
@@ -111,44 +112,35 @@ def failed(cluster, checkout, job):
 FILES = [file.name for file in sorted((ROOT / "slurm").glob("*.sbatch"))]
 
 
-def test_without_an_environment(cluster, checkout):
-    """One line says that there is neither a .venv nor another python with torch."""
+def test_without_an_environment_or_gpus(cluster, checkout):
+    """One line says that there is neither a .venv nor another python with torch, or no GPU."""
+    without_gpu = {
+        name: cluster.submit("--gres=none", "--nodes=1", f"slurm/{name}", cwd=checkout)
+        for name in FILES
+        if name != "evaluate.sbatch"
+    }
+    for name, job in without_gpu.items():
+        [line] = failed(cluster, checkout, job)
+        assert "this job has no GPU: submit it with --gres=gpu:4" in line, name
     (checkout / ".venv").rename(checkout / "elsewhere")
     small = "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"
     bare = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-    jobs = {name: cluster.submit(*small, f"slurm/{name}", cwd=checkout, env=bare) for name in FILES}
-    for name, job in jobs.items():
+    for name, job in {name: cluster.submit(*small, f"slurm/{name}", cwd=checkout, env=bare) for name in FILES}.items():
         [line] = failed(cluster, checkout, job)
         assert f"{checkout} has no .venv (make .venv/ready)" in line, name
 
 
-def test_without_gpus(cluster, checkout):
-    names = set(FILES) - {"evaluate.sbatch"}
-    jobs = {name: cluster.submit("--gres=none", "--nodes=1", f"slurm/{name}", cwd=checkout) for name in names}
-    for name, job in jobs.items():
-        [line] = failed(cluster, checkout, job)
-        assert "this job has no GPU: submit it with --gres=gpu:4" in line, name
-
-
 def test_a_repository_that_is_gone_ends_the_job(cluster, checkout, tmp_path):
     """Nothing runs in whatever folder Slurm takes instead."""
-    jobs = {}
-    for name in ("fid50k", "sample_1gpu"):
-        log = tmp_path / f"{name}.out"
-        jobs[log] = cluster.submit("--hold", f"--output={log}", f"slurm/{name}.sbatch", cwd=checkout)
+    log = tmp_path / "fid50k.out"
+    job = cluster.submit("--hold", f"--output={log}", "slurm/fid50k.sbatch", cwd=checkout)
     (checkout / "slurm").unlink()  # a link in the checkout
-    cluster.run("scontrol", "release", ",".join(jobs.values()))
-    for log, job in jobs.items():
-        assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 120) == "FAILED", log
-        assert "setup.sh: No such file" in log.read_text() and "python" not in log.read_text(), log
+    cluster.run("scontrol", "release", job)
+    assert cluster.wait_for(job, {"FAILED", "COMPLETED"}, 120) == "FAILED"
+    assert "setup.sh: No such file" in log.read_text() and "python" not in log.read_text()
 
 
 FID = "--num-fid-samples", "28", "--per-proc-batch-size", "2", "--num-sampling-steps", "25"
-
-
-def fid_files(checkout, job):
-    home = checkout / "output" / f"job_{job}"
-    return {str(file.relative_to(home)): file.read_bytes() for file in sorted(home.rglob("*")) if file.is_file()}
 
 
 def wait_for_pictures(checkout, job, count, seconds=90):
@@ -176,7 +168,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     """One job: a rank killed (the job fails, its user requeues it), the warning before the time limit (it requeues
     itself), SIGTERM to the ranks as in preemption (again itself). It ends with the files of an undisturbed job."""
     size = "--ntasks-per-node=2", "--cpus-per-task=1"
-    calm, job = (cluster.submit(*size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout) for _ in range(2))
+    job = cluster.submit(*size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout)
     wait_for_pictures(checkout, job, 2)
     os.kill(ranks_of(job)[1], signal.SIGKILL)
     assert cluster.wait_for(job, {"FAILED"}, 60) and cluster.fact(job, "ExitCode") == "137:0"
@@ -189,12 +181,12 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
         requeued(cluster, checkout, job, restart)
         assert log_of(checkout, job).count("start again with the same command") == restart - 1
         assert not list((checkout / "output").glob(f"job_{job}/*.npz"))
-    for each in (calm, job):
-        finish(cluster, checkout, each)
-    expected = fid_files(checkout, calm)
+    finish(cluster, checkout, job)
+    jobs.run(2, *demo, *FID, "--sample-dir", checkout / "calm")
+    expected = jobs.files(checkout / "calm")
     assert [sum(name.endswith(end) for name in expected) for end in (".png", ".npz")] == [28, 1]
-    assert fid_files(checkout, job) == expected
-    assert int(cluster.fact(job, "Restarts")) == 3 and int(cluster.fact(calm, "Restarts")) == 0
+    assert jobs.files(checkout / "output" / f"job_{job}") == expected
+    assert int(cluster.fact(job, "Restarts")) == 3
 
 
 def ranks_of(job):
