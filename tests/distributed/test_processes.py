@@ -226,7 +226,6 @@ STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
         (HERE, "MASTER_PORT is not set"),
         ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=", "MASTER_ADDR '' is not the name of a host"),
         ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=a..b", "MASTER_ADDR a..b is not the name of a host"),
-        ("DIT_BEGAN=x", "DIT_BEGAN is not by sample.py --gpus"),
         (f"{HERE} MASTER_PORT=65536", "MASTER_PORT is '65536'"),
         (f"{STEP} SLURM_STEP_ID=0 SLURM_PROCID=x", "SLURM_PROCID is 'x'"),
         (f"{STEP} SLURM_STEP_ID=b SLURM_JOB_ID=1 SLURM_PROCID=0", "SLURM_STEP_ID is 'b'"),
