@@ -23,7 +23,6 @@ EXAMPLES = """examples:
 
 
 def make_parser() -> RankParser:
-    """Return the parser of a grid's flags."""
     description = "Sample class-conditional pictures from a diffusion transformer."
     parser = RankParser(prog="sample.py", description=description, epilog=EXAMPLES)
     groups = add_arguments(parser, GridRequest)
@@ -56,12 +55,10 @@ def sample_alone(request: GridRequest) -> None:
         settings, run, decoder = door.ready(request)
     print(door.describe(settings, run))
 
-    labels = settings.labels
-    batches = door.ALONE.batches(len(labels), settings.batch_size)
-    door.warm_up(run, labels, batches, watch, settings.repeats)
+    door.warm_up(settings, run, watch)
     if decoder:
         decoder.load_ahead()
-    latents = [door.sample(run, labels, seed, batches, watch, settings.repeats) for seed in settings.seeds]
+    latents = door.sample(settings, run, watch)  # of each seed
     del run
     loading.free_memory(settings.device)
 

@@ -46,7 +46,6 @@ class RankParser(OneLineParser):
 
 
 def make_parser() -> RankParser:
-    """Return the parser of the flags of a grid and of an FID job."""
     parser = RankParser(
         prog="sample_ddp.py",
         description="Sample class-conditional pictures from a diffusion transformer with many GPUs.",
@@ -57,7 +56,7 @@ def make_parser() -> RankParser:
 
 
 def chosen(args: Namespace) -> Request:
-    """Return the request that the flags name: an FID job if its number of pictures is given, else a grid."""
+    """Return an FID job's request if --num-fid-samples is given, else a grid's."""
     if args.num_fid_samples is None:
         why = "is for an FID job, and this makes one grid at `output`; add `num_fid_samples`, or drop it"
         refuse_given(args, FidRequest, GridRequest, why)
@@ -76,7 +75,7 @@ def main() -> None:
 
 
 def sample(request: Request, parser: OneLineParser) -> None:
-    """Do this process's part of the job, under its launcher."""
+    """Run this rank's part of a job."""
     fid = isinstance(request, FidRequest)
     if fid:
         for number in STOP_SIGNALS:
@@ -110,14 +109,13 @@ def sample_grid(request: GridRequest, job: "Job") -> None:
     with watch.phase("plan"):
         run, placement = door.place(settings, run, groups, layout)
 
-    first, labels, n = job.rank == 0, settings.labels, len(settings.labels)
+    first, n = job.rank == 0, len(settings.labels)
     each_decodes = settings.decode == "each"
     decoder = door.decoder_of(settings) if first or each_decodes else None
-    batches = placement.batches(n, settings.batch_size)
-    door.warm_up(run, labels, batches, watch, settings.repeats)
+    door.warm_up(settings, run, watch, placement)
     if decoder:
         decoder.load_ahead()
-    sampled = [door.sample(run, labels, seed, batches, watch, settings.repeats, first) for seed in settings.seeds]
+    sampled = door.sample(settings, run, watch, placement, show=first)
     del run
     loading.free_memory(settings.device)
 
@@ -157,7 +155,7 @@ def sample_for_fid(request: FidRequest, job: "Job") -> None:
 
 
 def open_weights(request: Request, job: "Job") -> tuple["Settings", "Stopwatch"]:
-    """Open the weights on every rank. Whatever any rank lacks is named before anything is sampled."""
+    """Open the weights on every rank. Raises UsageError on all ranks if one lacks a file."""
     from accel import loading
     from accel.door import opening
     from accel.parallel.processes import own_device

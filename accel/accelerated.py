@@ -13,12 +13,10 @@ from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import reference_state
 from accel.graphs import Replayed
-from accel.network import unpatchify
-from accel.precision import alone, apply_precision, default_tier, require
+from accel.network import KEPT, unpatchify
+from accel.precision import alone, apply_precision, default_tier
 from accel.sampling.guidance import guided
 from accel.weights.shapes import require_fit
-
-KEPT = 4  # captured graphs of `forward`, and as many of `forward_with_cfg`: one a shape
 
 
 def accelerate(
@@ -30,25 +28,22 @@ def accelerate(
     check: bool = True,
 ) -> "Accelerated":
     """Return a fast copy of a trained network for sampling, with `forward(x, t, y)` and
-    `forward_with_cfg(x, t, y, cfg_scale)`.
-
-    The weights are copied, to `device` or where they are: training `model` further does not change the copy.
+    `forward_with_cfg(x, t, y, cfg_scale)`. Training `model` further does not change the copy.
 
     model: models.DiT or a network of another family in accel/families, this repository's or the original classes, with
-    the published state-dict keys; wrapped and compiled ones are unwrapped. Of diffusers a DiTTransformer2DModel. The
-    copy has the model's signature and its function.
+    the published state-dict keys; wrapped and compiled ones are unwrapped; or diffusers' DiTTransformer2DModel. The
+    copy has the model's signature and its function. device: default: the weights' own.
     precision: "fp16", "bf16", "exact", "tf32" or "fp32"; default: fp16 on a GPU with tensor cores, else fp32.
     guidance_channels: the channels that forward_with_cfg guides, from the first on; default: as the model's own does,
     else its family's number. check: evaluate both on a batch row of noise, and guided, and compare.
 
-    Raises ValueError, of one line: for a tier that the device lacks or that the weights overflow, for another network,
-    and where the check finds one.
+    Raises ValueError of one line for a tier that the device lacks or that the weights overflow, and for a network that
+    computes another function.
     """
     with alone():
         loaded = LoadedModule(model)
         device = _device(next(iter(loaded.state.values())).device if device is None else device)
         tier = precision or default_tier(device)
-        require("precision", tier, device)
         if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:
             raise UsageError(f"`guidance_channels={guidance_channels}`: must be from 1 to {loaded.fit.in_channels}")
         face = loaded.how.face
@@ -69,10 +64,9 @@ def _device(device):
 class Accelerated:
     """An accelerated network with a model's methods.
 
-    It is no nn.Module: its tensors have a layout of their own at fixed addresses, which conversions in place would
-    break. Callers in several threads are served one at a time. On a GPU the first call with a shape captures a CUDA
-    graph, and later calls replay it with any guidance scale. The caller's autocast, inference mode, default dtype and
-    TF32 switches change nothing.
+    It is not an nn.Module: conversions in place would break its tensors' layout and addresses. Callers in several
+    threads are served one at a time. On a GPU the first call with a shape captures a CUDA graph, and later calls replay
+    it with any guidance scale. The caller's autocast, inference mode, default dtype and TF32 switches change nothing.
     """
 
     training = False
@@ -82,8 +76,8 @@ class Accelerated:
     ):
         self.precision, self.device, self._loaded = tier, device, loaded
         state = reference_state(loaded, loaded.fit)
-        self.network = network = build(state, loaded.model, tier, device)
         with self._running():
+            self.network = network = build(state, loaded.model, tier, device)
             require_finite(network, loaded, state, tier)
             if check:
                 require_same(network, loaded, tier)
@@ -94,7 +88,7 @@ class Accelerated:
         self.in_channels, self.out_channels = loaded.model.in_channels, loaded.model.out_channels
         self.num_classes, self.input_size = loaded.fit.num_classes, loaded.fit.latent_size
         self._forward, self._guided = network.forward, self._forward_guided
-        if network.captures and device.type == "cuda":
+        if network.captures and device.type == "cuda":  # a graph a shape
             self._forward, self._guided = Replayed(self._forward, KEPT), Replayed(self._guided, KEPT)
         self._source = weakref.ref(loaded.module)
         loaded.release()
@@ -184,12 +178,11 @@ class Accelerated:
         return self.network.parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the present state dict of the model that this was made from. Raises ValueError as `source` does."""
+        """Return the present state dict of the source model. Raises ValueError as `source` does."""
         return self.source("state_dict()").state_dict()
 
     def source(self, call: str = "source()") -> nn.Module:
-        """Return the model that this was made from. Raises ValueError about `call` if the model is gone, or if other
-        weights were loaded since."""
+        """Return the source model. Raises ValueError about `call` if it is gone or other weights were loaded since."""
         model = self._source and self._source()
         if model is None:
             raise UsageError(
@@ -198,9 +191,8 @@ class Accelerated:
         return model
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Take the weights of `state`, the model's state dict, in place: captured graphs stay valid, and the outputs
-        equal a new copy's to the bit. Raises ValueError, and keeps the old weights, for a state dict that does not fit
-        and for weights that overflow the precision."""
+        """Load a state dict of the model in place: captured graphs stay valid, and the outputs equal a new copy's to
+        the bit. Raises ValueError, and keeps the old weights, if it does not fit or overflows the precision."""
         if not strict:
             raise UsageError("load_state_dict(strict=False): all weights are needed; give the whole state dict")
         with self._running():

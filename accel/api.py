@@ -23,7 +23,7 @@ from accel.latents.pixels import to_grid
 from accel.loading import free_memory, load_network, overflows
 from accel.network import unwrapped
 from accel.precision import TIERS, alone, apply_precision
-from accel.progress import step_bar
+from accel.progress import Stopwatch
 from accel.request import GridRequest
 from accel.run import Run
 from accel.weights.checkpoint import HUB_ID
@@ -34,7 +34,7 @@ Labels = int | str | Iterable[int | str]
 
 
 class Sampler:
-    """A DiT and its decoder, ready to sample any labels, seeds, steps and guidance, again and again.
+    """Sample pictures of any labels, seeds, steps and guidance from a DiT and its decoder, loaded once.
 
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
@@ -44,11 +44,11 @@ class Sampler:
     diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
     AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
     compare, as `accelerate` does. options: other fields of GridRequest by their names, such as ckpt, num_classes,
-    vae_precision, batch_size; those that `sample` takes become its defaults; `sampler` may be a scheduler of diffusers
+    vae_precision, batch_size; arguments of `sample` become its defaults; `sampler` may be a scheduler of diffusers
     that draws no noise. With output_type="latent" no decoder is needed.
 
-    Pictures are those of sample.py with the same flags, to the bit. On a GPU a step is captured at its first use with a
-    number of pictures, steps and guidance, then replayed. Callers in several threads, of this and of other Samplers,
+    Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is captured at its first use with
+    a number of pictures, steps and guidance, then replayed. Callers in several threads, of this and of other Samplers,
     are served one at a time. torch's global generators and backend switches are left as they were, and the caller's
     autocast, inference mode and default dtype change nothing. Raises ValueError (accel.errors.UsageError): one line
     that names the parameter and the remedy.
@@ -65,12 +65,12 @@ class Sampler:
         check: bool = True,
         **options,
     ):
-        held = None
+        loaded = None
         if not isinstance(model, (str, Path, type(None))):
-            held = _held(model, options, check)
+            loaded = _load_module(model, options, check)
             if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
                 vae = model.vae if vae is None else vae  # a pipeline's
-            model, options["ckpt"] = None, held.name
+            model, options["ckpt"] = None, loaded.name
         elif model not in (None, *model_names()) and (Path(model).exists() or HUB_ID.fullmatch(str(model))):
             if "ckpt" in options:
                 raise UsageError(f"`ckpt={options['ckpt']}`: conflicts with {model}, which are weights too; give one")
@@ -88,28 +88,27 @@ class Sampler:
             options |= dict(model=model, image_size=image_size, precision=precision, device=device, vae=vae)
             request = GridRequest(**options)
             with alone():
-                self.settings, self._run, self._decoder = door.ready(request, weights=held)
-                self._kind = _kind(held) if held else (self.settings.fit.family.name, None)
+                self.settings, self._run, self._decoder = door.ready(request, weights=loaded)
+                self._kind = _kind(loaded) if loaded else (self.settings.fit.family.name, None)
                 if self._decoder and vae == folder:
                     self._decoder.load()  # while the folder is there
-                if held:  # the network has a copy of its weights by now
-                    if check and held.fit.latent_size == self._run.side:
-                        require_same(self._run.network, held, self._run.tier)
-                    held.release()
+                if loaded:  # the network has a copy of its weights by now
+                    if check and loaded.fit.latent_size == self._run.side:
+                        require_same(self._run.network, loaded, self._run.tier)
+                    loaded.release()
                 if self._scheduler is not None:
                     self._run = self._run._replace(process=door.process_of(self.settings, self._scheduler))
 
     def refresh(self, model: torch.nn.Module) -> None:
-        """Take the weights of `model`, of the same shape, in place: pictures are those of a new Sampler, to the bit,
-        and captured steps stay valid. Raises ValueError, and keeps the weights it has, for another shape, and for
-        weights that overflow its precision."""
+        """Load the weights of `model`, of the same shape, in place: pictures equal a new Sampler's to the bit, and
+        captured steps stay valid. Raises ValueError, and keeps the old weights, for another shape or an overflow."""
         with self._running() as run:
-            held = LoadedModule(model, copy=True)
-            if _kind(held) != self._kind:
-                raise UsageError(f"{held.name}: is of another class than the model of this Sampler; make another of it")
+            new = LoadedModule(model, copy=True)
+            if _kind(new) != self._kind:
+                raise UsageError(f"{new.name}: is of another class than the model of this Sampler; make another of it")
             if self.settings.forecast == "plan":
                 raise UsageError("`forecast=plan`: was made for other weights; make another Sampler without it")
-            _exchange(run, held, self.settings)
+            _exchange(run, new, self.settings)
 
     def sample(
         self,
@@ -151,8 +150,7 @@ class Sampler:
             if (settings.num_sampling_steps, settings.cfg_scale) != (run.process.steps, run.guidance.scale):
                 process, guidance = door.process_of(settings, self._scheduler), door.guidance_of(settings)
                 self._run = run = run._replace(process=process, guidance=guidance)
-            with step_bar(run.process.steps, run.device, disable=not progress) as queued:
-                latents = door.latents(settings, run, on_step=lambda index, _: queued(index))
+            (latents,) = door.sample(settings, run, Stopwatch(run.device), show=progress)
             return latents.clone()  # no inference tensor: the caller may want gradients
 
     def close(self) -> None:
@@ -173,7 +171,7 @@ class Sampler:
 
     @contextmanager
     def _running(self) -> Iterator[Run]:
-        """Give the run to this caller alone, with the switches of its tier."""
+        """Yield the run to one thread at a time, with its tier's switches."""
         with alone():
             if self._run is None:
                 raise UsageError("this Sampler is closed; make another")
@@ -181,41 +179,41 @@ class Sampler:
             yield self._run
 
 
-def _exchange(run, held, settings):
-    """Give the run's network the weights of a module, all or none. Raises UsageError for weights that do not fit."""
+def _exchange(run, loaded, settings):
+    """Copy a module's weights into the run's network, all or none. Raises UsageError for weights that do not fit."""
     model, batch = opening.empty_model(settings), door.batch_of(settings, run.process, run.guidance)
-    require_fit(held.name, reference_state(held, held.fit), model)
-    new = load_network(held, held.fit, model, run.tier, run.device, batch)
+    require_fit(loaded.name, reference_state(loaded, loaded.fit), model)
+    new = load_network(loaded, loaded.fit, model, run.tier, run.device, batch)
     run.network.exchange(new)
     if TIERS[run.tier].accelerated and overflows(run.network, batch, run.device, model.SOME_TIMES):
         run.network.exchange(new)
         raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")
 
 
-def _kind(held):
-    """Return the facts, beside values and shapes, that decide the function of weights."""
-    return held.fit.family.name, held.how.timestep_embedding
+def _kind(loaded):
+    """Return the family and the timestep embedding: they decide the network's function beside shapes and values."""
+    return loaded.fit.family.name, loaded.how.timestep_embedding
 
 
-def _held(model, options, check):
-    """Return a network that the caller holds, with a copy of its weights."""
+def _load_module(model, options, check):
+    """Copy a network that the caller holds. Raises UsageError for options that are for weights on disk."""
     if wrong := [name for name in ("model", "ckpt", "forecast", "forecast_plan") if name in options]:
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
-        held = LoadedModule(model, copy=True)
+        loaded = LoadedModule(model, copy=True)
         if check and "guidance_channels" not in options:
-            channels = own_guidance(held)
+            channels = own_guidance(loaded)
             if channels == OTHER:
                 raise UsageError(
-                    f"{held.name}: its forward_with_cfg guides in a way of its own; call accelerate(model).forward in "
-                    "your loop, or give `guidance_channels`"
+                    f"{loaded.name}: its forward_with_cfg guides in a way of its own; call accelerate(model).forward "
+                    "in your loop, or give `guidance_channels`"
                 )
-            held.fit = held.fit._replace(recipe={"guidance_channels": channels})
-    return held
+            loaded.fit = loaded.fit._replace(recipe={"guidance_channels": channels})
+    return loaded
 
 
 def _written(vae: torch.nn.Module, folder: str) -> str:
-    """Write a decoder that the caller holds into a folder, as --vae takes one. Return the folder."""
+    """Write a decoder that the caller holds as a folder in diffusers' layout. Return the folder."""
     vae = unwrapped(vae)
     kind = type(vae)
     if kind.__name__ != "AutoencoderKL" or not kind.__module__.startswith("diffusers."):

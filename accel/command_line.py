@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
-from accel.errors import INTERRUPTED, USAGE, UsageError, full_disk, out_of_memory, printable
+from accel.errors import INTERRUPTED, USAGE, UsageError, as_usage_error, printable
 from accel.flags import flag_names
 from accel.request import GridRequest, Request
 from accel.settings import implied
@@ -29,8 +29,8 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with exit status 2. A terminal that cannot show a character shows a
     plain one, in all output of the command."""
 
-    def __init__(self, **how):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **how)
+    def __init__(self, **options):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="plain")
@@ -104,7 +104,7 @@ def user_errors(parser: OneLineParser) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        mistake = error if isinstance(error, UsageError) else out_of_memory(error) or full_disk(error)
+        mistake = as_usage_error(error)
         if mistake is None:
             raise
         parser.exit(USAGE, f"{parser.prog}: {parser.worded(mistake)}\n")

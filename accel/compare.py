@@ -1,4 +1,4 @@
-"""A network beside the module that it was made from: whether its values are finite and the module's own."""
+"""Compare a network with the module that it was made from: finite values, the same function, the same guidance."""
 
 import copy
 import math
@@ -22,10 +22,8 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 def build(
     state: dict[str, Tensor], model: nn.Module, tier: str, device: torch.device, tuner: Any = None
 ) -> BlockNetwork:
-    """Return the network of a tier: the reference network itself for fp32 and tf32, an accelerated one otherwise.
-
-    model: the reference network, without values. The weights are copied.
-    """
+    """Return the network of a tier: the reference network for fp32 and tf32, an accelerated one otherwise. model: the
+    reference network, without values. The weights are copied."""
     if TIERS[tier].accelerated:
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
@@ -36,22 +34,22 @@ def build(
     return Plain(model.eval().requires_grad_(False))
 
 
-def _inputs(held, device, t=None):
-    """Return a batch row of noise, time t (default: the family's first of some) and a class: the same on every
-    device."""
-    t = held.model.SOME_TIMES[0] if t is None else t
-    generator, side = torch.Generator().manual_seed(0), held.fit.latent_size
-    x = torch.randn(1, held.model.in_channels, side, side, generator=generator)
-    y = torch.randint(held.fit.num_classes, (1,), generator=generator)
+def _inputs(loaded, device, t=None):
+    """Return a batch row of noise, time t and a class: the same on every device."""
+    t = loaded.model.SOME_TIMES[0] if t is None else t
+    generator, side = torch.Generator().manual_seed(0), loaded.fit.latent_size
+    x = torch.randn(1, loaded.model.in_channels, side, side, generator=generator)
+    y = torch.randint(loaded.fit.num_classes, (1,), generator=generator)
     return x.to(device), torch.tensor([t], device=device), y.to(device)
 
 
-def require_finite(network: BlockNetwork, held: LoadedModule, state: dict[str, Tensor], tier: str) -> None:
-    """Raise UsageError, naming what overflows, if weights `state` or what they compute leave the tier's range."""
+def require_finite(network: BlockNetwork, loaded: LoadedModule, state: dict[str, Tensor], tier: str) -> None:
+    """Raise UsageError, naming the tensor or layer, if the weights `state` or the network's values leave the tier's
+    range."""
     if not TIERS[tier].accelerated:
         return
     device = next(network.parameters()).device
-    for inputs in (_inputs(held, device, t) for t in held.model.SOME_TIMES):
+    for inputs in (_inputs(loaded, device, t) for t in loaded.model.SOME_TIMES):
         if network.forward(*inputs).isfinite().all():
             continue
         largest = torch.finfo(TIERS[tier].dtype).max
@@ -65,83 +63,78 @@ def require_finite(network: BlockNetwork, held: LoadedModule, state: dict[str, T
         raise UsageError(f"`precision={tier}`: {where} gives values that it does not hold; use {other}")
 
 
-def require_same(network: BlockNetwork, held: LoadedModule, tier: str) -> None:
-    """Raise UsageError unless `network` computes what the module computes, on a batch row of noise.
-
-    The module, its mode and the random state are afterwards what they were. A module whose output is zero, as an
-    untrained one's is, is compared with noise in place of weights that are zero.
-    """
+def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
+    """Raise UsageError unless `network` and the module have the same output on a batch row of noise. A module whose
+    output is zero, such as an untrained one, is compared with noise in place of its zero weights."""
     device = next(network.parameters()).device
-    want, got = _output(held), network.forward(*_inputs(held, device))
+    want, got = _output(loaded), network.forward(*_inputs(loaded, device))
     if not want.any():
-        weights, tier = _not_zero(held), "fp32"
-        want = _output(held, weights)
-        got = build(held.read(weights), held.model, tier, device).forward(*_inputs(held, device))
+        weights, tier = _not_zero(loaded), "fp32"
+        want = _output(loaded, weights)
+        got = build(loaded.read(weights), loaded.model, tier, device).forward(*_inputs(loaded, device))
     if want.shape != got.shape:
         raise UsageError(
-            f"{held.name}: returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}: another network"
+            f"{loaded.name}: returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}: another network"
         )
     if not want.isfinite().all():
-        raise UsageError(f"{held.name}: its own output is not finite; check the weights")
+        raise UsageError(f"{loaded.name}: its own output is not finite; check the weights")
     error = float((got.to(want) - want).norm() / want.norm())
-    tolerance = max(TOLERANCE[tier], ROUNDING.get(next(held.module.parameters()).dtype, 0))
+    tolerance = max(TOLERANCE[tier], ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
     if not error <= tolerance:
         raise UsageError(
-            f"{held.name}: computes another function than a DiT with these weights: relative error {error:.1g}, "
+            f"{loaded.name}: computes another function than a DiT with these weights: relative error {error:.1g}, "
             f"{tolerance:g} is allowed; check=False skips this check"
         )
 
 
-def own_guidance(held: LoadedModule) -> int | None:
-    """Return how many channels, from the first on, the module's own forward_with_cfg guides by
-    uncond + scale·(cond − uncond); OTHER if it does something else, None if it has none.
-
-    Its output is compared with that of forward, at two times and scales.
-    """
-    if not hasattr(held.module, "forward_with_cfg") or held.how.face or not held.fit.null_class:
+def own_guidance(loaded: LoadedModule) -> int | None:
+    """Return the number of channels, from the first on, that the module's forward_with_cfg guides by
+    uncond + scale·(cond − uncond); OTHER for other guidance, None without the method. Its output is compared with
+    that of forward, at two times and scales."""
+    if not hasattr(loaded.module, "forward_with_cfg") or loaded.how.face or not loaded.fit.null_class:
         return None
     found = set()
-    weights = None if _output(held).any() else _not_zero(held)
-    for t, scale in zip(held.model.SOME_TIMES, (1.7, 3.1)):
-        plain = _evaluate(held, partial(held.evaluate, state=weights), t, both=True)
-        own = _evaluate(held, partial(held.evaluate_guided, scale=scale, state=weights), t, both=True)
+    weights = None if _output(loaded).any() else _not_zero(loaded)
+    for t, scale in zip(loaded.model.SOME_TIMES, (1.7, 3.1)):
+        plain = _evaluate(loaded, partial(loaded.evaluate, state=weights), t, both=True)
+        own = _evaluate(loaded, partial(loaded.evaluate_guided, scale=scale, state=weights), t, both=True)
         cond, uncond = plain.chunk(2)
         whole = uncond + scale * (cond - uncond)
         # TF32, where the caller allows it, may round differently in each call.
-        tolerance = float(whole.abs().amax()) * max(1e-2, ROUNDING.get(next(held.module.parameters()).dtype, 0))
+        tolerance = float(whole.abs().amax()) * max(1e-2, ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
 
         def error(channels):
             want = torch.cat([torch.cat([whole[:, :channels]] * 2), plain[:, channels:]], 1)
             return float((own - want).abs().amax()) if own.shape == want.shape else math.inf
 
         # Where guidance changes nothing, every number fits: take the family's.
-        usual = held.fit.family.recipe.guidance_channels
-        likely = min(range(1, held.fit.in_channels + 1), key=lambda n: (error(n), abs(n - usual)))
+        usual = loaded.fit.family.recipe.guidance_channels
+        likely = min(range(1, loaded.fit.in_channels + 1), key=lambda n: (error(n), abs(n - usual)))
         found.add(likely if error(likely) <= tolerance else OTHER)
     return found.pop() if len(found) == 1 else OTHER
 
 
-def _not_zero(held):
+def _not_zero(loaded):
     """Return the module's weights, with noise in place of tensors that are zero."""
     generator = torch.Generator().manual_seed(1)
     return {
         name: value if value.any() else torch.randn(value.shape, generator=generator).mul(0.1).to(value)
-        for name, value in held.module.state_dict().items()
+        for name, value in loaded.module.state_dict().items()
     }
 
 
-def _output(held, weights=None):
+def _output(loaded, weights=None):
     """Evaluate the module on a batch row; weights: in place of its own."""
-    return _evaluate(held, partial(held.evaluate, state=weights))
+    return _evaluate(loaded, partial(loaded.evaluate, state=weights))
 
 
-def _evaluate(held, function, t=None, both=False):
-    """Return `function` of a batch row of noise, both: of two, with a class and the null class. The module is in
-    evaluation mode meanwhile and otherwise left as it is."""
-    first, training = next(held.module.parameters()), [one for one in held.module.modules() if one.training]
-    x, t, y = _inputs(held, first.device, t)
+def _evaluate(loaded, function, t=None, both=False):
+    """Return `function` of a batch row of noise, in evaluation mode; both: of two rows, with a class and the null
+    class. The module, its mode and the random state are left as they were."""
+    first, training = next(loaded.module.parameters()), [one for one in loaded.module.modules() if one.training]
+    x, t, y = _inputs(loaded, first.device, t)
     if both:
-        x, t, y = torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, torch.full_like(y, held.fit.num_classes)])
+        x, t, y = torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, torch.full_like(y, loaded.fit.num_classes)])
     x = x.double() if first.dtype == torch.float64 else x
     gpus = [first.device] if first.is_cuda else []
     half = first.dtype in ROUNDING
@@ -153,7 +146,8 @@ def _evaluate(held, function, t=None, both=False):
         except Exception as error:  # of code that is not ours
             reason = (str(error).splitlines() or [""])[0][:120]
             raise UsageError(
-                f"{held.name}: cannot be evaluated as a DiT ({type(error).__name__}: {reason}); check=False skips this"
+                f"{loaded.name}: cannot be evaluated as a DiT ({type(error).__name__}: {reason}); check=False skips "
+                "this"
             ) from None
         finally:
             for one in training:

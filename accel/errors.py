@@ -59,18 +59,16 @@ class Stopped(Exception):
     """A job that was asked to stop has recorded its work. Its text goes to the user; commands exit with STOPPED."""
 
 
-def out_of_memory(error: BaseException) -> UsageError | None:
-    """Return the line for an error of Python or torch about memory of the GPU or the machine, else None. On a CPU torch
-    raises a RuntimeError like any other."""
+def as_usage_error(error: BaseException) -> UsageError | None:
+    """Return the UsageError for an error that the user can mend: a UsageError itself, memory of the GPU or the machine
+    that ran out, or a write that a disk, a quota or a limit on file sizes refuses. Return None for other errors."""
+    if isinstance(error, UsageError):
+        return error
+    # On a CPU torch raises a RuntimeError like any other.
     if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
         return UsageError(
             "memory ran out; use a smaller `image_size` or model, fewer pictures at a time, or fewer processes"
         )
-    return None
-
-
-def full_disk(error: BaseException) -> UsageError | None:
-    """Return the line for an error by which a disk, a quota or a limit on file sizes refuses a write, else None."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = f"{error.filename}: " if error.filename else ""
         return UsageError(f"{where}{error.strerror}; free some space, or choose another place")

@@ -10,13 +10,8 @@ from accel.sampling.guidance import Guidance
 from accel.sampling.process import Kind
 
 KIND = "forecast plan, version 3"
-# Entries that older plans lack: those were made by the defaults.
+# Defaults of entries that older plans lack.
 LATER = {"guidance_interval": list(Guidance.interval), "guidance_channels": Guidance.channels}
-
-
-def plan_beside(weights: Path) -> Path:
-    """Return where the plan of weights lies by default."""
-    return weights / "forecast.json" if weights.is_dir() else weights.with_name(f"{weights.stem}.forecast.json")
 
 
 def read_plan(path: Path, settings: dict) -> list[Kind]:

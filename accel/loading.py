@@ -70,7 +70,7 @@ def load(
     if not TIERS[tier].accelerated or tier == "bf16":
         return network, tier
     from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
-    from_rank_0(lambda: None)  # no rank waits below for one that has failed
+    from_rank_0(lambda: None)  # a rank that failed raises here: none waits for it below
     too_large = overflows(network, batch, device, model.SOME_TIMES)
     if not from_rank_0(lambda: too_large):
         return network, tier
@@ -92,8 +92,7 @@ def load_network(
     tuner: "Tuner | None" = None,
     part: Part = WHOLE,
 ) -> Network:
-    """Return the network of a tier, not tuned and not checked. No weight is initialised to be thrown away; each goes
-    straight from the mapped file to the device."""
+    """Return the network of a tier, not tuned and not checked. Each weight goes from the mapped file to the device."""
     state = reference_state(weights, fit)
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
@@ -115,7 +114,7 @@ def load_network(
 
 @torch.inference_mode()
 def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
-    """Return whether `network` gives infinities or NaN on noise at `times`."""
+    """Return whether `network` returns infinities or NaN for noise at `times`."""
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     (n, copies), shape = batch.rows[0], (network.in_channels, batch.side, batch.side)
     x = torch.randn(n, *shape, generator=generator, device=device)

@@ -57,12 +57,12 @@ def apply_precision(tier: str, device: torch.device) -> None:
 
 
 def float32_decoder(tier: str, device: torch.device) -> str:
-    """Return the decoder's float32 arithmetic beside `tier`: with TF32 convolutions if the tier allows them."""
+    """Return the decoder's float32 arithmetic in a run of `tier`: TF32 convolutions if the tier allows them."""
     return "tf32" if tier not in ("fp32", "exact") and supports("tf32", device) else "fp32"
 
 
 def decoder_precision(wanted: str, tier: str, device: torch.device) -> str:
-    """Return the decoder's arithmetic: `wanted`, or for "auto" fp16 beside half tiers and float32 beside others. Raises
+    """Return the decoder's arithmetic: `wanted`, or for "auto" fp16 in half tiers and float32 in others. Raises
     UsageError if the hardware lacks it."""
     if wanted == "auto":
         half = TIERS[tier].dtype != torch.float32 and supports("fp16", device)

@@ -27,7 +27,7 @@ def enough_memory(too_large: str) -> Iterator[None]:
 
 
 class Run(NamedTuple):
-    """The values, beside labels and seed, that decide latents, and the device."""
+    """All values but labels and seed that decide latents, and the device."""
 
     network: Network
     process: Process
@@ -38,8 +38,8 @@ class Run(NamedTuple):
     too_large: str = "the pictures do not fit in free GPU memory; sample fewer at a time"  # error
 
     def denoise(self, z: Tensor, labels: Tensor, draw: Callable[[], Tensor], on_step: OnStep | None = None) -> Tensor:
-        """Return latents (n, C, L, L), as sampling.denoise. Raises UsageError, naming a remedy, if the memory does not
-        hold the batch, and with the step if they are not finite."""
+        """Return latents (n, C, L, L), as sampling.denoise. Raises UsageError if the batch does not fit in memory, and
+        for latents that are not finite."""
         sums = torch.zeros(self.process.steps, device=self.device)  # read once, after the loop
 
         def after_step(index, x):
@@ -73,10 +73,10 @@ class Run(NamedTuple):
         return torch.cat(found) if found else empty
 
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
-        """Make each move of `latents` once, with each number of labels in a slice and each guidance: on a GPU the first
-        compiles, chooses algorithms and is captured."""
+        """Make each move of `latents` once, with each number of labels in a slice and each guidance: on a GPU this
+        compiles kernels, chooses algorithms and captures graphs."""
         moves, sizes = unlike(moves_of(self.process, self.guidance)), set()
-        # Most labels first: they want the largest table of conditioning, and another table voids what was captured.
+        # Most labels first: they need the largest conditioning table, and a new table voids captured graphs.
         for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
             if len(labels[part]) not in sizes:
                 sizes.add(len(labels[part]))
@@ -84,7 +84,7 @@ class Run(NamedTuple):
                     denoise(self.network, self.process, self.guidance, *self._noise(labels, 0, part), moves=moves)
 
     def _noise(self, labels, seed, part):
-        """Return z (n', C, L, L), labels (n',) and the draw of a step's noise, of a slice of `labels`."""
+        """Return z (n', C, L, L), labels (n',) and the function that draws a step's noise, for a slice of `labels`."""
         generator = torch.Generator(self.device).manual_seed(seed)  # a run's own
         z = initial_noise(len(labels), self.network.in_channels, self.side, generator)
         if self.process.noise_from_cpu and self.device.type != "cpu":

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from accel.errors import INTERRUPTED, STOPPED, USAGE, UsageError, printable
+from accel.errors import INTERRUPTED, STOPPED, UsageError, printable
 
 MOST = 64  # processes; a mistyped number should not fill the machine
 _BEGAN = "DIT_BEGAN"  # set for the processes started here: the time at which their parent began, and its process id
@@ -59,8 +59,6 @@ def begin() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = lasting(1, sys.stdout), lasting(2, sys.stderr)
     atexit.register(flush)
-    if _BEGAN in os.environ and not STARTED_HERE:
-        _leave(USAGE, f"the environment's {_BEGAN} is not by sample.py --gpus; unset it")
     end_with_parent()
     for number in OF_RANKS if "RANK" in os.environ or "SLURM_PROCID" in os.environ else ENDINGS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # not ignored, as by nohup
@@ -91,14 +89,13 @@ class _Printable(io.TextIOWrapper):
 def lasting(descriptor: int, like: io.TextIOBase | None = None) -> io.TextIOWrapper:
     """Return a text stream to `descriptor` whose writes do not fail; like: the stream whose encoding it takes."""
     raw = _Lasting(descriptor, "w", closefd=False)
-    how = dict(encoding=like.encoding, errors=like.errors) if like is not None else {}
+    options = dict(encoding=like.encoding, errors=like.errors) if like is not None else {}
     text = io.TextIOWrapper if descriptor == 2 else _Printable  # a bar moves the cursor
-    return text(io.BufferedWriter(raw), line_buffering=descriptor != 1 or raw.isatty(), **how)
+    return text(io.BufferedWriter(raw), line_buffering=descriptor != 1 or raw.isatty(), **options)
 
 
 def flush() -> None:
-    """Flush the standard streams. Say which signal ended the command, and that a full disk did not take what it
-    printed."""
+    """Flush the standard streams. Report the signal that ended the command, and output that a full disk refused."""
     failure = take_failure()
     while _ended_by:
         _say(ENDINGS[_ended_by.pop()][1])
@@ -133,10 +130,8 @@ def end_with_parent() -> None:
 
 
 def on_signal(number: int, frame: FrameType | None) -> None:
-    """End the command by one of ENDINGS: SystemExit, which removes a file that is being written, and at last its line.
-
-    In an import it exits at once: C++ would turn the exception into others. After the command's last line do nothing:
-    the work is done.
+    """End the command by one of ENDINGS: raise SystemExit, so that a partial file is removed; `flush` prints the line.
+    During an import exit at once: C++ would turn the exception into others. After the command's last line do nothing.
     """
     status, line = ENDINGS[number]
     importing, outermost = False, None
@@ -168,11 +163,8 @@ def _program():
 
 
 def import_torch(device: str | None) -> None:
-    """Import torch, and meanwhile let the driver make the context of the GPU that this process will take.
-
-    device: as the user gave it. The garbage collector is off during the import and the objects are frozen: they live
-    until exit.
-    """
+    """Import torch while the driver makes the context of this process's GPU. device: as the user gave it. The garbage
+    collector is off during the import and the objects are frozen: they live until exit."""
     if "torch" in sys.modules:  # in a notebook, whose own garbage must not be frozen
         return
     kind, _, number = (device or "cuda").partition(":")

@@ -214,7 +214,7 @@ def main() -> None:
         args.precision = args.precision or [precision.default_tier(device)]
         if not on_gpu:
             print(f"{job.world} processes over gloo share this machine's processor; times say nothing about GPUs")
-        job.open_collectives(name)
+        job.open_collectives(device)
         job.wait_for_collectives()
         record = dict(kind="parallel", **harness.provenance(device, args.commit), gpus=job.world, model=args.model)
         record |= dict(load_seconds=args.load, plans=[], judged=[])

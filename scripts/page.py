@@ -36,7 +36,7 @@ from accel import door, loading
 from accel.command_line import OneLineParser, add_arguments, user_errors
 from accel.diffusion import create_diffusion
 from accel.door import opening
-from accel.errors import UsageError, out_of_memory, path_errors
+from accel.errors import UsageError, as_usage_error, path_errors
 from accel.families import families
 from accel.flags import flag_names
 from accel.latents.pixels import to_grid
@@ -123,7 +123,7 @@ class Studio:
         (run, decoder), watch = self.loaded[key], Stopwatch(self.device)
         run = run._replace(process=door.process_of(options), guidance=door.guidance_of(options))
         apply_precision(run.tier, run.device)
-        door.warm_up(run, options.labels, door.ALONE.batches(len(options.labels), options.batch_size), watch)
+        door.warm_up(options, run, watch)
         total, start = run.process.steps, time.perf_counter()
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
 
@@ -161,7 +161,7 @@ class Studio:
             yield from iter(news.get, None)
             yield ["Done.", *job.result()]
         except Exception as error:
-            mistake = error if isinstance(error, UsageError) else out_of_memory(error)
+            mistake = as_usage_error(error)
             if mistake is None:
                 raise
             raise gr.Error(html.escape(mistake.by_flags(NAMES)), duration=None, print_exception=False) from None

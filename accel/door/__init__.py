@@ -7,6 +7,7 @@ bench/. Nothing below knows settings. FID jobs: fid.py.
 import statistics
 import time
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from accel.diffusion import create_diffusion
 from accel.door.opening import digest_of, empty_model, open_weights
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
-from accel.forecast import plan_beside, read_plan
+from accel.forecast import read_plan
 from accel.latents.decoder import Decoder
 from accel.loading import Batch
 from accel.network import WHOLE, Part
@@ -31,7 +32,7 @@ from accel.sampling import OnStep, count_copies
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import FLOWS
 from accel.sampling.guidance import Guidance, Unguided
-from accel.sampling.process import Kind, Process
+from accel.sampling.process import Process
 from accel.sampling.solvers import SOLVERS, Solver, make_scheduler
 from accel.sampling.strides import Strides
 from accel.settings import GridSettings, Settings
@@ -43,10 +44,6 @@ if TYPE_CHECKING:  # a grid of one process does not wait for these
 
 ALONE = Placement()
 
-#################################################################################
-#                        Network, process, guidance, decoder                    #
-#################################################################################
-
 
 def ready(request: Request, weights: LoadedModule | None = None) -> tuple[Settings, Run, Decoder | None]:
     """Return the settings, run and decoder of a request, for this process alone. weights: in place of the request's."""
@@ -55,15 +52,14 @@ def ready(request: Request, weights: LoadedModule | None = None) -> tuple[Settin
 
 
 def guidance_of(settings: Settings) -> Guidance | Unguided:
-    """Return the guidance of a run."""
     if not settings.guided:
         return Unguided()
     return Guidance(settings.cfg_scale, settings.num_classes, settings.guidance_channels, settings.guidance_interval)
 
 
 def process_of(settings: Settings, scheduler: Any = None) -> Process:
-    """Return the process of a run. scheduler: diffusers', in place of the settings' sampler. Raises UsageError if the
-    plan was made for another run, and for a scheduler of a flow."""
+    """Return the process of a run. scheduler: of diffusers, in place of the settings' sampler. Raises UsageError if the
+    plan was made for another run, and for a flow with a scheduler."""
     steps, sampler, family = settings.num_sampling_steps, settings.sampler, settings.fit.family
     if scheduler is not None:
         if family.prediction == "noise":
@@ -74,7 +70,7 @@ def process_of(settings: Settings, scheduler: Any = None) -> Process:
         return FLOWS[sampler](steps, settings.timestep_shift)
     diffusion = create_diffusion(str(steps), learn_sigma=settings.fit.learn_sigma)
     if settings.forecast == "plan":
-        return Strides(diffusion, plan_of(settings))
+        return Strides(diffusion, read_plan(plan_path(settings), plan_settings(settings)))
     if sampler in SOLVERS:
         return Solver(make_scheduler(sampler), steps)
     return Ddim(diffusion, settings.eta) if sampler == "ddim" else Ancestral(diffusion)
@@ -88,10 +84,11 @@ def batch_of(
     sizes: Iterable[int] | None = None,
 ) -> Batch:
     """Return the network evaluations of a run on any rank. sizes: numbers of pictures that are denoised at once;
-    default: those of a grid."""
+    default: a grid's."""
     sizes = sizes or placement.sizes(len(settings.labels), settings.batch_size)
-    rows = placement.every_rows(sizes, count_copies(process, guidance))
-    return Batch(rows, settings.latent_size, settings.num_classes)
+    rows = {placement.rows(n, copies) for n in sizes for copies in count_copies(process, guidance)}
+    most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
+    return Batch(most_first, settings.latent_size, settings.num_classes)
 
 
 def load(
@@ -141,7 +138,7 @@ def describe(settings: Settings, run: Run, ranks: int | None = None) -> str:
 
 
 def steps_and_guidance(settings: Settings, evaluations: str = "") -> str:
-    """Return steps and guidance in words. evaluations: words behind the number of steps."""
+    """Describe steps and guidance. evaluations: text to put after the number of steps."""
     by = "" if settings.sampler == "ddpm" else f"{settings.sampler.upper()} "
     by += f"shift {settings.timestep_shift:g} " * (settings.timestep_shift != 1)
     low, high = settings.guidance_interval
@@ -151,45 +148,38 @@ def steps_and_guidance(settings: Settings, evaluations: str = "") -> str:
     return f"{settings.num_sampling_steps} {by}steps{evaluations} · cfg {settings.cfg_scale:g}{interval}{channels}"
 
 
-#################################################################################
-#                                    A grid                                     #
-#################################################################################
-
-
-def latents(settings: GridSettings, run: Run, placement: Placement = ALONE, on_step: OnStep | None = None) -> Tensor:
-    """Return latents (n', C, L, L) of the pictures that this rank denoises, from the settings' seed."""
-    batches = placement.batches(len(settings.labels), settings.batch_size)
+def latents(settings: GridSettings, run: Run, on_step: OnStep | None = None) -> Tensor:
+    """Return latents (n, C, L, L) of all labels, from the settings' seed, in one process."""
+    batches = ALONE.batches(len(settings.labels), settings.batch_size)
     return run.latents(settings.labels, settings.seed, batches, on_step)
 
 
-def warm_up(run: Run, labels: tuple[int, ...], batches: list[slice], watch: Stopwatch, repeats: int = 1) -> None:
+def warm_up(settings: GridSettings, run: Run, watch: Stopwatch, placement: Placement = ALONE) -> None:
     """Make each move once where the first takes longer than others: the bar should not learn its pace from it."""
-    if repeats > 1 or run.device.type == "cuda" and run.network.captures:
+    if settings.repeats > 1 or run.device.type == "cuda" and run.network.captures:
         with watch.phase("warm-up"):
-            run.warm_up(labels, batches)
+            run.warm_up(settings.labels, placement.batches(len(settings.labels), settings.batch_size))
 
 
 def sample(
-    run: Run,
-    labels: tuple[int, ...],
-    seed: int,
-    batches: list[slice],
-    watch: Stopwatch,
-    repeats: int = 1,
-    show: bool = True,
-) -> Tensor:
-    """Return latents (n', C, L, L) of the slices `batches` of `labels`; show a bar, and time `repeats` runs. show:
-    whether this process prints."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        with watch.phase("sample"), step_bar(run.process.steps * len(batches), run.device, disable=not show) as queued:
-            found = run.latents(labels, seed, batches, lambda index, _, queued=queued: queued(index))
-        times.append(time.perf_counter() - start)
-    if len(times) > 1 and show:
-        spread = f"median {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f} s"
-        print(f"sampling, {len(times)} runs after warm-up: {spread}")
-    return found
+    settings: GridSettings, run: Run, watch: Stopwatch, placement: Placement = ALONE, show: bool = True
+) -> list[Tensor]:
+    """Return latents (n', C, L, L) of the pictures that this rank denoises, for each seed. Show a bar, and time
+    `settings.repeats` runs. show: whether this process prints."""
+    batches = placement.batches(len(settings.labels), settings.batch_size)
+    steps, of_seeds = run.process.steps * len(batches), []
+    for seed in settings.seeds:
+        times = []
+        for _ in range(settings.repeats):
+            start = time.perf_counter()
+            with watch.phase("sample"), step_bar(steps, run.device, disable=not show) as queued:
+                found = run.latents(settings.labels, seed, batches, lambda index, _, queued=queued: queued(index))
+            times.append(time.perf_counter() - start)
+        of_seeds.append(found)
+        if len(times) > 1 and show:
+            spread = f"median {statistics.median(times):.3f} s, {min(times):.3f} to {max(times):.3f} s"
+            print(f"sampling, {len(times)} runs after warm-up: {spread}")
+    return of_seeds
 
 
 def decode(decoder: Decoder, latents: Tensor, watch: Stopwatch) -> Tensor:
@@ -203,8 +193,7 @@ def decode(decoder: Decoder, latents: Tensor, watch: Stopwatch) -> Tensor:
 
 def save(settings: GridSettings, path: str, content: Tensor, watch: Stopwatch, decoder: Decoder | None = None) -> None:
     """Write latents, or pictures: from pixels, or by a decoder from latents. path: a file, or a folder for one file a
-    picture. Every file is whole or absent. Raises UsageError if the disk does not take it.
-    """
+    picture. Every file is whole or absent. Raises UsageError if it cannot be written."""
     if settings.output_type == "latent":
         with watch.phase("save"):
             return output.save_latents(path, content)
@@ -218,29 +207,18 @@ def save(settings: GridSettings, path: str, content: Tensor, watch: Stopwatch, d
             output.save_pictures(file, pixels)
 
 
-#################################################################################
-#                              A grid of many ranks                             #
-#################################################################################
-
-
 def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | None]:
-    """Return the groups of ranks, and how they share a network evaluation; None if that is to be measured. Raises
-    UsageError for a layout that cannot run."""
+    """Return the process groups and the layout of a grid, None if it is to be measured. Raises UsageError for a layout
+    that cannot run."""
     from accel.parallel import planner  # brings torch.distributed
     from accel.parallel.groups import Groups
 
-    groups = Groups(job, settings.device)
-    layout = wanted_layout(settings.layout, len(settings.labels), job.world)
+    groups, layout = Groups(job, settings.device), settings.layout
+    if layout is None and len(settings.labels) >= job.world:  # with a picture for every GPU there is nothing to share
+        layout = OFF
     if layout not in (None, OFF):
         planner.check(layout, settings.tokens, empty_model(settings).num_heads, groups)
     return groups, layout
-
-
-def wanted_layout(asked: Layout | None, pictures: int, world: int) -> Layout | None:
-    """Return the layout that was asked for or that arithmetic leaves; None if it is to be measured."""
-    if asked is None:  # with a picture for every GPU there is nothing to share
-        return OFF if pictures >= world else None
-    return asked if asked.ranks > 1 else OFF
 
 
 def place(settings: GridSettings, run: Run, groups: "Groups", layout: Layout | None) -> tuple[Run, Placement]:
@@ -250,29 +228,19 @@ def place(settings: GridSettings, run: Run, groups: "Groups", layout: Layout | N
     copies = count_copies(run.process, run.guidance)
     work = Work(len(settings.labels), settings.batch_size, copies, settings.tokens, run.tier)
     network, placement = share_evaluations(run.network, work, groups, layout)
-    if placement.layout.weights > 1:  # each rank has read its part
-        settings.weights.close()
     return run._replace(network=network), placement
 
 
-#################################################################################
-#                                     Plans                                     #
-#################################################################################
-
-
 def plan_path(settings: Settings) -> Path:
-    """Return where the plan of the weights lies: `forecast_plan`, or beside the checkpoint."""
-    given = settings.request.forecast_plan
-    return plan_beside(settings.weights.path) if given is None else Path(given)
-
-
-def plan_of(settings: Settings) -> list[Kind]:
-    """Return the strides of a run's plan. Raises UsageError as read_plan does."""
-    return read_plan(plan_path(settings), plan_settings(settings))
+    """Return the path of the weights' plan: `forecast_plan`, or a name beside or in the checkpoint."""
+    if settings.request.forecast_plan is not None:
+        return Path(settings.request.forecast_plan)
+    weights = settings.weights.path
+    return weights / "forecast.json" if weights.is_dir() else weights.with_name(f"{weights.stem}.forecast.json")
 
 
 def plan_settings(settings: Settings) -> dict:
-    """Return the settings that a plan is made for, as its file has them."""
+    """Return the entries of a plan's file that name the run it is for."""
     return {
         "model": settings.model,
         "image_size": settings.image_size,

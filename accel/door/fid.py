@@ -36,7 +36,6 @@ def require_seeds(seed: int, world: int) -> None:
 
 
 def order_of(settings: FidSettings) -> Order:
-    """Return the order of a job."""
     return Order(
         folder=folder_of(settings),
         count=settings.num_fid_samples,
@@ -80,7 +79,9 @@ def settings_of(settings: FidSettings, run: Run, decoder: Decoder, world: int) -
     device = run.device
     default = {name for name, usual in LATER.items() if getattr(settings, name) == usual}
     relevant = [item for item in fields(FidRequest) if item.name not in LEFT_OUT | default]
-    record = {flag_names(item, ranks=True)[0]: _plain(getattr(settings, item.name)) for item in relevant} | {
+    values = {flag_names(item, ranks=True)[0]: getattr(settings, item.name) for item in relevant}
+    record = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as in JSON
+    record |= {
         "--precision": run.tier,
         "--ckpt (contents)": digest_of(settings),
         "scale and shift of latents": [settings.space.scale, settings.space.shift],
@@ -97,10 +98,6 @@ def settings_of(settings: FidSettings, run: Run, decoder: Decoder, world: int) -
     if not settings.world_independent_noise:
         record["number of ranks"] = world
     return record
-
-
-def _plain(value):
-    return list(value) if isinstance(value, tuple) else value  # as JSON has it
 
 
 def _cpu():

@@ -9,7 +9,7 @@ from accel.parallel.layouts import OFF, Layout, parse
 
 
 def file() -> Path:
-    """Return the path of the file that keeps them."""
+    """Return the path of the file of kept layouts."""
     return cache_folder() / "plans.json"
 
 

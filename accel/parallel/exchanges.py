@@ -1,7 +1,7 @@
 """How tokens that lie on several GPUs attend to each other: an exchange a layer, by name.
 
-An exchange is called with a rank's packed projection qkv (N, t, 3·D) of its t = T / s tokens and returns attention over
-all T for them (N, t, D). What a rank receives a layer, in bytes; e = bytes an element, s = ranks:
+An exchange is called with a rank's packed projection qkv (N, t, 3·D) of its t = T / s tokens and returns their
+attention over all T (N, t, D). Bytes that a rank receives in a layer, with e bytes an element and s ranks:
 
     kv       all-gather of keys and values            2·N·(T−t)·D·e       one collective
     push     the same, written over NVLink            2·N·(T−t)·D·e       no collective: one kernel
@@ -16,12 +16,6 @@ import torch.distributed as dist
 
 from accel.kernels.attention import attention_to
 from accel.kernels.split_linear import HighLow
-
-
-def traffic(exchange: str, rows: int, t: int, ranks: int, width: int, element: int) -> tuple[int, int]:
-    """Return (collectives, bytes that a rank receives) of a layer; t tokens a rank, `element` bytes a value."""
-    others = rows * t * (ranks - 1) * width * element  # one vector of each token that lies elsewhere
-    return {"kv": (1, 2 * others), "push": (0, 2 * others), "ulysses": (2, 4 * others // ranks)}[exchange]
 
 
 class Exchange:

@@ -48,7 +48,8 @@ def parse(text: str, exchange: str = "kv") -> Layout:
     if "exchange" in given and "tokens" not in given:
         raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
     numbers = {name: int(value) for name, value in items if name != "exchange"}
-    return Layout(**{"exchange": given.get("exchange", exchange), **numbers})
+    layout = Layout(**{"exchange": given.get("exchange", exchange), **numbers})
+    return layout if layout.ranks > 1 else OFF
 
 
 def check(

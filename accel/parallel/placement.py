@@ -1,7 +1,5 @@
 """The pictures, batch rows and tokens that a rank computes."""
 
-from collections.abc import Iterable
-from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +26,7 @@ class Placement(NamedTuple):
 
     @property
     def busy(self) -> int:
-        """Return how many ranks compute. The others are idle."""
+        """Return the number of ranks that compute; the others are idle."""
         return self.layout.ranks if self.shared else self.world
 
     def pictures(self, n: int) -> slice:
@@ -53,12 +51,6 @@ class Placement(NamedTuple):
         if self.layout.rows * self.layout.tokens > 1:
             return -(-copies * pictures // self.layout.rows), 1
         return pictures, copies
-
-    def every_rows(self, sizes: Iterable[int], copies: Iterable[int]) -> list[tuple[int, int]]:
-        """Return `rows` of every evaluation of a run, the most batch rows first. sizes: numbers of pictures; copies:
-        batch rows of a picture with guidance and without."""
-        found = {self.rows(*evaluation) for evaluation in product(sizes, copies)}
-        return sorted(found, key=lambda rows: (prod(rows), rows), reverse=True)
 
     def row_tokens(self, pictures: int, copies: int, tokens: int) -> int:
         """Return the tokens in each of this rank's GEMMs: batch rows × its part of a row's `tokens`."""

@@ -1,7 +1,7 @@
 """The layout for a batch with fewer pictures than GPUs, chosen by arithmetic and a measurement.
 
-Arithmetic leaves few layouts: among layouts that give a rank as much to do, the one with fewer GPUs, then the one that
-divides tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation). The cost of a layer and
+Arithmetic leaves few layouts: of layouts with equal work per rank, the one with fewer GPUs, then the one that divides
+tokens among fewer ranks (batch rows exchange nothing before the end of an evaluation). The cost of a layer and
 its exchange differs from machine to machine, so each of these layouts evaluates a few blocks of the network, for a few
 milliseconds. Every rank makes the same calls.
 """
@@ -10,7 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import isqrt, prod
+from itertools import product
+from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,14 +82,13 @@ def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
     """Choose the GEMMs of all evaluations that any rank makes in a run under each placement."""
     row_tokens = set()
     for one in placements:
-        rows = one.every_rows(one.sizes(work.pictures, work.at_once), work.copies)
-        row_tokens |= {prod(of_one) * work.tokens // one.layout.tokens for of_one in rows}
+        shapes = product(one.sizes(work.pictures, work.at_once), work.copies)
+        row_tokens |= {one.row_tokens(*shape, work.tokens) for shape in shapes}
     network.tune(row_tokens)
 
 
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
-    """Choose, and keep the choice on disk: two layouts that are equally fast round differently, and two runs shall
-    agree."""
+    """Choose a layout and keep it on disk: equally fast layouts round differently, and two runs must agree."""
     where = situation(network, work, groups)
     if found := groups.job.from_rank_0(lambda: choices.known(where)):
         return found[0], f"{found[1]}; measured before on this machine ({choices.file()})"
@@ -99,7 +99,7 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
 
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
-    """Return in words all that a choice depends on."""
+    """Describe all that a choice depends on: the key of a kept layout."""
     hosts = groups.job.all_gather_object(groups.job.host)
     sizes = "+".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))
     gpu = groups.device.type == "cuda"

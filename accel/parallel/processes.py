@@ -1,4 +1,4 @@
-"""The processes of one job: which one this is, what they exchange, and how they end.
+"""The processes of one job: this process's rank, the exchanges between ranks, and how they end.
 
 torchrun or srun starts the ranks, one a GPU, and ends them all when one dies. They form one process group: objects and
 CPU tensors travel over gloo, CUDA tensors over NCCL. Progress and the request to stop are kept in its key-value store.
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel import start
-from accel.errors import STOPPED, USAGE, Stopped, UsageError, full_disk, out_of_memory, printable, record, shown
+from accel.errors import STOPPED, USAGE, Stopped, UsageError, as_usage_error, printable, record, shown
 
 START = timedelta(minutes=10)  # limit for all ranks to start and connect
 WAIT = timedelta(days=1)  # limit for one rank to wait for another, whose share of an FID job may be larger
@@ -106,10 +106,10 @@ class Job:
                 f"ranks ended with different latents (checksums {', '.join(digests)}): are their GPUs of one kind?"
             )
 
-    def open_collectives(self, device: str) -> None:
+    def open_collectives(self, device: torch.device) -> None:
         """Start to connect NCCL in a thread: it takes a second, which the loading of weights hides."""
-        if self.world > 1 and torch.device(device).type == "cuda":
-            self._gpu = torch.device(device)
+        if self.world > 1 and device.type == "cuda":
+            self._gpu = device
             self._connecting = ThreadPoolExecutor(1).submit(self._connect)
 
     def _connect(self):
@@ -169,10 +169,8 @@ class Job:
 
 
 def own_device(job: Job, wanted: str | None) -> str:
-    """This rank's device: the CPU, or a GPU that no other rank has.
-
-    Raises UsageError for a rank without a GPU, for ranks that share one, and for what is neither cuda nor cpu.
-    """
+    """Return the name of this rank's device: the CPU, or a GPU that no other rank has. Raises UsageError for a rank
+    without a GPU, for ranks that share one, and for other kinds of devices."""
     kind, _, number = (wanted or "cuda").partition(":")
     if kind not in ("cuda", "cpu") or number and not number.isdecimal():
         raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
@@ -320,10 +318,8 @@ def _fail(job, program, error, worded):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, once the first rank has gone
     cause = printable(f"{type(error).__name__}: {error}".splitlines()[0])
     status, text = 1, f"rank {job.rank} of {job.world} on {job.host}:\n{traceback.format_exc()}"
-    if not isinstance(error, UsageError):
-        error = out_of_memory(error) or full_disk(error) or error
-    if isinstance(error, UsageError):
-        status, text = USAGE, "\n".join(f"{program}: {line}" for line in worded(error).splitlines())
+    if mistake := as_usage_error(error):
+        status, text = USAGE, "\n".join(f"{program}: {line}" for line in worded(mistake).splitlines())
     try:
         first, status = map(int, job.store.compare_set("failed", "", f"{job.rank} {status}").split())
     except dist.DistError:  # rank 0 or its launcher held the store; this rank's own status is no worse than theirs

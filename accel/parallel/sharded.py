@@ -21,8 +21,8 @@ from accel.parallel.exchanges import Exchange
 class Sharded(Network):
     """A network that is evaluated by several ranks: all call alike with the same tensors, and get the same.
 
-    everyone: the group of these ranks; those that share the tokens of the same batch rows are neighbours in it.
-    exchange: among the latter; None if every rank has whole rows.
+    everyone: the group of these ranks; ranks that share the tokens of the same batch rows are neighbours in it.
+    exchange: among such neighbours; None if every rank has whole rows.
     """
 
     captures = True  # shared evaluations are short enough for launches to count, also those of a plain network

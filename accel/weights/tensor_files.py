@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from accel.errors import UsageError, out_of_memory, path_errors
+from accel.errors import UsageError, as_usage_error, path_errors
 from accel.files import atomic_write, cache_folder, open_regular, read_small
 from accel.files import read_json as read_object
 
@@ -179,7 +179,7 @@ def _read_pickle(path: Path, parameter: str, mapped: bool) -> object:
     except OSError:
         raise
     except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
-        raise (out_of_memory(error) or damaged) from None
+        raise (as_usage_error(error) or damaged) from None
 
 
 def _can_be_mapped(path: Path) -> bool:

@@ -84,8 +84,7 @@ def recognised(
     options: GridSettings, run: Run, decoder: Decoder, args: argparse.Namespace
 ) -> tuple[dict, torch.Tensor]:
     """The figures for the pictures of a run, and those pictures."""
-    batches, watch = door.ALONE.batches(len(options.labels), options.batch_size), Stopwatch(run.device)
-    pixels = decoder.decode(door.sample(run, options.labels, options.seed, batches, watch))
+    pixels = decoder.decode(*door.sample(options, run, Stopwatch(run.device)))
     net, right, refused = fit(run.device, options.seed + 1, args.fit_pictures, args.fit_steps)
     answers = torch.cat([net(part.clamp(-1, 1)).argmax(1) for part in pixels.split(64)])
     truth = torch.tensor(options.labels, device=answers.device)

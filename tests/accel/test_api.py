@@ -58,6 +58,12 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
         assert torch.equal(both, sampler.latents([0, 3]))
 
 
+def test_the_bar_counts_the_steps_of_all_batches(capsys):
+    with demo(batch_size=1, num_sampling_steps=2) as sampler:
+        sampler.latents([0, 3, 5], progress=True)
+    assert "6/6" in capsys.readouterr().err
+
+
 @DEVICES
 def test_a_module_that_the_caller_holds(device):
     """The demo's weights in models.DiT, wrapped, compiled, and in half: the same as by name. They are copied."""

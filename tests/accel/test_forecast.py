@@ -11,7 +11,7 @@ from jobs import run
 from networks import fast_network, sample, small
 
 from accel.diffusion import create_diffusion
-from accel.door import opening, plan_of, plan_path, plan_settings
+from accel.door import opening, plan_path, plan_settings, process_of
 from accel.errors import UsageError
 from accel.forecast import KIND, write_plan
 from accel.network import Plain
@@ -85,7 +85,7 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
     if change is not None:
         file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))
     with pytest.raises(UsageError, match="^forecast_plan=.*" + re.escape(words)) as error:
-        plan_of(settings_of(weights, forecast_plan=str(file)))
+        process_of(settings_of(weights, forecast_plan=str(file)))
     assert "\n" not in str(error.value)
 
 
@@ -93,7 +93,8 @@ def test_the_demos_plan_is_for_the_demo():
     """The plan that ships fits the weights that ship. Its evidence says that it passes, and with how many
     evaluations."""
     settings = opening.open_weights(GridRequest(model="DiT-Demo/2", forecast="plan"), CPU)
-    strides, plan = plan_of(settings), json.loads(plan_path(settings).read_text())
+    plan = json.loads(plan_path(settings).read_text())
+    strides = process_of(settings).moves
     assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]
     assert plan["evidence"]["passes"] and plan["evidence"]["calibration"]["seed"] not in plan["evidence"]["seeds"]
 

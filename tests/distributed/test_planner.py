@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import ROOT, fill
 
-from accel.door import wanted_layout
 from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
@@ -25,11 +24,11 @@ ONE_HOST = ["a"] * 4
 SIX_HEADS = 1024, 6  # tokens of a batch row, heads
 
 
-def wanted(parallel, world, **more):
-    """The layout of a grid of one picture at 512 px, as the command takes it."""
-    layout = wanted_layout(GridRequest("DiT-S/2", parallel=parallel, **more).layout, 1, world)
+def wanted(parallel, **more):
+    """The layout of a grid at 512 px that ranks on one host share, as the command takes it."""
+    layout = GridRequest("DiT-S/2", parallel=parallel, **more).layout
     if layout:
-        check(layout, *SIX_HEADS, groups_of(world))
+        check(layout, *SIX_HEADS, groups_of(4))
     return layout
 
 
@@ -63,16 +62,15 @@ def groups_of(world):
 def test_refusals(text, message):
     parallel, _, precision = text.partition(" ")
     with pytest.raises(UsageError) as error:
-        wanted(parallel, 4, precision=precision or None)
+        wanted(parallel, precision=precision or None)
     assert message in error.value.by_flags()
 
 
 def test_what_is_wanted():
     """The layout that the user names; none where it is to be chosen; OFF where there is nothing to share."""
-    assert wanted("rows=2,tokens=2", 4) == Layout(2, 2, "kv")
-    assert wanted("tokens=2", 4, precision="exact") == Layout(1, 2, "ulysses")
-    assert wanted("auto", 4) is None
-    assert wanted("off", 4) == wanted("auto", 1) == OFF
+    assert wanted("rows=2,tokens=2") == Layout(2, 2, "kv")
+    assert wanted("tokens=2", precision="exact") == Layout(1, 2, "ulysses")
+    assert wanted("auto") is None and wanted("off") == OFF
 
 
 def test_the_flag_knows_what_there_is():
@@ -87,7 +85,7 @@ def test_the_flag_knows_what_there_is():
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
     network = Plain(fill(DiT(input_size=16, hidden_size=24, depth=1, num_heads=6)))
-    assert wanted(text, 1) == OFF and share_evaluations(network, work(), groups_of(1), OFF) == (network, Placement())
+    assert wanted(text) == OFF and share_evaluations(network, work(), groups_of(1), OFF) == (network, Placement())
 
 
 def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
