@@ -183,6 +183,8 @@ def _exchange(run, loaded, settings):
     """Copy a module's weights into the run's network, all or none. Raises UsageError for weights that do not fit."""
     model, batch = opening.empty_model(settings), door.batch_of(settings, run.process, run.guidance)
     require_fit(loaded.name, reference_state(loaded, loaded.fit), model)
+    if (heads := loaded.fit.num_heads) != settings.fit.num_heads:  # no shape says it
+        raise UsageError(f"{loaded.name}: has {heads} heads, unlike the model of this Sampler; make another of it")
     new = load_network(loaded, loaded.fit, model, run.tier, run.device, batch)
     run.network.exchange(new)
     if TIERS[run.tier].accelerated and overflows(run.network, batch, run.device, model.SOME_TIMES):

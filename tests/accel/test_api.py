@@ -157,6 +157,7 @@ def test_weights_are_renewed_in_place(precision, device):
         assert not torch.equal(sampler.latents([1, 2]), before)
         for other, words in (
             (fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)), "must be "),
+            (fill(DiT_models["DiT-Demo/2"](num_heads=2)), "has 2 heads, unlike"),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):
             with pytest.raises(ValueError, match=words):
