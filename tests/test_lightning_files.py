@@ -75,7 +75,7 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
         assert torch.equal(got, want) and want.std() > 0.1
         assert error(HalfDecoder(load(space, "cpu"), torch.float32)(space.to_decoder(latents)), want.double()) < 1e-5
         half = HalfDecoder(load(space, "cpu"))(space.to_decoder(latents))
-        assert error(half, want.double()) < 3e-3
+        assert error(half, want.double()) < 1e-2
     (tmp_path / STATISTICS).rename(tmp_path / "other.pt")
     assert find(str(tmp_path / "vavae.pt"), str(tmp_path / "other.pt")) == space
     with pytest.raises(UsageError, match="vavae.pt: says no scale [^\n]*$"):

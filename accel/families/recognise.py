@@ -11,6 +11,7 @@ A family's weights.py has
 
 and, where a family differs from the default,
 
+    PARTS                          names of tensors, one of which every file of the family has
     claim(shapes, metadata)        (strength, reason) where something beside keys and names speaks for the family, or
                                    None
     converted(state, metadata)     state dict of the file → of the reference network; default: the same entries
@@ -220,8 +221,13 @@ def _say_what_is_assumed(source, family, have, metadata):
 
 
 def _alike(have):
-    """Return the families whose KEYS are all in `have`."""
-    return [family for family in families() if all(key in have for key in family.part("weights").KEYS)]
+    """Return the families whose KEYS are all in `have`, and one of their PARTS."""
+    found = [(family, family.part("weights")) for family in families()]
+    return [
+        family
+        for family, weights in found
+        if all(key in have for key in weights.KEYS) and any(name in have for name in getattr(weights, "PARTS", have))
+    ]
 
 
 def _classes(source, rows, metadata, wanted):
