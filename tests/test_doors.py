@@ -263,6 +263,7 @@ def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
         (dict(num_attention_heads=6, attention_head_dim=36), "attention_head_dim is 36, and its weights have 16"),
         (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT has 1e-05 or 1e-06"),
         (dict(activation_fn="geglu"), "activation_fn is geglu, and a DiT has gelu-approximate"),
+        (dict(attention_bias=False), "attention_bias is False, and a DiT has True"),
         (dict(patch_size=3), "patch_size is 3, and its weights have 2"),
         (dict(_class_name="PixArtTransformer2DModel"), "_class_name is PixArtTransformer2DModel"),
         (dict(num_layers=28), "num_layers is 28, and its weights have 2"),

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
+from accel.families.lightning_dit.network import LightningDiT
 from accel.families.sit.network import SiT
 from accel.fast import build
 from accel.kernels.split_attention import split_attention
@@ -95,11 +96,13 @@ def accelerated(job, model, generator):
     """Accelerated networks of every family and tier, of which ranks read and hold a part."""
     shape = dict(input_size=SIDE, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
     large = (fill(DiT_Llama(**shape, n_kv_heads=kv, qk_norm=kv == 2)) for kv in (4, 2))
-    sit = fill(SiT(input_size=SIDE, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES))
+    like_dit = dict(input_size=SIDE, hidden_size=D, depth=DEPTH, num_classes=CLASSES)
+    sit = fill(SiT(**like_dit, num_heads=HEADS))
+    lightning = fill(LightningDiT(**like_dit, patch_size=2, in_channels=4, num_heads=4, qk_norm=True))
     x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
     groups = Groups(job, torch.device("cpu"))
     cases = (2, "fp16"), (job.world, "fp32"), (job.world, "exact")
-    for (ranks, tier), one in product(cases, (model, sit, *large)):
+    for (ranks, tier), one in product(cases, (model, sit, lightning, *large)):
         part, state = groups.part(Layout(weights=ranks)), one.state_dict()
         with BytesRead(state) as whole_read:
             whole = build(state, one, tier, torch.device("cpu"))

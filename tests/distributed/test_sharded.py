@@ -31,7 +31,7 @@ def test_equal_to_one_process(results):
 def test_accelerated_networks_are_read_in_parts(results):
     """Of every family and tier a rank reads and holds its part of all large weights, and all ranks sum to the whole."""
     rows = of_kind(results, "accelerated")
-    assert {row["family"] for row in rows} == {"DiT", "SiT", "DiT_Llama"}
+    assert {row["family"] for row in rows} == {"DiT", "SiT", "LightningDiT", "DiT_Llama"}
     for row in rows:
         bound = dict(fp32=1e-5, exact=1e-5, fp16=5e-3)[row["tier"]]
         assert row["size"] > 0.3 and row["error"] < bound, row
