@@ -103,7 +103,7 @@ def test_compressed_pt(tmp_path, state):
         assert same(find_model(tmp_path / "b.pt"), state)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model."])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_wrapped_models_load(tmp_path, state, prefix, capsys):
     torch.save({"ema": {prefix + name: tensor for name, tensor in state.items()}}, tmp_path / "a.pt")
     weights = Checkpoint(tmp_path / "a.pt")
