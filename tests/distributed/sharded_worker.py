@@ -96,17 +96,15 @@ def accelerated(job, model, generator):
     """Accelerated networks of every family and tier, of which ranks read and hold a part."""
     shape = dict(input_size=SIDE, dim=96, n_layers=3, n_heads=4, num_classes=CLASSES, multiple_of=32)
     large = (fill(DiT_Llama(**shape, n_kv_heads=kv, qk_norm=kv == 2)) for kv in (4, 2))
-    like_dit = dict(input_size=SIDE, hidden_size=D, depth=DEPTH, num_classes=CLASSES)
-    sit = fill(SiT(**like_dit, num_heads=HEADS))
-    lightning = fill(LightningDiT(**like_dit, patch_size=2, in_channels=4, num_heads=4, qk_norm=True))
-    models = model, sit, lightning, *large
-    for name, value in (pair for one in models for pair in one.named_parameters()):
-        if "norm" in name:  # near one, as trained ones are: queries and keys decide
-            value.data.add_(1)
+    sizes = dict(input_size=SIDE, hidden_size=D, depth=DEPTH, num_heads=HEADS, num_classes=CLASSES)
+    flows = fill(SiT(**sizes)), fill(LightningDiT(**sizes, patch_size=2, in_channels=4, qk_norm=True))
     x, t, y = torch.randn(2, 4, SIDE, SIDE, generator=generator), torch.tensor([7, 7]), torch.tensor([3, CLASSES])
     groups = Groups(job, torch.device("cpu"))
+    for name, value in flows[1].named_parameters():
+        if "norm" in name:  # near one, as trained ones are: queries and keys decide
+            value.data.add_(1)
     cases = (2, "fp16"), (job.world, "fp32"), (job.world, "exact")
-    for (ranks, tier), one in product(cases, models):
+    for (ranks, tier), one in product(cases, (model, *flows, *large)):
         part, state = groups.part(Layout(weights=ranks)), one.state_dict()
         with BytesRead(state) as whole_read:
             whole = build(state, one, tier, torch.device("cpu"))

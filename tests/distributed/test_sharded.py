@@ -34,7 +34,7 @@ def test_accelerated_networks_are_read_in_parts(results):
     assert {row["family"] for row in rows} == {"DiT", "SiT", "LightningDiT", "DiT_Llama"}
     for row in rows:
         bound = dict(fp32=1e-5, exact=1e-5, fp16=5e-3)[row["tier"]]
-        assert row["size"] > 0.3 and row["error"] < bound, row
+        assert row["size"] > 0.2 and row["error"] < bound, row
         # Position embedding, labels and the last layer are everywhere.
         assert all(0 < row[what] - 1 / row["ranks"] < 0.15 for what in ("held", "read")), row
 
