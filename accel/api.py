@@ -151,7 +151,7 @@ class Sampler:
                 process, guidance = door.process_of(settings, self._scheduler), door.guidance_of(settings)
                 self._run = run = run._replace(process=process, guidance=guidance)
             (latents,) = door.sample(settings, run, Stopwatch(run.device), show=progress)
-            return latents.clone()  # no inference tensor: the caller may want gradients
+            return latents
 
     def close(self) -> None:
         """Free the memory of network and decoder. The sampler cannot be used afterwards."""

@@ -117,6 +117,7 @@ def test_the_matrix_of_refusals(tmp_path, here):
     ten = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
     bare = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10, class_dropout_prob=0.0)).state_dict()
     custom = fill(DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10)).state_dict()
+    plain = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)).state_dict()
     normed = {**ten, "blocks.0.attn.q_norm.weight": torch.ones(64)}
     said = argparse.Namespace
     flow = said(path_type="Linear", prediction="velocity")
@@ -142,10 +143,12 @@ def test_the_matrix_of_refusals(tmp_path, here):
             ["--num-sampling-steps", 1],
             "--num-sampling-steps 1: must be from 2 to 1000 for --sampler",
         ),
+        "a shift of the SDE": (ten, flow, ["--timestep-shift", 0.5], "--timestep-shift 0.5: is for euler and heun"),
         "a plan of a SiT": (ten, flow, ["--forecast", "plan"], "plans are made for --sampler ddpm, not for sde"),
         "another path": (ten, said(path_type="GVP"), [], "was trained with path_type GVP, and only Linear is sampled"),
         "qk-norm": (normed, None, [], "blocks.0.attn.q_norm.weight is no weight of a DiT, and would be ignored"),
         "another width": (custom, None, [], "load it into its class and use accel.Sampler(module)"),
+        "a plan without sigma": (plain, None, ["--forecast", "plan"], "--forecast plan: needs weights with learned si"),
         "a plan": (ten, None, ["--forecast", "plan"], "forecast.json: no such file"),
     }
     for number, (name, (state, arguments, flags, words)) in enumerate(cases.items()):
@@ -260,6 +263,7 @@ def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
         (dict(num_attention_heads=6, attention_head_dim=36), "attention_head_dim is 36, and its weights have 16"),
         (dict(norm_eps=0.1), "norm_eps is 0.1, and a DiT has 1e-05 or 1e-06"),
         (dict(activation_fn="geglu"), "activation_fn is geglu, and a DiT has gelu-approximate"),
+        (dict(attention_bias=False), "attention_bias is False, and a DiT has True"),
         (dict(patch_size=3), "patch_size is 3, and its weights have 2"),
         (dict(_class_name="PixArtTransformer2DModel"), "_class_name is PixArtTransformer2DModel"),
         (dict(num_layers=28), "num_layers is 28, and its weights have 2"),

@@ -78,6 +78,17 @@ def test_every_tier_computes_the_definition(form, change):
     assert relative_error(own(x, 1 - t, y).detach(), want) > 1e-2  # time counts
 
 
+def test_every_norm_has_the_originals_epsilon():
+    """Which shows on activations not much larger than its root."""
+    model = build()
+    for value in (model.x_embedder.proj.weight, model.x_embedder.proj.bias, model.pos_embed):
+        value.data.mul_(1e-3)
+    x, t, y = batch(model)
+    want = lightning_dit(as_file(model), x, t, y)
+    assert relative_error(model(x, t, y).detach(), want) < 4e-6
+    assert relative_error(fast_network(model, torch.float64).forward(x.double(), t, y), want) < 1e-6
+
+
 def test_published_sizes():
     widths = {"XL": (28, 1152, 16, 3072), "L": (24, 1024, 16, 2730), "B": (12, 768, 12, 2048)}
     widths |= {"1p0B": (24, 1536, 24, 4096), "1p6B": (28, 1792, 28, 4778)}
@@ -165,7 +176,7 @@ def test_the_original_class_is_accelerated():
     x, t, y = batch(build())
     fast = accelerate(theirs, "fp32")
     assert error(fast(x, t=t, y=y), theirs(x, t, y).double()) < 1e-5
-    for start in (0.1, 0.9):
+    for start in (0.1, 0.5, 0.9):
         t = torch.full((4,), 0.5)
         got = fast.forward_with_cfg(x, t, y=y, cfg_scale=3.0, cfg_interval=True, cfg_interval_start=start)
         assert error(got, theirs.forward_with_cfg(x, t, y, 3.0, True, start).double()) < 1e-5

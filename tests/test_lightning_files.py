@@ -158,10 +158,10 @@ def test_what_implies_how_to_sample(tmp_path):
     assert recipe("LightningDiT-XL/1", own, path) == want
     (tmp_path / "compose.yaml").write_text("services: {}")
     assert recipe("LightningDiT-XL/1", {}, path) == {}
-    (tmp_path / "other.yaml").write_text(YAML)
+    (tmp_path / "a.yaml").write_text(YAML)
     assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
     with pytest.raises(UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"):
-        recipe("LightningDiT-B/1", {}, tmp_path / "other.pt")
+        recipe("LightningDiT-B/1", {}, tmp_path / "a.pt")
 
 
 def test_the_hubs_repositories(tmp_path, run):

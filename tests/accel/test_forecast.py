@@ -89,6 +89,11 @@ def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_a_plan_is_for_the_guidance_that_it_was_made_with(weights, plan):
+    with pytest.raises(UsageError, match="guidance_channels=3, not 4"):
+        process_of(settings_of(weights, guidance_channels=4))
+
+
 def test_the_demos_plan_is_for_the_demo():
     """The plan that ships fits the weights that ship. Its evidence says that it passes, and with how many
     evaluations."""

@@ -72,6 +72,8 @@ def test_what_cannot_be_sampled_by_is_a_line():
         denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
     with pytest.raises(UsageError, match="sampler: its scheduler has prediction_type v_prediction, and only epsilon "):
         Solver(make("dpm++", prediction_type="v_prediction"), 5)
+    with pytest.raises(UsageError, match="sampler: its scheduler has rescale_betas_zero_snr True, and only False is "):
+        Solver(make("dpm++", rescale_betas_zero_snr=True), 5)
 
 
 def test_processes_are_values():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +106,17 @@ def test_all_end_together(ask, status, line, demo, tmp_path):
     text = job.end(status)
     assert text.endswith(f"\r\nsample.py: {line}\r\n") and text.count("sample.py:") == 1 and "Traceback" not in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_that_nohup_ignores_ends_nothing(demo, tmp_path):
+    words = [ROOT / "sample.py", *demo, "--num-sampling-steps", 4, "--labels", 1, 2, "--gpus", 2]
+    command = ["nohup", sys.executable, *map(str, words), "--output", str(tmp_path / "x.png")]
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, **quiet)
+    while process.poll() is None and not Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text():
+        time.sleep(0.01)  # no rank yet
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 0 and (tmp_path / "x.png").exists()
 
 
 def test_a_mistake_is_said_once(demo, tmp_path):

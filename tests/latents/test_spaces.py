@@ -13,6 +13,7 @@ from PIL import Image
 
 from accel import Sampler
 from accel.errors import USAGE, UsageError
+from accel.latents.files import find
 from accel.latents.pixels import to_grid
 from models import DiT_models
 
@@ -50,6 +51,12 @@ def test_what_the_caller_set_in_a_config_counts(tiny_vae):
     pipe.vae.config.scaling_factor = torch.tensor(0.2)
     with pytest.raises(UsageError, match="vae=.*config.json: scaling_factor is [^\n]*$"):
         Sampler(pipe, **SHORT)
+
+
+def test_statistics_given_for_a_folder_are_in_place_of_its_scale(tiny_vae, tmp_path):
+    torch.save(dict(mean=torch.ones(1, 4, 1, 1), std=torch.full((1, 4, 1, 1), 2.0)), tmp_path / "stats.pt")
+    z = torch.randn(2, 4, 8, 8)
+    assert torch.equal(find(str(tiny_vae), str(tmp_path / "stats.pt")).to_decoder(z), z * 2 + 1)
 
 
 def test_decoders_of_another_class_are_refused_by_name(tiny_vae):

@@ -23,15 +23,14 @@ from accel.weights.shapes import Shapes
 __all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "sampled", "sizes"]
 MODELS = {name.replace("SiT", "REPA-SiT", 1): SiT_models[name] for name in SiT_models if "Demo" not in name}
 PROJECTORS = "projectors."  # that training compares with an encoder's features
-ARGUMENTS = "enc_type", "proj_coeff"  # of its training alone
+ARGUMENT = "enc_type"  # of its training alone
 
 
 def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the claim of projectors, or of arguments that only REPA's training has."""
+    """Return the claim of projectors, or of an argument that only REPA's training has."""
     if any(name.startswith(PROJECTORS) for name in shapes):
         return STRUCTURE, "projectors"
-    found = [name for name in ARGUMENTS if name in metadata]
-    return (STRUCTURE, found[0]) if found else None
+    return (STRUCTURE, ARGUMENT) if ARGUMENT in metadata else None
 
 
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:

@@ -43,6 +43,19 @@ def test_float64_is_the_definition(make):
     assert error(evaluate(fast, x.double(), t, y, 3.5), want) < 1e-5
 
 
+def test_an_exchange_takes_every_tensor():
+    """The norms of queries and keys, too, which no GEMM holds."""
+    models = [build_large(**FORMS[0], qk_norm=True) for _ in range(2)]
+    for value in models[1].parameters():
+        value.data.mul_(1.5)
+    x, t, y = inputs(models[0], 2)
+    ours, other = (fast_network(model, torch.float32) for model in models)
+    want = [network.forward(x, t, y) for network in (other, ours)]
+    ours.exchange(other)
+    assert torch.equal(ours.forward(x, t, y), want[0]) and torch.equal(other.forward(x, t, y), want[1])
+    assert not torch.equal(*want)
+
+
 @pytest.mark.parametrize("precision, tolerance", (("fp32", 5e-6), ("fp16", 1.5e-3), ("bf16", 1e-2)))
 @pytest.mark.parametrize(
     "make", (MODELS[0], build_large, lambda: build_large(qk_norm=True)), ids=("DiT", "Large-DiT", "Large-DiT, qk-norm")
