@@ -174,7 +174,7 @@ class Lpips:
 
     @staticmethod
     def _slices(network, a, b):
-        """What each of VGG16's five slices adds to the distance. A slice's maps replace those of the slice before."""
+        """Return the distance that each of VGG16's five slices adds. A slice's maps replace the previous slice's."""
         import torch
 
         distances = []

@@ -44,11 +44,6 @@ from bench import seen_as
 STEPS = 250  # of a sampling run
 
 
-def is_flow(model: str) -> bool:
-    """Whether the network of a model's name predicts a velocity."""
-    return family_of(model).prediction == "velocity"
-
-
 def demo_of(model: str) -> str:
     """Return a model that ships with its weights: of the same family if there is one, else of the same prediction."""
     own = family_of(model)
@@ -329,9 +324,8 @@ def build(
 
 def process_of(model: str, steps: int = STEPS) -> Process:
     """Return the process by which sample.py samples a model of that name."""
-    if is_flow(model):
-        return FLOWS[family_of(model).samplers[0]](steps)
-    return Ancestral(create_diffusion(str(steps)))
+    name = family_of(model).samplers[0]
+    return FLOWS[name](steps) if name in FLOWS else Ancestral(create_diffusion(str(steps)))
 
 
 def sampling(

@@ -1,4 +1,4 @@
-"""Whole processes, as users run them: the contest's time, a cold start, and one GPU against many.
+"""Time whole processes as users run them: the contest's job, a cold start, and one GPU against many.
 
     python bench/jobs.py --contest fp32 fp16 --output output/contest.json
     python bench/jobs.py --gpus 4 --output output/ddp.json

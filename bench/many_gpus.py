@@ -1,4 +1,4 @@
-"""One picture, or a few, on many GPUs: every way to share them, timed in one run.
+"""Time every layout of one picture, or a few, on many GPUs in one run.
 
     torchrun --standalone --nproc_per_node=4 bench/many_gpus.py --gate --output output/parallel.json
 

@@ -1,4 +1,4 @@
-"""Where the time of sampling goes: warm steps under torch.profiler, by kind of work, against what this machine can do.
+"""Profile warm sampling steps with torch.profiler: time by kind of work, against the measured limits of this machine.
 
     python bench/profile_step.py --output output/fast.json            # as sample.py runs it
     python bench/profile_step.py --baseline ../DiT --output output/upstream.json

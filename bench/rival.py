@@ -1,4 +1,4 @@
-"""The same weights as others run them, in our loop: eager, torch.compile, diffusers."""
+"""Other implementations of a network for the same weights and loop: eager, torch.compile, diffusers."""
 
 import copy
 from collections.abc import Callable

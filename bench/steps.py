@@ -73,7 +73,7 @@ class Reference:
         generator, side = torch.Generator().manual_seed(1), args.image_size // harness.space_of(args.model).factor
         self.x = torch.randn(2, model.in_channels, side, side, generator=generator).to(device)
         self.y = torch.tensor([1, args.num_classes], device=device)
-        times = (0.02, 0.5, 0.98) if harness.is_flow(args.model) else (980, 500, 20)
+        times = (0.02, 0.5, 0.98) if family_of(args.model).prediction == "velocity" else (980, 500, 20)
         self.t = [torch.full((2,), t, device=device) for t in times]
         wide = harness.build(copy.deepcopy(model).double(), "fp32", device)
         self.out = [wide.forward(self.x.double(), t, self.y) for t in self.t]

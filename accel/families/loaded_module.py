@@ -18,7 +18,7 @@ COMPARED = "eps", "approximate"  # attributes that decide a submodule's function
 
 
 class OfModule(NamedTuple):
-    """How a module of a family is read, called and replaced; the defaults are for models.DiT."""
+    """The rules to read, call and replace a module of a family. The defaults are for models.DiT."""
 
     family: Family
     latent_size: int

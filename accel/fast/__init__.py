@@ -49,7 +49,7 @@ def build(
     gemm: str = "auto",
     part: Part = WHOLE,
 ) -> FastNetwork:
-    """As `laid_out`, with the ops of a tier; arguments as ops.of_tier has them."""
+    """Make the accelerated network as `laid_out` does, with the ops of a tier; arguments as ops.of_tier has them."""
     return laid_out(state, model, of_tier(tier, device, tuner, gemm, part))
 
 
@@ -63,7 +63,7 @@ def load(
     tuner: Tuner | None = None,
     part: Part = WHOLE,
 ) -> FastNetwork:
-    """As `build`. Kernels are compiled while the weights are copied.
+    """Make the accelerated network as `build` does. Compile its kernels while the weights are copied.
 
     model: of the same shape, without values (on the meta device). latents: of one evaluation on this rank, each in
     `copies` batch rows.

@@ -33,7 +33,7 @@ from accel.progress import Stopwatch
 
 
 class Maker(NamedTuple):
-    """What makes the pictures of a batch on this rank."""
+    """The functions that make the pictures of a batch on this rank."""
 
     denoise: Callable[[torch.Tensor, torch.Tensor, Draw], torch.Tensor]  # z, labels, draw → latents, as noise.py has z
     decode: Callable[[torch.Tensor], torch.Tensor]  # latents → pixels (n, 3, H, W), about (-1, 1)

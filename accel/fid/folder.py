@@ -25,7 +25,7 @@ WRITERS = 4
 
 
 class Order(NamedTuple):
-    """What an FID job is asked for."""
+    """The pictures that an FID job has to make."""
 
     folder: Path
     count: int  # pictures of the archive; upstream's way makes some more
@@ -48,7 +48,7 @@ class Order(NamedTuple):
 
 
 class Batches:
-    """Which batch holds which pictures, and which rank makes it.
+    """The division of an order's pictures into batches and ranks.
 
     Upstream's way: in a round each rank makes n pictures, interleaved by rank; the total is rounded up to whole rounds.
     The world-independent way: batch b is pictures b·n … b·n + n - 1, whoever makes it; the last may be smaller.

@@ -1,4 +1,4 @@
-"""One job at a time in a folder, and a dead job keeps nothing: flock ends with the process that holds it."""
+"""Lock a folder for one job. The lock is flock, which ends with the process that holds it."""
 
 import fcntl
 import os

@@ -89,7 +89,7 @@ class Decoder:
 
     @torch.inference_mode()
     def _problem(self, half) -> str | None:
-        """What is wrong with the float16 decoder."""
+        """Compare the float16 decoder with float32 on noise. Return the fault in words, or None."""
         side, generator = CHECKED_PIXELS // self.space.factor, torch.Generator(self.device).manual_seed(0)
         noise = torch.randn(1, self.space.channels, side, side, generator=generator, device=self.device)
         z = self.space.to_decoder(noise)
@@ -136,11 +136,11 @@ class Decoder:
         return pixels
 
     def _each(self, network: Callable[[Tensor], Tensor], latents: Tensor) -> Tensor:
-        """One picture at a time: this takes little memory, and a picture's bits do not depend on the others of the
-        batch. A single image cannot be tiled: GroupNorm needs global statistics."""
+        """Decode one picture at a time: this takes little memory, and a picture's bits do not depend on the others.
+        A single image cannot be tiled: GroupNorm needs global statistics."""
         return torch.cat([network(self.space.to_decoder(latent)) for latent in latents.split(1)])
 
 
 def _not_finite(pixels):
-    """Which pictures have a value that is not finite; one synchronisation for all."""
+    """Return the indices of pictures with a value that is not finite; synchronise once for all."""
     return [index for index, finite in enumerate(pixels.isfinite().flatten(1).all(1).tolist()) if not finite]

@@ -1,1 +1,1 @@
-"""How one job is split over processes."""
+"""Split one job over processes."""

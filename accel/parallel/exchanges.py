@@ -1,4 +1,4 @@
-"""How tokens that lie on several GPUs attend to each other: an exchange a layer, by name.
+"""Attention between tokens on several GPUs: one exchange a layer, by name.
 
 An exchange is called with a rank's packed projection qkv (N, t, 3·D) of its t = T / s tokens and returns their
 attention over all T (N, t, D). Bytes that a rank receives in a layer, with e bytes an element and s ranks:

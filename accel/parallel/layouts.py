@@ -9,7 +9,7 @@ TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # names that one layout 
 
 
 class Layout(NamedTuple):
-    """How ranks share a network evaluation. All ones: each rank has pictures of its own (data parallel)."""
+    """The division of a network evaluation among ranks. All ones: each rank has pictures of its own (data parallel)."""
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row

@@ -63,7 +63,7 @@ class Euler(Process):
 
 
 class Heun(Euler):
-    """The same by Heun's method, with guidance as at the start of a step at both of its ends."""
+    """The flow's ODE by Heun's method. Both ends of a step have the guidance of its start."""
 
     @property
     def moves(self) -> list[Kind]:
@@ -116,14 +116,14 @@ FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}
 
 @lru_cache(maxsize=16)
 def _lengths(process: Euler, device: torch.device) -> Tensor:
-    """The length of the step of each evaluation (evaluations,), on a device."""
+    """Upload the length of the step of each evaluation (evaluations,), once a device."""
     with torch.inference_mode(False):  # later callers may be in another mode
         return torch.tensor(process.lengths(), dtype=torch.float64).float().to(device)
 
 
 @lru_cache(maxsize=16)
 def _coefficients(process: Sde, device: torch.device) -> Tensor:
-    """Of x, v and the noise (3, evaluations) in the step that each evaluation begins, on a device."""
+    """Upload the coefficients of x, v and the noise (3, evaluations) in the step of each evaluation, once a device."""
     *starts, last = process.times()
     step = (1 - LAST) / (process.number - 1)
     steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]

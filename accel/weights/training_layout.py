@@ -1,4 +1,4 @@
-"""One file, as training scripts and torch.save leave it: a state dict, or a training checkpoint with one in it."""
+"""Read one file of a training script or torch.save: a state dict, or a checkpoint that contains one."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ from accel.weights.metadata import OWN, from_header
 from accel.weights.tensor_files import read_header, read_tensors, require_floats
 
 ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DistributedDataParallel, torch.compile and Lightning
+PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained network
 
 
 def holds(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What the demo's pictures are drawn with: random parameters of a batch, coordinates, colours and shapes on tensors."""
+"""Tools to draw the demo's pictures: random parameters of a batch, coordinates, colours and shapes on tensors."""
 
 from functools import reduce
 
@@ -27,7 +27,7 @@ class Canvas:
         return low + (high - low) * torch.rand(self.count, 1, 1, **self.source)
 
     def randint(self, low: int, high: int) -> torch.Tensor:
-        """Whole numbers low … high."""
+        """Draw whole numbers low … high."""
         return torch.randint(low, high + 1, (self.count, 1, 1), **self.source).float()
 
     def choice(self, *values: float) -> torch.Tensor:

@@ -101,7 +101,7 @@ DAMAGED = b"", b"[" * 200_000, b'{"a":' * 200_000, b"\xff\xfe", b"[1]", b'{"a": 
 
 
 def test_whatever_stands_in_a_small_files_place_is_an_error_at_once(tmp_path):
-    """It neither hangs nor ends in a traceback."""
+    """Reading a special file neither hangs nor ends in a traceback."""
     os.mkfifo(tmp_path / "pipe")
     socket.socket(socket.AF_UNIX).bind(str(tmp_path / "socket"))
     (tmp_path / "folder").mkdir()

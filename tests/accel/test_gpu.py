@@ -1,4 +1,4 @@
-"""What is chosen and what is refused on each generation of GPUs, and the switches that a tier sets. The GPUs are
+"""Choices and refusals on each generation of GPUs, and the switches that a tier sets. The GPUs are
 stand-ins: nothing is launched."""
 
 import pytest

@@ -72,7 +72,7 @@ class TransformerFace:
         cross_attention_kwargs: None = None,
         return_dict: bool = True,
     ) -> Any:
-        """As DiTTransformer2DModel.forward: return an object with the output as `sample`, or a tuple of it."""
+        """Evaluate the network as DiTTransformer2DModel.forward does: an object with `sample`, or a tuple of it."""
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         sample = super().forward(hidden_states, timestep, class_labels)

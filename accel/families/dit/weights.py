@@ -1,4 +1,4 @@
-"""Which files hold a DiT, and its sizes."""
+"""Recognise the files of a DiT, and derive its sizes."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which files hold a Large-DiT, and its sizes."""
+"""Recognise the files of a Large-DiT, and derive its sizes."""
 
 from collections.abc import Callable
 from functools import partial

@@ -15,7 +15,7 @@ ALIGNED = 64  # a multiple of which the hidden width is filled up to with zeros,
 
 
 def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """The layout of a LightningDiT's state dict. model: for its heads, channels and the embedding of a timestep."""
+    """Lay out a LightningDiT's state dict. model: for its heads, channels and the embedding of a timestep."""
     kernel, position = read("x_embedder.proj.weight"), read("pos_embed")[0]  # (D, C, p, p), (T, D)
     blocks = [f"blocks.{i}" for i in range(read.depth("attn.qkv.weight"))]
     projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]

@@ -26,7 +26,7 @@ EPS = 1e-6
 
 @lru_cache(maxsize=None)
 def rotation_table(head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Cosines and sines (L², d/2, 2): row·10000^(-2i/(d/2)), then column·10000^(-2i/(d/2)), i < d/4."""
+    """Return cosines and sines (L², d/2, 2): row·10000^(-2i/(d/2)), then column·10000^(-2i/(d/2)), i < d/4."""
     with torch.inference_mode(False):
         axis = axis_table(head_dim // 2, side, dtype, device)  # (L, d/4, 2)
         rows, columns = axis[:, None].expand(-1, side, -1, -1), axis[None].expand(side, -1, -1, -1)
@@ -34,7 +34,7 @@ def rotation_table(head_dim: int, side: int, dtype: torch.dtype, device: torch.d
 
 
 class Attention(dit.Attention):
-    """DiT's with rotated queries and keys; with `qk_norm` each head of them passes an RMSNorm before."""
+    """DiT's attention with rotated queries and keys. With `qk_norm` an RMSNorm over each head comes first."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False):
         super().__init__(dim, num_heads)
@@ -60,7 +60,7 @@ class SwiGLU(nn.Module):
 
 
 class LightningDiTBlock(nn.Module):
-    """DiT's block of other parts."""
+    """DiT's block with RMSNorm, rotated attention and SwiGLU."""
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0, qk_norm: bool = False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a LightningDiT's training run samples: by the configuration in its checkpoint or in the YAML file beside it."""
+"""Read how a LightningDiT's training run samples, from the configuration in its checkpoint or a YAML file beside it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which files and modules hold a LightningDiT, its sizes, and what its training run's configuration implies."""
+"""Recognise the files and modules of a LightningDiT, derive its sizes, and convert its entries."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which files hold REPA's SiT, and its weights as a SiT's (Yu et al. 2024, arXiv:2410.06940).
+"""Recognise the files of REPA's SiT, and convert them to a SiT's (Yu et al. 2024, arXiv:2410.06940).
 
 Its network is SiT's of the other direction: time s = 1 − t runs from data to noise, and the output is noise minus data.
 Both can be undone in the weights, exactly but for rounding. The output's sign is the last layer's. Time enters by

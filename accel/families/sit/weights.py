@@ -1,4 +1,4 @@
-"""Which files hold a SiT, and its sizes. The entries are a DiT's, so what lies beside them decides."""
+"""Recognise the files of a SiT, and derive its sizes. The entries are a DiT's, so what lies beside them decides."""
 
 from collections.abc import Callable
 from typing import Any

@@ -123,7 +123,7 @@ def test_tiers_of_large_dit(form, precision, tolerance):
 
 @gpu
 def test_loading_holds_no_float32_copy_on_the_gpu():
-    """Of the blocks' and the conditioning's weights: the peak is two bytes a weight, and a few tensors."""
+    """At most two bytes a weight, and a few tensors, are held at the peak."""
     form = dict(WIDE[1], n_layers=12, num_classes=10, qk_norm=True)
     model = build_large(**form)
     with shapes_only():
