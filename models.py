@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Adaptive LayerNorm's affine part, x·(1 + scale) + shift; x (N, T, D), shift and scale (N, D)."""
+    """Return x·(1 + scale) + shift, adaptive LayerNorm's affine part. x (N, T, D); shift, scale (N, D)."""
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
 
@@ -28,7 +28,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 @lru_cache(maxsize=None)
 def _frequencies(half, max_period, device):
-    """max_period^(-i/half) for i = 0 … half-1, on `device`. Taken on the CPU and uploaded once: every device then uses
+    """Return max_period^(-i/half), i < half, on `device`. Computed on the CPU and uploaded once: every device uses
     the same bits, and the sampling loop has no host→device copy."""
     with torch.inference_mode(False):
         exponents = torch.arange(half, dtype=torch.float32, device="cpu") / half
@@ -36,7 +36,7 @@ def _frequencies(half, max_period, device):
 
 
 class TimestepEmbedder(nn.Module):
-    """A timestep as a vector: sinusoid, then a two-layer MLP. (N,) → (N, D)."""
+    """Embed timesteps by a sinusoid and a two-layer MLP. (N,) → (N, D)."""
 
     def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
         super().__init__()
@@ -47,7 +47,7 @@ class TimestepEmbedder(nn.Module):
 
     @staticmethod
     def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
-        """Sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32."""
+        """Return the sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32."""
         args = t[:, None].float() * _frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
         embedding = torch.cat([args.cos(), args.sin()], dim=-1)
         return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero
@@ -58,8 +58,8 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """A class label as a vector; the last row of the table stands for "no label" (classifier-free guidance, Ho &
-    Salimans 2022, arXiv:2207.12598). (N,) → (N, D)."""
+    """Embed class labels. (N,) → (N, D). With dropout the table has one more row for the null label num_classes
+    (classifier-free guidance, Ho & Salimans 2022, arXiv:2207.12598)."""
 
     def __init__(self, num_classes: int, hidden_size: int, dropout_prob: float):
         super().__init__()
@@ -68,7 +68,7 @@ class LabelEmbedder(nn.Module):
         self.dropout_prob = dropout_prob
 
     def token_drop(self, labels: Tensor, force_drop_ids: Tensor | None = None) -> Tensor:
-        """Replace labels by the null label: a random share, or where `force_drop_ids` (N,) is 1."""
+        """Replace labels by the null label: at random with `dropout_prob`, or where `force_drop_ids` (N,) is 1."""
         if force_drop_ids is None:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.dropout_prob
         else:
@@ -82,7 +82,7 @@ class LabelEmbedder(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping patches as tokens in raster order. (N, C, H, W) → (N, T, D)."""
+    """Project non-overlapping patches to tokens in raster order. (N, C, H, W) → (N, T, D)."""
 
     def __init__(self, input_size: int, patch_size: int, in_channels: int, hidden_size: int):
         super().__init__()
@@ -99,7 +99,8 @@ class PatchEmbed(nn.Module):
 
 
 def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.ndarray:
-    """Positions of any shape, M in all → (M, embed_dim) float64: sines, then cosines, of pos·10000^(-2i/embed_dim)."""
+    """Return (M, embed_dim) float64 for M positions of any shape: sines, then cosines, of pos·10000^(-2i/embed_dim).
+    Raises ValueError if embed_dim is odd."""
     if embed_dim % 2:
         raise ValueError(f"embed_dim {embed_dim}: must be even")
     omega = 10000.0 ** -(np.arange(embed_dim // 2, dtype=np.float64) / (embed_dim / 2))
@@ -108,15 +109,15 @@ def get_1d_sincos_pos_embed_from_grid(embed_dim: int, pos: np.ndarray) -> np.nda
 
 
 def get_2d_sincos_pos_embed_from_grid(embed_dim: int, grid: np.ndarray) -> np.ndarray:
-    """grid (2, …): two coordinates a position → (M, embed_dim), half the width for each coordinate."""
+    """Return (M, embed_dim) float64 for M positions, half the width for each coordinate. grid (2, …): coordinates."""
     return np.concatenate([get_1d_sincos_pos_embed_from_grid(embed_dim // 2, axis) for axis in grid], axis=1)
 
 
 def get_2d_sincos_pos_embed(
     embed_dim: int, grid_size: int, cls_token: bool = False, extra_tokens: int = 0
 ) -> np.ndarray:
-    """Sine-cosine table of a square grid in raster order → (grid_size², embed_dim) float64, with `extra_tokens` zero
-    rows in front if `cls_token`. The column's embedding comes first, then the row's."""
+    """Return the sine-cosine table of a square grid in raster order, (grid_size², embed_dim) float64, with
+    `extra_tokens` zero rows in front if `cls_token`. The column's embedding comes first, then the row's."""
     row, column = np.meshgrid(np.arange(grid_size), np.arange(grid_size), indexing="ij")
     table = get_2d_sincos_pos_embed_from_grid(embed_dim, np.stack([column, row]))
     if cls_token and extra_tokens > 0:
@@ -130,14 +131,17 @@ def get_2d_sincos_pos_embed(
 
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
-    """softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). qkv (N, T, 3·D): q, k, v side by
-    side, each head-major → (N, T, D)."""
+    """Return softmax(q·kᵀ/√d)·v per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). qkv (N, T, 3·D): q, k, v
+    concatenated, each head-major → (N, T, D)."""
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with one projection for q, k and v. (N, T, D) → (N, T, D)."""
+    """Multi-head self-attention with one projection for q, k and v. (N, T, D) → (N, T, D).
+
+    Raises ValueError if num_heads does not divide dim.
+    """
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
@@ -152,7 +156,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU in its tanh form, linear."""
+    """Linear, GELU in its tanh form, linear. (N, T, D) → (N, T, D)."""
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
@@ -165,7 +169,7 @@ class Mlp(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Transformer block with adaptive LayerNorm and gates that start at zero (adaLN-Zero, section 3.2 of the paper)."""
+    """Transformer block with adaptive LayerNorm and zero-initialised gates (adaLN-Zero, section 3.2 of the paper)."""
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float = 4.0):
         super().__init__()
@@ -176,8 +180,7 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def forward(self, x: Tensor, c: Tensor, attend: Callable = attention) -> Tensor:
-        """x (N, T, D) tokens, c (N, D) condition → (N, T, D). attend: in place of `attention`, where it takes another
-        form."""
+        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D) → (N, T, D). attend: for `attention`."""
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         x = torch.addcmul(x, gate_msa.unsqueeze(1), self.attn(modulate(self.norm1(x), shift_msa, scale_msa), attend))
@@ -185,7 +188,7 @@ class DiTBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Adaptive LayerNorm and the projection of a token to its patch. (N, T, D) → (N, T, p²·out_channels)."""
+    """Adaptive LayerNorm, then the projection of tokens to patches. (N, T, D), (N, D) → (N, T, p²·out_channels)."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
         super().__init__()
@@ -201,11 +204,11 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """Diffusion transformer over latent patches.
 
-    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output holds, after the noise
-    estimate, the fraction v that interpolates the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
+    `input_size` is the latent's side (the picture's side / 8). With `learn_sigma` the output has 2C channels: the noise
+    estimate, then the values that interpolate the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
-    SOME_TIMES = 377, 999, 0  # values of t for checks
+    SOME_TIMES = 377, 999, 0  # timesteps for checks
     attend = staticmethod(attention)
 
     def __init__(
@@ -237,8 +240,8 @@ class DiT(nn.Module):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Section 3.2: Xavier for the linears, normals of 0.02 for the embeddings, zeros for adaLN and the last layer,
-        so that every block starts as the identity. On the meta device nothing is drawn or computed."""
+        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02, adaLN and the last layer by
+        zeros, so that every block starts as the identity (section 3.2). No-op on the meta device."""
         if self.pos_embed.is_meta:
             return
 
@@ -265,22 +268,22 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def position_table(self) -> Tensor:
-        """The position embedding (1, T, D) float32: a function of the grid, never trained."""
+        """Return the position embedding (1, T, D) float32, a function of the grid alone."""
         table = get_2d_sincos_pos_embed(self.pos_embed.shape[-1], self.x_embedder.grid_size[0])
         return torch.from_numpy(table).float().unsqueeze(0)
 
     def unpatchify(self, x: Tensor) -> Tensor:
-        """(N, T, p·p·C') → (N, C', H, W); inside a token the order is (p, p, C')."""
+        """Assemble patches: tokens (N, T, p·p·C') of order (p, p, C') → (N, C', H, W)."""
         side, p = round(x.shape[1] ** 0.5), self.patch_size
         x = x.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C')
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], -1, side * p, side * p)
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
-        """Latents (N, C, H, W) → their tokens with positions, or the part `tokens` of them, (N, T, D)."""
+        """Embed latents (N, C, H, W) as tokens with positions (N, T, D); return the slice `tokens` of each row."""
         return (self.x_embedder(x) + self.pos_embed)[:, tokens]
 
     def condition(self, t: Tensor, y: Tensor) -> Tensor:
-        """Timesteps (N,) and labels (N,) → the conditioning of all blocks (N, D)."""
+        """Return the conditioning of all blocks (N, D) for timesteps t (N,) and labels y (N,)."""
         return self.t_embedder(t) + self.y_embedder(y, self.training)
 
     def transform(
@@ -291,27 +294,29 @@ class DiT(nn.Module):
         tokens: slice = slice(None),
         depth: int | None = None,
     ) -> Tensor:
-        """All blocks, or the first `depth`: the part `tokens` of the tokens (N, T, D), condition c (N, D) →
-        (N, T, D)."""
+        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N, D) → (N, T, D). tokens: the
+        slice of each row that x holds."""
         for block in list(self.blocks)[:depth]:
             x = block(x, c, attend)
         return x
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
-        """Tokens (N, T, D), condition c (N, D) → their patches (N, T, p·p·C')."""
+        """Project tokens x (N, T, D), conditioning c (N, D), to patches (N, T, p·p·C')."""
         return self.final_layer(x, c)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """x (N, C, H, W) noised latents, t (N,) timesteps, y (N,) labels → (N, 2C, H, W); (N, C, H, W) without learned
-        sigma."""
+        """Estimate the noise: latents x (N, C, H, W), timesteps t (N,), labels y (N,) → (N, 2C, H, W), or (N, C, H, W)
+        without learned sigma. Raises ValueError for latents of another size."""
         c = self.condition(t, y)
         return self.unpatchify(self.head(self.transform(self.embed(x), c), c))
 
     def forward_with_cfg(self, x: Tensor, t: Tensor, y: Tensor, cfg_scale: float) -> Tensor:
-        """Classifier-free guidance. x (2N, C, H, W), of which only the first N rows are read, for both halves; y (2N,)
-        holds the N labels, then N null labels. Both halves of the result carry uncond + cfg_scale·(cond − uncond) in
-        the first three channels (three, as the published pictures were made) and their own half's output in the
-        rest."""
+        """Evaluate with classifier-free guidance: x (2N, C, H, W), t (2N,), y (2N,) → (2N, C', H, W).
+
+        Only the first N rows of x are read, for both halves. y holds N labels, then N null labels. The first three
+        channels of both halves are uncond + cfg_scale·(cond − uncond), as for the published pictures; the others are
+        the half's own output.
+        """
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
         eps, rest = out[:, :3], out[:, 3:]
@@ -343,7 +348,7 @@ def _constructor(name, network, **config):
 
 
 def _constructors(network):
-    """A constructor for every published size and patch of `network`, DiT or a class derived from it, by its name."""
+    """Return constructors by name for every published size and patch of `network`, DiT or a subclass."""
     name = network.__name__
     return {
         f"{name}-{size}/{p}": _constructor(f"{name}_{size}_{p}", network, patch_size=p, **config)
@@ -353,8 +358,7 @@ def _constructors(network):
 
 
 DiT_models = _constructors(DiT)
-# Small, trained on drawn pictures, shipped with its weights; head dim 72 as in XL, so that every kernel for XL runs on
-# it.
+# A small model, trained on drawn pictures, shipped with its weights. Head dim 72 as in XL, so XL's kernels run on it.
 _DEMO = dict(patch_size=2, depth=6, hidden_size=216, num_heads=3, input_size=16, num_classes=8)
 DiT_models["DiT-Demo/2"] = _constructor("DiT_Demo_2", DiT, **_DEMO)
 globals().update({build.__name__: build for build in DiT_models.values()})

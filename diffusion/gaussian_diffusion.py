@@ -7,10 +7,10 @@
 
 Everywhere below x is (N, C, ...) and t an integer tensor (N,) on x's device with 0 <= t < num_timesteps; q is
 the noising process, p the model's. `model` is any callable (x, t, **model_kwargs) -> (N, C, ...), or (N, 2C,
-...) where it predicts the variance too. alpha_t = 1 - beta_t, abar_t = alpha_0 ... alpha_t; t counts from 0.
+...) if it predicts the variance too. alpha_t = 1 - beta_t, abar_t = alpha_0 ... alpha_t; t counts from 0.
 
-No step copies from the host or waits for the device: tables are looked up where t lives. So a step can be
-captured in a CUDA graph, once `prepare(device)` has put the tables there.
+No step copies from the host or waits for the device: tables are looked up on t's device. So a step can be
+captured in a CUDA graph after `prepare(device)`.
 """
 
 import enum
@@ -33,26 +33,29 @@ class ModelMeanType(enum.Enum):
 
 
 class ModelVarType(enum.Enum):
-    """The variance of p(x_{t-1} | x_t). The learned ones are channels C ... 2C of the model's output."""
+    """The variance of p(x_{t-1} | x_t). Learned variances are channels C ... 2C of the model's output."""
 
     LEARNED = enum.auto()  # its log
     FIXED_SMALL = enum.auto()  # the posterior's
     FIXED_LARGE = enum.auto()  # beta_t
-    LEARNED_RANGE = enum.auto()  # where its log lies between those two: -1 the posterior's, 1 beta_t
+    LEARNED_RANGE = enum.auto()  # the position of its log between these two: -1 the posterior's, 1 beta_t
 
 
 class LossType(enum.Enum):
+    """The training loss. "The bound" is the variational bound, Ho eq. 5."""
+
     MSE = enum.auto()  # squared error (and the bound's term, as is, for a learned variance)
     RESCALED_MSE = enum.auto()  # the same with the bound's term times num_timesteps / 1000
     KL = enum.auto()  # the bound's term, in bits per dimension
     RESCALED_KL = enum.auto()  # the same times num_timesteps: an estimate of the whole bound
 
     def is_vb(self) -> bool:
+        """Return whether the loss is the variational bound alone."""
         return self in (LossType.KL, LossType.RESCALED_KL)
 
 
 def mean_flat(tensor: Tensor) -> Tensor:
-    """(N, ...) -> (N,), the mean over all but the batch."""
+    """Return the mean over all dimensions but the first: (N, ...) -> (N,)."""
     return tensor.mean(dim=list(range(1, tensor.ndim)))
 
 
@@ -62,9 +65,9 @@ def mean_flat(tensor: Tensor) -> Tensor:
 def get_beta_schedule(
     beta_schedule: str, *, beta_start: float, beta_end: float, num_diffusion_timesteps: int
 ) -> np.ndarray:
-    """float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by shape: "linear"; "quad" (linear in
-    the square root); "warmup10", "warmup50" (linear over the first 10 or 50 %, then constant); "const"
-    (beta_end); "jsd" (1/T, 1/(T-1), ..., 1). ValueError for another name.
+    """Return float64 betas (num_diffusion_timesteps,) from beta_start to beta_end by name: "linear"; "quad" (linear
+    in the square root); "warmup10", "warmup50" (linear over the first 10 or 50 %, then constant); "const"
+    (beta_end); "jsd" (1/T, 1/(T-1), ..., 1). Raises ValueError for another name.
     """
     steps = num_diffusion_timesteps
     if beta_schedule == "linear":
@@ -84,11 +87,11 @@ def get_beta_schedule(
 
 
 def get_named_beta_schedule(schedule_name: str, num_diffusion_timesteps: int) -> np.ndarray:
-    """The published schedules, float64 (num_diffusion_timesteps,):
+    """Return the betas of a published schedule, float64 (num_diffusion_timesteps,).
 
-    "linear": Ho's 1e-4 ... 0.02 for 1000 steps; other lengths scale it by 1000 / T and end as noisy.
+    "linear": Ho's 1e-4 ... 0.02 for 1000 steps; scaled by 1000 / T for T steps, so that the end is as noisy.
     "squaredcos_cap_v2": Nichol eq. 17, abar(u) = cos^2(pi/2 (u + 0.008) / 1.008).
-    ValueError for another name.
+    Raises ValueError for another name.
     """
     if schedule_name == "linear":
         scale = 1000 / num_diffusion_timesteps
@@ -103,16 +106,17 @@ def get_named_beta_schedule(schedule_name: str, num_diffusion_timesteps: int) ->
 def betas_for_alpha_bar(
     num_diffusion_timesteps: int, alpha_bar: Callable[[float], float], max_beta: float = 0.999
 ) -> np.ndarray:
-    """beta_t = min(1 - abar((t+1)/T) / abar(t/T), max_beta), abar a function on [0, 1]: Nichol section 3.2."""
+    """Return beta_t = min(1 - abar((t+1)/T) / abar(t/T), max_beta), float64 (T,): Nichol section 3.2. alpha_bar: the
+    function abar on [0, 1]."""
     edges = [alpha_bar(step / num_diffusion_timesteps) for step in range(num_diffusion_timesteps + 1)]
     return np.array([min(1 - after / before, max_beta) for before, after in zip(edges, edges[1:])])
 
 
 class GaussianDiffusion:
-    """betas: (T,), each in (0, 1]; model_mean_type, model_var_type, loss_type: the enums above. Else ValueError.
+    """The process of `betas` (T,), each in (0, 1], and the meaning of the model's output.
 
-    The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and what follows from it;
-    float32 copies live on each device they are used on.
+    The tables are float64 numpy attributes (T,): betas, alphas_cumprod (abar_t) and functions of these. Every device
+    in use has float32 copies. Raises ValueError for other betas.
     """
 
     def __init__(
@@ -143,14 +147,14 @@ class GaussianDiffusion:
         # q(x_t | x_0), Ho eq. 4, and its inverse
         self.sqrt_alphas_cumprod = np.sqrt(self.alphas_cumprod)
         self.sqrt_one_minus_alphas_cumprod = np.sqrt(1.0 - self.alphas_cumprod)
-        with np.errstate(divide="ignore"):  # beta = 1 ends in pure noise: infinite, and honest
+        with np.errstate(divide="ignore"):  # infinite for beta = 1, which ends in pure noise
             self.log_one_minus_alphas_cumprod = np.log(1.0 - self.alphas_cumprod)
             self.sqrt_recip_alphas_cumprod = np.sqrt(1.0 / self.alphas_cumprod)
             self.sqrt_recipm1_alphas_cumprod = np.sqrt(1.0 / self.alphas_cumprod - 1)
 
         # q(x_{t-1} | x_t, x_0), Ho eq. 6 and 7
         self.posterior_variance = betas * (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
-        # It is 0 at t = 0. p takes the next step's there, which only the likelihood of x_0 sees.
+        # It is 0 at t = 0: p takes the variance of t = 1 there, which matters for the likelihood of x_0 only.
         self._first_variance = self.posterior_variance[1] if self.num_timesteps > 1 else betas[0]
         self.posterior_log_variance_clipped = np.log(np.append(self._first_variance, self.posterior_variance[1:]))
         self.posterior_mean_coef1 = betas * np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
@@ -163,10 +167,7 @@ class GaussianDiffusion:
     # ---- tables on the device ----
 
     def prepare(self, device: torch.device | str) -> None:
-        """Upload the tables to `device`, once: before a step is captured in a CUDA graph, or where nothing may wait.
-
-        A capture that comes first raises RuntimeError.
-        """
+        """Upload the tables to `device`, once. Capturing a step in a CUDA graph before this raises RuntimeError."""
         self._tables(torch.empty(0, device=device).device)  # "cuda" becomes "cuda:0"
 
     def _tables(self, device):
@@ -179,7 +180,7 @@ class GaussianDiffusion:
         return tables
 
     def _upload(self, device):
-        """Return name -> float32 (T,) on device, copied at once."""
+        """Return the tables by name, float32 (T,) on `device`, by one copy."""
         own = {name: table for name, table in vars(self).items() if isinstance(table, np.ndarray)}
         tables = {name: table for name, table in own.items() if len(table) == self.num_timesteps}
         large = self.betas.copy()
@@ -191,27 +192,27 @@ class GaussianDiffusion:
 
     @property
     def learns_range(self) -> bool:
-        """Whether the model predicts the noise and a variance within its range, as DiT does."""
+        """Whether the model predicts the noise and a variance in its range, as DiT does."""
         return self.model_mean_type is ModelMeanType.EPSILON and self.model_var_type is ModelVarType.LEARNED_RANGE
 
     def __getstate__(self):
         return {**vars(self), "_device_tables": {}}  # copies and pickles carry no device memory
 
     def _at(self, name, t, x):
-        """Table `name` at t, float32 (N, 1, ...) to broadcast with x (N, ...)."""
+        """Return table `name` at t, float32 (N, 1, ...), to broadcast with x (N, ...)."""
         return self._tables(t.device)[name][t.long()].view(-1, *[1] * (x.ndim - 1))
 
     # ---- q: the noising process ----
 
     def q_mean_variance(self, x_start: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q(x_t | x_0) = N(sqrt(abar_t) x_0, (1 - abar_t) I), Ho eq. 4: mean, variance, log variance."""
+        """Return mean, variance and log variance of q(x_t | x_0) = N(sqrt(abar_t) x_0, (1 - abar_t) I), Ho eq. 4."""
         mean = self._at("sqrt_alphas_cumprod", t, x_start) * x_start
         variance = 1.0 - self._at("alphas_cumprod", t, x_start)
         log_variance = self._at("log_one_minus_alphas_cumprod", t, x_start)
         return mean, variance.expand(x_start.shape), log_variance.expand(x_start.shape)
 
     def q_sample(self, x_start: Tensor, t: Tensor, noise: Tensor | None = None) -> Tensor:
-        """x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, Ho eq. 4; noise like x_start, drawn if None."""
+        """Return x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) noise, Ho eq. 4. noise: like x_start, drawn if None."""
         if noise is None:
             noise = torch.randn_like(x_start)
         return (
@@ -220,13 +221,13 @@ class GaussianDiffusion:
         )
 
     def q_posterior_mean_variance(self, x_start: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q(x_{t-1} | x_t, x_0), Ho eq. 6, 7: mean, variance, log variance (clipped at t = 0), like x_t."""
+        """Return mean, variance and log variance (clipped at t = 0) of q(x_{t-1} | x_t, x_0), Ho eq. 6 and 7."""
         variance = self._at("posterior_variance", t, x_t)
         log_variance = self._at("posterior_log_variance_clipped", t, x_t)
         return self._posterior_mean(x_start, x_t, t), variance.expand(x_t.shape), log_variance.expand(x_t.shape)
 
     def _posterior_mean(self, x_start, x_t, t):
-        """Ho eq. 7: sqrt(abar_{t-1}) beta_t / (1 - abar_t) x_0 + sqrt(alpha_t) (1 - abar_{t-1}) / (1 - abar_t) x_t"""
+        """Return Ho eq. 7's (sqrt(abar_{t-1}) beta_t x_0 + sqrt(alpha_t) (1 - abar_{t-1}) x_t) / (1 - abar_t)."""
         return self._at("posterior_mean_coef1", t, x_t) * x_start + self._at("posterior_mean_coef2", t, x_t) * x_t
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
@@ -240,12 +241,11 @@ class GaussianDiffusion:
         denoised_fn: Callable | None = None,
         model_kwargs: dict | None = None,
     ) -> dict[str, Tensor]:
-        """p(x_{t-1} | x_t), Ho eq. 1.
+        """Return p(x_{t-1} | x_t), Ho eq. 1, as a dict: mean, variance, log_variance, pred_xstart, each like x, and
+        extra, the second item if the model returns a pair, else None.
 
-        clip_denoised: clamp the predicted x_0 to [-1, 1]. denoised_fn: applied to it before. A model may
-        return a pair (output, extra).
-        Returns a dict: mean, variance, log_variance, pred_xstart, each like x, and extra (or None).
-        Raises ValueError if t or the model's output does not fit x.
+        denoised_fn: applied to the predicted x_0. clip_denoised: then clamp it to [-1, 1]. Raises ValueError if t
+        or the model's output does not fit x.
         """
         if t.shape != x.shape[:1]:
             raise ValueError(f"t: expected one timestep per row of x, ({x.shape[0]},), got {tuple(t.shape)}")
@@ -254,7 +254,7 @@ class GaussianDiffusion:
         return {**self._output_mean_variance(output, x, t, clip_denoised, denoised_fn), "extra": extra}
 
     def _output_mean_variance(self, output, x, t, clip_denoised, denoised_fn=None):
-        """p_mean_variance from the model's output (N, C or 2C, ...)."""
+        """Return p_mean_variance's dict, without extra, for the model's output (N, C or 2C, ...)."""
         prediction, variance_values = self._split_output(output, x)
         variance, log_variance = self._variance(variance_values, x, t)
         pred_xstart = self._predict_xstart(prediction, x, t)
@@ -270,7 +270,7 @@ class GaussianDiffusion:
         return {"mean": mean, "variance": variance, "log_variance": log_variance, "pred_xstart": pred_xstart}
 
     def _split_output(self, output, x):
-        """The model's prediction and the values of its learned variance, each like x; None if none is learned."""
+        """Split the output into the prediction and the learned variance's values, each like x; None if it is fixed."""
         learned = self.model_var_type in (ModelVarType.LEARNED, ModelVarType.LEARNED_RANGE)
         channels = x.shape[1] * (2 if learned else 1)
         if output.shape != (x.shape[0], channels, *x.shape[2:]):
@@ -281,7 +281,7 @@ class GaussianDiffusion:
         return output.split(x.shape[1], dim=1) if learned else (output, None)
 
     def _predict_xstart(self, prediction, x, t):
-        """Return x_0 from the model's prediction of `model_mean_type`."""
+        """Return x_0 for a prediction of type `model_mean_type`."""
         if self.model_mean_type is ModelMeanType.EPSILON:
             return self._predict_xstart_from_eps(x, t, prediction)
         if self.model_mean_type is ModelMeanType.START_X:
@@ -289,23 +289,23 @@ class GaussianDiffusion:
         return self._predict_xstart_from_xprev(x, t, prediction)
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
-        """x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t): Ho eq. 4 solved."""
+        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t)."""
         return (
             self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps
         )
 
     def _predict_eps_from_xstart(self, x_t, t, pred_xstart):
-        """eps = (x_t - sqrt(abar_t) x_0) / sqrt(1 - abar_t)."""
+        """Solve Ho eq. 4: eps = (x_t - sqrt(abar_t) x_0) / sqrt(1 - abar_t)."""
         return (self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - pred_xstart) / self._at(
             "sqrt_recipm1_alphas_cumprod", t, x_t
         )
 
     def _predict_xstart_from_xprev(self, x_t, t, xprev):
-        """x_0 whose posterior mean is xprev: Ho eq. 7 solved."""
+        """Solve Ho eq. 7 for x_0, given the posterior mean xprev."""
         return (xprev - self._at("posterior_mean_coef2", t, x_t) * x_t) / self._at("posterior_mean_coef1", t, x_t)
 
     def _variance(self, values, x, t):
-        """Variance and log variance of p, like x; values: the model's, where it learns them."""
+        """Return variance and log variance of p, like x. values: the model's for a learned variance, else None."""
         if self.model_var_type is ModelVarType.LEARNED_RANGE:
             log_variance = self._range_log_variance(values, x, t)
             return torch.exp(log_variance), log_variance
@@ -319,14 +319,14 @@ class GaussianDiffusion:
         return variance, log_variance
 
     def _range_log_variance(self, values, x, t):
-        """Nichol eq. 15 with v = (values + 1) / 2: v log beta_t + (1 - v) log(posterior variance)."""
+        """Return v log beta_t + (1 - v) log(posterior variance), v = (values + 1) / 2: Nichol eq. 15."""
         min_log = self._at("posterior_log_variance_clipped", t, x)
         max_log = self._at("log_betas", t, x)
         frac = (values + 1) / 2
         return frac * max_log + (1 - frac) * min_log
 
     def original_timesteps(self, t: Tensor) -> Tensor:
-        """Return t (N,) as the model and cond_fn see it: the timesteps of the trained process."""
+        """Return the trained process's timesteps for t (N,), as the model and cond_fn receive them."""
         return t
 
     # ---- classifier guidance ----
@@ -334,8 +334,8 @@ class GaussianDiffusion:
     def condition_mean(
         self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
     ) -> Tensor:
-        """mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t, **model_kwargs) gives that
-        gradient, like x; p_mean_var: p_mean_variance's dict.
+        """Return mean + variance * grad log p(y | x), Dhariwal algorithm 1. cond_fn(x, t, **model_kwargs) returns
+        the gradient, like x. p_mean_var: p_mean_variance's dict.
         """
         gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
         return p_mean_var["mean"] + p_mean_var["variance"] * gradient
@@ -343,8 +343,8 @@ class GaussianDiffusion:
     def condition_score(
         self, cond_fn: Callable | None, p_mean_var: dict, x: Tensor, t: Tensor, model_kwargs: dict | None = None
     ) -> dict[str, Tensor]:
-        """p_mean_var with pred_xstart and mean of eps - sqrt(1 - abar_t) grad log p(y | x), Dhariwal
-        algorithm 2: guidance for steps that need no noise. cond_fn as in condition_mean.
+        """Return p_mean_var with pred_xstart and mean for eps - sqrt(1 - abar_t) grad log p(y | x), Dhariwal
+        algorithm 2: guidance for deterministic steps. cond_fn: as in condition_mean.
         """
         eps = self._predict_eps_from_xstart(x, t, p_mean_var["pred_xstart"])
         gradient = cond_fn(x, self.original_timesteps(t), **(model_kwargs or {}))
@@ -367,10 +367,10 @@ class GaussianDiffusion:
         *,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
+        """Make an ancestral step, Ho algorithm 2: x_{t-1} = mean + [t != 0] exp(log_variance / 2) z, z ~ N(0, I).
 
-        noise: z, like x; drawn after the model's call if None, at t = 0 too. cond_fn: see condition_mean. The
-        rest: see p_mean_variance. Returns a dict: sample (x_{t-1}) and pred_xstart, like x.
+        noise: z, like x; if None it is drawn after the model's call, at t = 0 too. cond_fn: see condition_mean.
+        Other arguments: see p_mean_variance. Returns a dict: sample (x_{t-1}) and pred_xstart, each like x.
         """
         out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
         if noise is None:
@@ -378,7 +378,7 @@ class GaussianDiffusion:
         mean = out["mean"]
         if cond_fn is not None:
             mean = self.condition_mean(cond_fn, out, x, t, model_kwargs)
-        not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))  # (N, 1, ...): the last step ends in the mean
+        not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))  # (N, 1, ...); the last step has no noise
         sample = mean + not_last * torch.exp(0.5 * out["log_variance"]) * noise
         return {"sample": sample, "pred_xstart": out["pred_xstart"]}
 
@@ -395,18 +395,18 @@ class GaussianDiffusion:
         *,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
+        """Make a DDIM step, Song eq. 12 and 16, with abar' = abar_{t-1} and z ~ N(0, I):
 
             x_{t-1} = sqrt(abar') x_0 + sqrt(1 - abar' - sigma^2) eps + sigma z
             sigma = eta sqrt((1 - abar') / (1 - abar_t)) sqrt(1 - abar_t / abar')    (0 at t = 0, where abar' = 1)
 
-        eta: 0 deterministic, 1 ancestral. cond_fn: see condition_score. noise (z; drawn for eta = 0 too) and
-        the rest: see p_sample, as for the result.
+        eta: 0 for deterministic, 1 for ancestral steps. noise: z, drawn for eta = 0 too. cond_fn: see
+        condition_score. Other arguments and result: see p_sample.
         """
         out = self.p_mean_variance(model, x, t, clip_denoised, denoised_fn, model_kwargs)
         if cond_fn is not None:
             out = self.condition_score(cond_fn, out, x, t, model_kwargs)
-        # Again from x_0, which may have been clipped.
+        # Computed from x_0, which may have been clipped.
         eps = self._predict_eps_from_xstart(x, t, out["pred_xstart"])
         abar = self._at("alphas_cumprod", t, x)
         abar_prev = self._at("alphas_cumprod_prev", t, x)
@@ -428,11 +428,11 @@ class GaussianDiffusion:
         model_kwargs: dict | None = None,
         eta: float = 0.0,
     ) -> dict[str, Tensor]:
-        """DDIM's ODE one step towards noise, Song section 4.3, with abar_T = 0:
+        """Make a step of DDIM's ODE towards noise, Song section 4.3, with abar_T = 0:
 
             x_{t+1} = sqrt(abar_{t+1}) x_0 + sqrt(1 - abar_{t+1}) eps
 
-        Arguments and result (sample is x_{t+1}): see ddim_sample. ValueError unless eta is 0.
+        Arguments and result (sample is x_{t+1}): see ddim_sample. Raises ValueError unless eta is 0.
         """
         if eta != 0.0:
             raise ValueError(f"eta {eta}: only the deterministic path (eta 0) runs in reverse")
@@ -463,10 +463,10 @@ class GaussianDiffusion:
         device: torch.device | str | None = None,
         progress: bool = False,
     ) -> Iterator[dict[str, Tensor]]:
-        """Sample by all p_sample steps from x_T = noise, drawn if None; yield p_sample's dict after each.
+        """Make all p_sample steps from x_T = noise, drawn if None; yield p_sample's dict after each step.
 
-        Draws one x_T (shape), then one normal batch per step, the last included. device: default that of noise, else of
-        model's parameters. progress: show a bar. The rest: see p_sample.
+        Draws x_T (shape), then one normal batch a step, the last included. device: by default that of noise, else of
+        the model's parameters. progress: show a bar. Other arguments: see p_sample.
         """
 
         def step(x: Tensor, t: Tensor):
@@ -492,7 +492,7 @@ class GaussianDiffusion:
         progress: bool = False,
         eta: float = 0.0,
     ) -> Iterator[dict[str, Tensor]]:
-        """Sample by all ddim_sample steps; yield ddim_sample's dict after each. See p_sample_loop_progressive."""
+        """Make all ddim_sample steps; yield ddim_sample's dict after each. Arguments: see p_sample_loop_progressive."""
 
         def step(x: Tensor, t: Tensor):
             return self.ddim_sample(model, x, t, clip_denoised, denoised_fn, cond_fn, model_kwargs, eta)
@@ -500,13 +500,13 @@ class GaussianDiffusion:
         yield from self._loop(step, model, shape, noise, device, progress)
 
     def _loop(self, step, model, shape, noise, device, progress):
-        """Yield step(x, t) for t = T-1 ... 0, each from the last one's sample."""
+        """Yield step(x, t) for t = T-1 ... 0, each from the sample of the step before."""
         if device is None:
             device = _device_of(model) if noise is None else noise.device
         self.prepare(device)
         x = torch.randn(*shape, device=device) if noise is None else noise
         for t in self._timesteps(shape[0], device, progress):
-            with torch.no_grad():  # ends before the yield: the caller's mode is the caller's
+            with torch.no_grad():  # not over the yield, which would change the caller's mode
                 out = step(x, t)
             yield out
             x = out["sample"]
@@ -528,12 +528,11 @@ class GaussianDiffusion:
     def training_losses(
         self, model: Callable, x_start: Tensor, t: Tensor, model_kwargs: dict | None = None, noise: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The loss of each row for x_t = q_sample(x_start, t, noise).
+        """Return the losses at x_t = q_sample(x_start, t, noise) as a dict of (N,): loss; with MSE types also mse and,
+        for a learned variance, vb, the bound's term in bits per dimension.
 
-        Returns a dict of (N,): loss; with MSE types also mse and, for a learned variance, vb. The hybrid,
-        Nichol eq. 16: vb, the bound's term in bits per dimension, trains the variance alone: the prediction
-        in it is detached.
-        Raises ValueError if the model's output does not fit x_start.
+        With both the loss is Nichol's hybrid, eq. 16: the prediction in vb is detached, so vb trains the variance
+        alone. Raises ValueError if the model's output does not fit x_start.
         """
         if noise is None:
             noise = torch.randn_like(x_start)
@@ -559,12 +558,12 @@ class GaussianDiffusion:
         p = self._output_mean_variance(frozen, x_t, t, clip_denoised=False)
         vb = self._vb_term_bpd(p, x_start, x_t, t)
         if self.loss_type is LossType.RESCALED_MSE:
-            vb = vb * (self.num_timesteps / 1000.0)  # 1e-3 of the whole bound, whatever T: Nichol section 3.1
+            vb = vb * (self.num_timesteps / 1000.0)  # 1e-3 of the whole bound for any T: Nichol section 3.1
         return {"mse": mse, "vb": vb, "loss": mse + vb}
 
     def _vb_term_bpd(self, p, x_start, x_t, t):
-        """(N,): L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at t = 0, L_0 = -log p(x_0 | x_1), Ho eq. 5, over
-        8-bit levels; in bits per dimension. p: dict with mean and log_variance.
+        """Return the bound's term (N,) in bits per dimension, Ho eq. 5: L_{t-1} = KL(q(x_{t-1} | x_t, x_0) || p) or, at
+        t = 0, L_0 = -log p(x_0 | x_1) over 8-bit levels. p: dict with mean and log_variance.
         """
         q_mean, _, q_log_variance = self.q_posterior_mean_variance(x_start, x_t, t)
         kl = mean_flat(normal_kl(q_mean, q_log_variance, p["mean"], p["log_variance"])) / math.log(2.0)
@@ -572,7 +571,7 @@ class GaussianDiffusion:
         return torch.where(t == 0, mean_flat(-log_p) / math.log(2.0), kl)
 
     def _prior_bpd(self, x_start):
-        """(N,): L_T = KL(q(x_T | x_0) || N(0, I)), Ho eq. 5, in bits per dimension; it holds no parameters."""
+        """Return L_T = KL(q(x_T | x_0) || N(0, I)), Ho eq. 5, (N,) in bits per dimension."""
         t = torch.full((x_start.shape[0],), self.num_timesteps - 1, dtype=torch.int64, device=x_start.device)
         mean, _, log_variance = self.q_mean_variance(x_start, t)
         return mean_flat(normal_kl(mean, log_variance, 0.0, 0.0)) / math.log(2.0)
@@ -580,10 +579,8 @@ class GaussianDiffusion:
     def calc_bpd_loop(
         self, model: Callable, x_start: Tensor, clip_denoised: bool = True, model_kwargs: dict | None = None
     ) -> dict[str, Tensor]:
-        """The whole variational bound, Ho eq. 5, one draw of noise per step.
-
-        Returns a dict: total_bpd (N,) = the sum of vb + prior_bpd; prior_bpd (N,); vb, xstart_mse, mse (of
-        the noise), each (N, T) from t = T-1 to 0.
+        """Return the whole variational bound, Ho eq. 5, with one draw of noise a step, as a dict: total_bpd (N,), the
+        sum of vb and prior_bpd; prior_bpd (N,); vb, xstart_mse and mse (of the noise), each (N, T) from t = T-1 to 0.
         """
         terms = {"vb": [], "xstart_mse": [], "mse": []}
         for t in self._timesteps(x_start.shape[0], x_start.device):

@@ -10,12 +10,13 @@ from .gaussian_diffusion import GaussianDiffusion
 
 
 def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[int]:
-    """The set of timesteps to keep of `num_timesteps`.
+    """Return the timesteps to keep of `num_timesteps`.
 
-    section_counts: numbers of steps to keep, evenly spaced, in that many equal sections of the process, as a
-        list or as a string ("250"; "10,15,20": of 300, ten of the first hundred, fifteen of the second, ...);
-        or "ddimN": N steps at an integer stride from 0 (Song et al. 2021).
-    Raises ValueError for what is neither, for a section shorter than its count, and for an impossible stride.
+    section_counts: a list, or a string of numbers with commas: the process is divided into as many equal sections as
+        there are numbers, and each keeps its number of evenly spaced steps ("250"; "10,15,20": of 300 steps ten of
+        the first hundred, fifteen of the second, twenty of the third). "ddimN": N steps at an integer stride from 0
+        (Song et al. 2021).
+    Raises ValueError for any other value, for a section shorter than its count, and for an impossible stride.
     """
     if isinstance(section_counts, str) and section_counts.startswith("ddim"):
         wanted = _counts([section_counts[len("ddim") :]], section_counts)[0]
@@ -42,7 +43,7 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
         stride = (size - 1) / (count - 1) if count > 1 else 1
         position = 0.0
         for _ in range(count):
-            # Added up, not multiplied out: at a half, rounding decides which timestep published results used.
+            # Add up as published results did: multiplication rounds some halves to another timestep.
             kept.append(start + round(position))
             position += stride
         start += size
@@ -50,7 +51,7 @@ def space_timesteps(num_timesteps: int, section_counts: str | list[int]) -> set[
 
 
 def _counts(values, given):
-    """values as counts of steps, at least one step in all; `given` is what the user wrote."""
+    """Return `values` as counts of steps, at least one step in all. given: the user's text, for the error."""
     try:
         counts = [int(value) for value in values]
     except (TypeError, ValueError):
@@ -64,7 +65,7 @@ def _counts(values, given):
 
 
 class ByValue:
-    """Equal to others of its class with the same `_values`: what was captured of one serves the other."""
+    """Equality by value: objects of one class with the same `_values` are equal, and share CUDA graphs."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._values == other._values
@@ -74,13 +75,12 @@ class ByValue:
 
 
 class SpacedDiffusion(ByValue, GaussianDiffusion):
-    """The process restricted to `use_timesteps`: the same marginals there, and betas that lead from
-    one kept step to the next.
+    """The process restricted to `use_timesteps`: it has the same marginals there, and betas between kept steps.
 
         beta'_i = 1 - abar_{S_i} / abar_{S_{i-1}}    (Nichol & Dhariwal 2021, section 4)
 
-    Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn are shown the original ones.
-    use_timesteps: the original timesteps to keep. The other arguments: GaussianDiffusion's (original betas).
+    Its own timesteps are 0 ... num_timesteps - 1; the model and cond_fn receive the original timesteps.
+    use_timesteps: the original timesteps to keep. Other arguments: as GaussianDiffusion's, with the original betas.
     Attributes: use_timesteps (set), timestep_map (sorted list: own index to original timestep),
     original_num_steps, original_alphas_cumprod (float64).
     Raises ValueError if use_timesteps is empty or reaches outside the process.
@@ -113,5 +113,5 @@ class SpacedDiffusion(ByValue, GaussianDiffusion):
         return {**super()._upload(device), "timestep_map": timestep_map}
 
     def original_timesteps(self, t: Tensor) -> Tensor:
-        """This process's timesteps t (N,) → the original ones (N,) int64, looked up on t's device."""
+        """Return the original timesteps (N,) int64 of this process's t (N,), looked up on t's device."""
         return self._tables(t.device)["timestep_map"][t.long()]

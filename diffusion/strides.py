@@ -1,4 +1,4 @@
-"""Several ancestral steps by one or two network evaluations, on the noise that they would have drawn anyway.
+"""Several ancestral steps by one or two network evaluations, on the noise that these steps would have drawn.
 
 Write c_t, d_t for the two coefficients of the posterior mean (Ho et al. 2020, 2006.11239, eq. 7). k steps from x_t are
 
@@ -56,8 +56,7 @@ class Strides(ByValue):
 
     moves: the strides of a run, in order. Each is (1, 1), or k > 1 steps by one evaluation, or k > 2 steps by two.
     x (n, C, ...) throughout. t (n,) int64: a timestep of `diffusion`, from which k steps lead to t - k.
-    Raises ValueError for another kind, and for a process that predicts anything but the noise and a learned range of
-    variance.
+    Raises ValueError for another kind, and for a process without noise prediction and a learned range of variance.
     """
 
     def __init__(self, diffusion: SpacedDiffusion, moves: list[Kind]):
@@ -76,7 +75,7 @@ class Strides(ByValue):
         return self.diffusion, *self.moves
 
     def times(self) -> list[int]:
-        """The original timestep of every evaluation of a run, in order."""
+        """Return the original timestep of every evaluation of a run, in order."""
         found, t = [], self.diffusion.num_timesteps - 1
         for kind in self.moves:
             found += self.tables[kind]["timestep"][t].tolist()
@@ -99,17 +98,17 @@ class Strides(ByValue):
         return self._device_tables[kind, device]
 
     def start(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the forecast of x_0 and the values of the learned variance, each like x, before the first stride,
-        which must be one step: nothing can be forecast yet."""
+        """Return placeholders for the forecast of x_0 and the learned variance's values, each like x. The first stride
+        must be one step: nothing can be forecast yet."""
         return torch.zeros_like(x), torch.zeros_like(x)
 
     def stride(
         self, model: Callable, x: Tensor, t: Tensor, m: Tensor, values: Tensor, noise: Tensor, evaluations: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
+        """Make k = len(noise) steps from x at t by `evaluations` of `model`: (x, original t) -> (n, 2C, ...).
 
-        m, values: of the stride before, or of `start` with k = 1. noise (k, n, C, ...): the draw of each step; that of
-        t = 0 is masked. Returns x_{t-k} and the next m and values, each like x.
+        m, values: from the stride before, or from `start` with k = 1. noise (k, n, C, ...): each step's draw; at t = 0
+        it is masked. Returns x_{t-k} and the next m and values, each like x.
         """
         k, d, tables = len(noise), self.diffusion, self._tables((len(noise), evaluations), x.device)
         if k == 1:
@@ -131,8 +130,8 @@ class Strides(ByValue):
         return x, m, fresh
 
     def _path(self, x, t, m, values, noise, later=None):
-        """x_s of eq. 1 with m_s of eq. 6 in place of D, a list. later (n, k): how much of each step's noise m does not
-        hold yet; default: all."""
+        """Return the list of x_s by eq. 1, with m_s of eq. 6 in place of D. later (n, k): the share of each step's
+        noise that m does not hold yet; default: all."""
         path = [x]
         for j in range(len(noise) - 1):
             x, news = self._advance(x, t - j, m, values, noise[j])
@@ -141,7 +140,7 @@ class Strides(ByValue):
         return path
 
     def _evaluate(self, model, point, m, tables, t, i):
-        """x_0 and the values of the variance at the i-th point (in u) of a stride, eq. 5 applied."""
+        """Apply eq. 5 to the i-th point (in u) of a stride; return x_0 and the variance's values there."""
         root, noise, widen = (_like(tables[name][t, i], point) for name in ("root", "noise", "widen"))
         at = root * (m + widen * (point - m))
         eps, values = self.diffusion._split_output(model(at, tables["timestep"][t, i]), at)
@@ -159,8 +158,8 @@ class Strides(ByValue):
 
 
 def _tables_of(d, k, evaluations):
-    """For strides of one kind of diffusion d, from every t: arrays (T, ...), float64, `timestep` int64; zeros where
-    fewer than k steps are left."""
+    """Return the tables of one kind of stride from every t, by name: (T, ...) float64, `timestep` int64; zeros where
+    fewer than k steps are left. d: the diffusion."""
     steps = d.num_timesteps
     c1, c2, abar, trained = (
         d.posterior_mean_coef1,
@@ -184,7 +183,7 @@ def _tables_of(d, k, evaluations):
         points = [w] if evaluations == 1 else [w - _axis(w, tau), w + _axis(w, tau)]
         for i, a in enumerate(points):
             theta = a @ np.minimum.outer(tau, tau) @ a
-            at = np.clip(a @ tau, tau[-1], tau[0])  # a large step may throw a point off the path's ends
+            at = np.clip(a @ tau, tau[-1], tau[0])  # after a large step a point can lie beyond the path's ends
             timestep[t, i] = d.timestep_map[t] if k == 1 else np.abs(np.log(level / at)).argmin()
             widen[t, i] = np.sqrt(level[timestep[t, i]] / theta)
             root[t, i], noise[t, i] = np.sqrt(trained[timestep[t, i]]), np.sqrt(1 - trained[timestep[t, i]])
@@ -194,7 +193,7 @@ def _tables_of(d, k, evaluations):
 
 
 def _axis(w, tau):
-    """Eq. 4: e as weights (k,) of the path, which add up to 0; w, tau (k,) along it. Its end is the later one."""
+    """Return e of eq. 4 as weights (k,) of the path's points, with sum 0; it points to the path's end. w, tau (k,)."""
     k = len(w)
     scale = np.sqrt(-np.diff(tau))  # standard deviations of the increments
     path = np.tril(np.ones((k, k - 1)), -1) * scale  # each point in terms of increments of variance 1
@@ -205,10 +204,10 @@ def _axis(w, tau):
 
 
 def _weighted(weights, path):
-    """weights (n, k), path: k tensors (n, ...) -> their weighted sum."""
+    """Return the weighted sum (n, ...) of a path of k tensors (n, ...). weights (n, k)."""
     return sum(_like(weights[:, j], x) * x for j, x in enumerate(path))
 
 
 def _like(values, x):
-    """(n,) to broadcast with x (n, ...)."""
+    """Reshape values (n,) to broadcast with x (n, ...)."""
     return values.view(-1, *[1] * (x.ndim - 1))

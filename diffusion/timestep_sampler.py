@@ -1,4 +1,4 @@
-"""Distributions of the timesteps to train on: uniform, or by the size of the loss."""
+"""Distributions of training timesteps: uniform, or by the size of the loss."""
 
 from abc import ABC, abstractmethod
 
@@ -18,15 +18,15 @@ def create_named_schedule_sampler(name: str, diffusion) -> "ScheduleSampler":
 
 
 class ScheduleSampler(ABC):
-    """A distribution over timesteps, with the weights that keep the mean of the weighted loss what it was."""
+    """A distribution over timesteps, with importance weights that keep the expected loss unchanged."""
 
     @abstractmethod
     def weights(self) -> np.ndarray:
-        """(num_timesteps,) numpy array, positive, not necessarily normalised."""
+        """Return positive weights (num_timesteps,), not necessarily normalised."""
 
     def sample(self, batch_size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Importance-sampled timesteps: t (batch_size,) int64 with P(t) = p_t, and weights (batch_size,)
-        float32, 1 / (num_timesteps p_t). Drawn from numpy's global generator.
+        """Draw timesteps t (batch_size,) int64 with P(t) = p_t from numpy's global generator. Return t and importance
+        weights 1 / (num_timesteps p_t), (batch_size,) float32.
         """
         p = self.weights()
         p = p / np.sum(p)
@@ -36,6 +36,8 @@ class ScheduleSampler(ABC):
 
 
 class UniformSampler(ScheduleSampler):
+    """Every timestep with the same probability."""
+
     def __init__(self, diffusion):
         self.diffusion = diffusion
         self._weights = np.ones([diffusion.num_timesteps])
@@ -45,11 +47,11 @@ class UniformSampler(ScheduleSampler):
 
 
 class LossAwareSampler(ScheduleSampler):
-    """A sampler that follows the losses; every rank of a process group sees all of them, in the same order."""
+    """A sampler that follows the losses. Every rank of a process group gets all losses in the same order."""
 
     def update_with_local_losses(self, local_ts: Tensor, local_losses: Tensor) -> None:
-        """local_ts (N,) integers and local_losses (N,) of this rank's batch; N may differ between ranks.
-        Collective when a process group is initialised.
+        """Update from the timesteps local_ts (N,) and losses local_losses (N,) of every rank's batch; N may differ
+        between ranks. This is a collective call if a process group is initialised.
         """
         batches = [(local_ts.tolist(), local_losses.tolist())]
         if dist.is_available() and dist.is_initialized():
@@ -60,13 +62,13 @@ class LossAwareSampler(ScheduleSampler):
 
     @abstractmethod
     def update_with_all_losses(self, ts: list[int], losses: list[float]) -> None:
-        """ts: list of int timesteps; losses: list of float, one each. Deterministic: ranks must stay in step."""
+        """Update from timesteps ts and their losses. Must be deterministic, so that ranks keep equal weights."""
 
 
 class LossSecondMomentResampler(LossAwareSampler):
     """p_t proportional to sqrt(E[L_t^2]) over the last `history_per_term` losses of each t, mixed with a share
-    `uniform_prob` of the uniform distribution (Nichol & Dhariwal 2021, eq. 18). Uniform
-    until every t has its history.
+    `uniform_prob` of the uniform distribution (Nichol & Dhariwal 2021, eq. 18). Uniform until every t has
+    `history_per_term` losses.
     """
 
     def __init__(self, diffusion, history_per_term: int = 10, uniform_prob: float = 0.001):
