@@ -1,4 +1,4 @@
-"""Families of networks, a folder each, found by listing this one. Imports no torch.
+"""Families of networks: one folder each, found by listing this folder. Imports no torch.
 
 <family>/__init__.py   FAMILY, the record: names of models, what each implies, prediction, samplers
 <family>/network.py    the reference network
@@ -22,31 +22,31 @@ class Defaults(NamedTuple):
 
     image_size: int = 512
     num_classes: int = 1000
-    factor: int = 8  # pixels of a picture's side for one of the latent's
+    factor: int = 8  # a picture's side / its latent's side
     vae: str = "ema"
     ckpt: str | None = None  # weights that ship with the code
     cfg_scale: float = 4.0
     guidance_channels: int = 3
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     num_sampling_steps: int = 250
-    timestep_shift: float = 1.0  # of a flow
-    class_names: tuple[str, ...] = ()  # of the classes it was trained with, where they are not ImageNet's
+    timestep_shift: float = 1.0  # for flows
+    class_names: tuple[str, ...] = ()  # names of the trained classes, if they are not ImageNet's
     published: Mapping[int, str] = MappingProxyType({})  # image size → name of a published file
 
 
 class Family(NamedTuple):
-    """A family's record."""
+    """The record of a family."""
 
     name: str
     models: Mapping[str, Defaults]
     prediction: Literal["noise", "velocity"]
     samplers: tuple[str, ...]  # the first is the default
-    code: str  # the package whose modules network, weights and fast have the rest; imported late
-    fetch: str = ""  # the command that fetches published weights, where no address serves them
+    code: str  # the package with the modules network, weights and fast; imported late
+    fetch: str = ""  # the command that fetches published weights, if no plain address serves them
 
     @property
     def recipe(self) -> Defaults:
-        """The defaults of the family's first model, without its files: those of sizes that have no name."""
+        """Return the defaults of sizes without a name: those of the family's first model, without its file."""
         return next(iter(self.models.values()))._replace(ckpt=None)
 
     def part(self, name: str) -> ModuleType:
@@ -67,7 +67,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def family_of(model: str) -> Family | None:
-    """Return the family of a model's name; None for a name of no family."""
+    """Return the family that has a model of this name, or None."""
     return next((family for family in families() if model in family.models), None)
 
 

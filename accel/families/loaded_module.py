@@ -1,5 +1,5 @@
-"""A network that a caller holds, in a Checkpoint's place: models.DiT, the original classes of every family, and their
-wrappers. Each family's weights.py recognises its own modules by `of_module`."""
+"""Weights from a network that the caller holds, in place of a Checkpoint: models.DiT, the original classes of every
+family, and their wrappers. Each family's weights.py recognises its own modules by `of_module`."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from accel.families.recognise import converted, recognise, reference_state
 from accel.network import unwrapped
 from accel.weights.shapes import require_fit, shapes_only
 
-COMPARED = "eps", "approximate"  # attributes that decide a submodule's function and are in no state dict
+COMPARED = "eps", "approximate"  # attributes that change a submodule's function and are in no state dict
 
 
 class OfModule(NamedTuple):
@@ -23,16 +23,16 @@ class OfModule(NamedTuple):
     family: Family
     latent_size: int
     metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
-    strength: int = 0  # the strongest of several families that recognise a module gets it
-    read: Callable[[dict], dict] = dict  # its state dict → under the names of the family's files
+    strength: int = 0  # if several families recognise a module, the strongest claim wins
+    read: Callable[[dict], dict] = dict  # renames the entries of its state dict as in the family's files
     arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})  # x, t, y of the reference network → its own
     output: Callable[[Any], Tensor] = lambda out: out  # its own output → the reference network's
-    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None  # in place of the reference network's
-    face: type | None = None  # signature of its accelerated copy: a mixin over accelerated.Accelerated
+    timestep_embedding: Callable[[Tensor, int], Tensor] | None = None  # replaces the reference network's
+    face: type | None = None  # a mixin over accelerated.Accelerated: the signature of the accelerated copy
 
 
 class LoadedModule:
-    """The weights of a network that the caller holds, and the facts that follow from them.
+    """The weights of a module that the caller holds, and the facts that follow from them.
 
     module: a network, or a pipeline with one; wrapped and compiled modules are unwrapped. `state`: the weights under
     the names of the family's files, not copied unless `copy`. `fit`: their family and sizes; `model`: the reference
@@ -118,20 +118,21 @@ class LoadedModule:
         """No-op: the weights stay until `release`."""
 
     def release(self) -> None:
-        """Let go of the module and its weights; keep the facts."""
+        """Drop the module and its weights; keep the facts."""
         self.module = self.state = None
 
     def evaluate(self, x: Tensor, t: Tensor, y: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:
-        """Return the module's own output as the reference network gives it; state: in place of its own weights."""
+        """Return the module's output, converted to the reference network's: x (N, C, H, W), t (N,), y (N,) →
+        (N, C', H, W). state: replaces the module's weights."""
         arguments, named = self.how.arguments(x, t, y)
-        if state is None:  # not by __call__, which a module that was compiled in place compiles
+        if state is None:  # forward, not __call__: a module that was compiled in place compiles in __call__
             return self.how.output(self.module.forward(*arguments, **named))
         return self.how.output(functional_call(self.module, state, arguments, named))
 
     def evaluate_guided(
         self, x: Tensor, t: Tensor, y: Tensor, scale: float, state: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """Return the output of the module's own forward_with_cfg, as `evaluate` has it."""
+        """Return the output (2N, C', H, W) of the module's own forward_with_cfg. state: as for `evaluate`."""
         if state is None:
             return self.module.forward_with_cfg(x, t, y, scale)
         named = {f"module.{name}": value for name, value in state.items()}
@@ -139,7 +140,7 @@ class LoadedModule:
 
 
 class _Guided(nn.Module):
-    """A module whose forward is another's forward_with_cfg."""
+    """A wrapper whose forward calls the module's forward_with_cfg, for functional_call."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -150,7 +151,7 @@ class _Guided(nn.Module):
 
 
 def _with_embedding(build: Callable[..., nn.Module], embedding: Callable, **shape: Any) -> nn.Module:
-    """A reference network with another embedding of timesteps."""
+    """Build a reference network with another embedding of timesteps."""
     model = build(**shape)
     model.t_embedder.timestep_embedding = embedding
     return model

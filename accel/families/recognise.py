@@ -1,22 +1,21 @@
-"""Shapes and metadata of weights → their family and sizes, by asking each family's folder.
+"""Recognise the family and sizes of weights from their shapes and metadata, by asking each family's folder.
 
 A family's weights.py has
 
     MODELS                         name of a model → constructor of the reference network
     KEYS                           names of tensors that every file of the family has
     LABELS                         the label table's name
-    sizes(shapes, metadata)        (name, constructor, heads): KeyError for a missing entry, ValueError for weights that
-                                   cannot be computed
-    of_module(module, state)       how a module of the family is read, or None (loaded_module.py)
+    sizes(shapes, metadata)        (name, constructor, heads); raises KeyError for a missing entry, ValueError for
+                                   unsupported weights
+    of_module(module, state)       OfModule, the rules to read a module of the family, or None (loaded_module.py)
 
-and, where a family differs from the default,
+and, if the family differs from the default,
 
-    PARTS                          names of tensors, one of which every file of the family has
-    claim(shapes, metadata)        (strength, reason) where something beside keys and names speaks for the family, or
-                                   None
-    converted(state, metadata)     state dict of the file → of the reference network; default: the same entries
+    PARTS                          names of tensors; every file of the family has at least one of them
+    claim(shapes, metadata)        (strength, reason) if other entries or metadata prove the family, or None
+    converted(state, metadata)     state dict of the file → state dict of the reference network; default: unchanged
     sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: as `converted`
-    latent_size(state)             the latent's side at which converted weights were trained, or None
+    latent_size(state)             side of the latents that converted weights were trained on, or None
     recipe(model, metadata, path)  values of settings that a file at `path` implies
 """
 
@@ -35,38 +34,37 @@ from accel.families import Family, families, family_of
 from accel.weights.checkpoint import Checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
-# How much a claim counts: tensors or arguments that only a family's training leaves, before a model's name.
+# Strength of a claim: tensors or arguments that only this family's training leaves count more than a model's name.
 STRUCTURE, NAMED = 2, 1
-EXPLICIT = 3  # the family's name, as this program writes it
+EXPLICIT = 3  # the family's name in metadata that this program wrote
 
 
 class Fit(NamedTuple):
-    """The family and the sizes of weights, and the facts beside the tensors."""
+    """The family and sizes of weights, and the facts that come with the tensors."""
 
     family: Family
-    model: str  # its name, or sizes where it has none: DiT-2x96/2
+    model: str  # the model's name; a model without a name is called by its sizes: DiT-2x96/2
     build: Callable[..., torch.nn.Module]  # (input_size=, num_classes=) → the reference network
     num_heads: int
     in_channels: int
     patch_size: int
     num_classes: int
-    null_class: bool = True  # whether the label table has a row for the unconditional estimate, after the classes'
+    null_class: bool = True  # whether the label table ends with a row for the unconditional estimate
     learn_sigma: bool = True
-    latent_size: int | None = None  # at which the weights were trained, where they say so
-    image_size: int | None = None  # likewise, in pixels
+    latent_size: int | None = None  # side of the training latents, if known
+    image_size: int | None = None  # side of the training pictures in pixels, if known
     vae: str | None = None
     class_names: tuple[str, ...] = ()
-    recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that the weights imply, not their family
-    schedule: dict | None = None  # of a pipeline: its scheduler's configuration
-    usual: bool = True  # whether tensors and family decide the function; else the number of heads does, too
+    recipe: Mapping[str, Any] = MappingProxyType({})  # values of settings that these weights imply, not their family
+    schedule: dict | None = None  # a pipeline's scheduler configuration
+    usual: bool = True  # whether shapes and family imply the number of heads
 
     def trained_size(self, factor: int) -> int | None:
-        """Return the pixels of a side at which the weights were trained, or None; factor: pixels for one of the
-        latent."""
+        """Return the side of the training pictures in pixels, or None. factor: a picture's side / its latent's side."""
         return factor * self.latent_size if self.latent_size else self.image_size
 
     def metadata(self) -> dict[str, Any]:
-        """Return the facts that a file of these weights should hold, by their names in weights/metadata.py."""
+        """Return the facts to write into a file of these weights, by their names in weights/metadata.py."""
         facts = {
             "family": self.family.name,
             "prediction": self.family.prediction,
@@ -90,11 +88,11 @@ def recognise(
     num_classes: int | None = None,
     shipped_as: str | None = None,
 ) -> Fit:
-    """Return the family, sizes and facts of the weights `state`, which the user named `source`.
+    """Return the family, sizes and facts of the weights `state`. Print every assumption.
 
-    metadata: checked entries beside the tensors. model, num_classes: the user's. shipped_as: the model of a file that
-    this program ships or fetches. Prints every assumption. Raises UsageError for weights of no family, of another
-    model, and for contradictions.
+    source: the user's name for the weights. metadata: checked entries that come with the tensors. model, num_classes:
+    the user's options. shipped_as: the model of a file that this program ships or fetches. Raises UsageError for
+    weights of no family or of another model, and for contradictions.
     """
     have = shapes_of(state)
     family, assumed = choose_family(source, have, metadata, model, shipped_as)
@@ -139,7 +137,7 @@ def recognise(
 
 
 def _recipe(metadata):
-    """The values of settings that a file names."""
+    """Return the values of settings that the metadata of a file name."""
     found = {**metadata.get("recipe", {}), "guidance_channels": metadata.get("guidance_channels")}
     if "guidance_interval" in found:
         found["guidance_interval"] = tuple(found["guidance_interval"])
@@ -154,8 +152,8 @@ def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
 def converted(
     family: Family, state: dict[str, torch.Tensor], metadata: dict[str, Any], sampled: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file under the names of their reference network; sampled: under the file's, without those
-    of training alone."""
+    """Return the tensors of a file under the names of their reference network. sampled: keep the file's names, and drop
+    tensors that only training needs."""
     convert = _optional(family, "converted", lambda state, metadata: state)
     return (_optional(family, "sampled", convert) if sampled else convert)(state, metadata)
 
@@ -167,8 +165,8 @@ def _optional(family, name, default):
 def choose_family(
     source: str, have: Shapes, metadata: dict[str, Any], model: str | None, shipped_as: str | None
 ) -> tuple[Family, bool]:
-    """Return the family of weights of shapes `have`, and whether it is only assumed: nothing says it, and another
-    family has the same entries. Arguments as `recognise` has them."""
+    """Return the family of weights with the shapes `have`, and whether it is an assumption: several families have these
+    entries, and nothing names one. Other arguments: as for `recognise`. Raises UsageError as `recognise` does."""
     alike = _alike(have)
     wanted = family_of(model) if model else None
     if not alike:
@@ -204,7 +202,7 @@ def choose_family(
 
 
 def _by_file_name(source, alike):
-    """Return the family whose name is the first word of the file's name, as of published files."""
+    """Return the family whose name is the first word of the file's name, as in published files, or None."""
     file = source.replace("\\", "/").rpartition("/")[2].lower()
     return next((family for family in alike if re.match(rf"{re.escape(family.name.lower())}(\b|[-_])", file)), None)
 
@@ -256,8 +254,8 @@ def _usual_classes(family, name):
 
 
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
-    """Return the state dict of weights, under the names of their family's reference network, as upstream's function of
-    this name does. Names are those that Checkpoint takes; weights of no family are returned as they are."""
+    """Return a state dict under the names of its family's reference network, as upstream's function of this name does;
+    weights of no family are returned unchanged. name_or_path: as for Checkpoint. Raises UsageError."""
     checkpoint = Checkpoint(name_or_path)
     state, shapes = checkpoint.state, shapes_of(checkpoint.state)
     if not _alike(shapes):
@@ -267,15 +265,15 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of published weights, as upstream's function of this name does; download them once."""
+    """Return the state dict of published weights, as upstream's function of this name does. Download them on first
+    use. Raises UsageError for another name."""
     if name not in pretrained_models:
         raise UsageError(f"`ckpt={name}`: not published; the names are {', '.join(sorted(pretrained_models))}")
     return find_model(name)
 
 
 def published_name(model: str, image_size: int, num_classes: int) -> str:
-    """Return the name of the published weights of a model for an image size in pixels. Raises UsageError if there are
-    none."""
+    """Return the name of a model's published weights for a size in pixels. Raises UsageError if there are none."""
     family = family_of(model)
     implied = family.models[model]
     if image_size in implied.published and num_classes == implied.num_classes:

@@ -7,7 +7,7 @@ DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mu
 
 
 def demo(file: str) -> Defaults:
-    """Return what a demo model implies, whose weights are `file`."""
+    """Return the defaults of a demo model. file: the name of its weights."""
     return Defaults(image_size=128, num_classes=8, vae=str(DEMO / "vae"), ckpt=str(DEMO / file), class_names=DRAWN)
 
 

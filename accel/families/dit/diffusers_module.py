@@ -1,4 +1,4 @@
-"""diffusers' DiTTransformer2DModel as callers hold it: DiT's function with other names, arguments and frequencies."""
+"""Read diffusers' DiTTransformer2DModel: DiT's network with other names, arguments and timestep frequencies."""
 
 import math
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from accel.weights.diffusers_layout import check_config, from_diffusers
 
 
 def of_module(module: nn.Module) -> OfModule:
-    """Return how the module is read. Raises ValueError for a configuration that is not a DiT's."""
-    config = dict(module.config)  # the module itself is not kept
+    """Return the rules to read the module. Raises ValueError for a configuration that is not a DiT's."""
+    config = dict(module.config)  # a copy: `read` must not keep the module alive
 
     def read(state):
         state = from_diffusers(state)
@@ -42,22 +42,23 @@ def _frequencies(half, device):
 
 
 def timestep_embedding(t: Tensor, dim: int) -> Tensor:
-    """Return sinusoids with frequencies 10000^(-i/(half-1)), where DiT has i/half: what diffusers' default frequency
-    shift of 1 makes. t (N,) → (N, dim) float32, dim even."""
+    """Embed timesteps with frequencies 10000^(-i/(half-1)), diffusers' default frequency shift of 1; DiT's exponent is
+    -i/half. t (N,) → (N, dim) float32, dim even."""
     args = t[:, None].float() * _frequencies(dim // 2, t.device)  # (N, dim/2)
     return torch.cat([args.cos(), args.sin()], dim=-1)
 
 
 class TransformerFace:
-    """The class's signature over `accelerated.Accelerated`, for `pipe.transformer = accelerate(pipe.transformer)`.
+    """DiTTransformer2DModel's signature over `accelerated.Accelerated`, for
+    `pipe.transformer = accelerate(pipe.transformer)`.
 
-    Pipelines ask a part for its class, to move it and to save it: it answers with diffusers' own.
+    `__class__` is diffusers' own class, since pipelines check it to move and save their parts.
     """
 
     def __init__(self, loaded: Any, *how: Any):
         self.config, self.dtype = loaded.module.config, loaded.module.dtype
         self._kind = type(loaded.module)
-        self.__module__ = self._kind.__module__  # of which pipelines ask the library's name
+        self.__module__ = self._kind.__module__  # pipelines read the library's name from it
         super().__init__(loaded, *how)
 
     @property
@@ -72,17 +73,18 @@ class TransformerFace:
         cross_attention_kwargs: None = None,
         return_dict: bool = True,
     ) -> Any:
-        """Evaluate the network as DiTTransformer2DModel.forward does: an object with `sample`, or a tuple of it."""
+        """Evaluate the network as DiTTransformer2DModel.forward does: hidden_states (N, C, H, W), timestep (N,),
+        class_labels (N,) → an object with `sample` (N, C', H, W), or the tuple (sample,)."""
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         sample = super().forward(hidden_states, timestep, class_labels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def modules(self) -> Iterator:
-        """Return no submodules, in which pipelines look for hooks."""
+        """Return no submodules: pipelines search them for hooks."""
         return iter(())
 
     def save_pretrained(self, folder: str, **how: Any) -> None:
-        """Write the model that this was made from, weights and config, as its class does. Raises ValueError, before
-        anything is written, if it is gone or other weights were loaded since."""
+        """Save the original model, weights and config, by its own method. Raises ValueError, before anything is
+        written, if that model was deleted or other weights were loaded since."""
         self.source("save_pretrained()").save_pretrained(folder, **how)

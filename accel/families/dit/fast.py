@@ -1,4 +1,4 @@
-"""DiT's weights, laid out for the accelerated network."""
+"""Lay out DiT's weights for the accelerated network."""
 
 import torch.nn as nn
 
@@ -9,7 +9,7 @@ from accel.fast.reader import Reader
 
 
 def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """The layout of a DiT's state dict. model: for its heads and the embedding that it gives a timestep."""
+    """Lay out a DiT's state dict. model: gives the number of heads and the timestep embedding."""
     kernel = read("x_embedder.proj.weight")  # (D, C, p, p)
     blocks = [f"blocks.{i}" for i in range(read.depth("attn.qkv.weight"))]
     projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]

@@ -29,10 +29,11 @@ def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., 
 def sizes_of(
     shapes: Shapes, num_heads: int | None, network: type[DiT], family: str, models: Mapping[str, Callable]
 ) -> tuple[str, Callable[..., torch.nn.Module], int]:
-    """Return (name, constructor, heads) of a `network` with DiT's entries, by their shapes.
+    """Return (name, constructor, heads) of a `network` with DiT's entries, from their shapes.
 
-    num_heads: as the file says, or None: no tensor holds it, so it is that of the model with this depth, width and
-    patch. Raises KeyError for a missing entry, ValueError where the number of heads is unknown or does not fit.
+    num_heads: from the file, or None to take it from the model with this depth, width and patch; no tensor holds it.
+    models: constructors by name. Raises KeyError for a missing entry, ValueError if the number of heads is unknown or
+    does not fit.
     """
     if len(shapes[PATCHES]) != 4:
         raise ValueError(f"{PATCHES} is {shapes[PATCHES]}, must have four dimensions")
@@ -62,7 +63,7 @@ def sizes_of(
 
 
 def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return `state` with its position table, which diffusers' layout lacks: it is a function of the latent's side."""
+    """Return `state` with the position table, which diffusers' layout lacks, computed for the latent's side."""
     if "pos_embed" in state or "latent_size" not in metadata or PATCHES not in state:
         return state
     kernel = state[PATCHES]  # (D, C, p, p)
@@ -71,19 +72,19 @@ def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[
 
 
 def latent_size(state: dict[str, torch.Tensor]) -> int:
-    """Return the latent's side for which the position table was made."""
+    """Return the latent's side that the position table is for."""
     return isqrt(state["pos_embed"].shape[1]) * state[PATCHES].shape[-1]
 
 
 def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
-    """Return how a module is read if it is a DiT, this repository's, the original or diffusers', and None otherwise."""
+    """Return the rules to read a DiT: this repository's, the original or diffusers'. None for another module."""
     if hasattr(module, "transformer_blocks"):
         return diffusers_module.of_module(module)
     return of_dit(dit.FAMILY, module, state)
 
 
 def of_dit(family: Family, module: nn.Module, state: dict[str, torch.Tensor], **how: Any) -> OfModule | None:
-    """Return how a module of a family with DiT's entries is read; None without those entries. how: other fields."""
+    """Return the rules to read a module with DiT's entries; None for another module. how: other fields of OfModule."""
     if not all(name in state for name in KEYS):
         return None
     return OfModule(family, latent_size(state), dict(num_heads=module.num_heads), **how)

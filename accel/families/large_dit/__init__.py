@@ -1,4 +1,4 @@
-"""Large-DiT: Alpha-VLLM, 2024. A DiT of LLaMA's blocks."""
+"""Large-DiT: Alpha-VLLM, 2024. A DiT with LLaMA's blocks."""
 
 from accel.families import Defaults, Family, dit
 

@@ -1,4 +1,4 @@
-"""Large-DiT's weights, laid out for the accelerated network. In a block
+"""Lay out Large-DiT's weights for the accelerated network. In a block
 
 h ← adaLN(x)                               RMSNorm; its weight is folded into scale's projection
 a ← wo(attention(rotated(qkv(h))))         q, k, v by one GEMM; their norm and rotation by one kernel
@@ -18,10 +18,10 @@ RMS_EPS = 1e-5
 
 
 def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """The layout of a Large-DiT's state dict. model: for heads, channels, patch and input size.
+    """Lay out a Large-DiT's state dict. model: gives heads, channels, patch and input size.
 
-    The conditioning's weights are kept in the GEMMs' dtype, since they are a tenth of the network or more; its
-    arithmetic is float32.
+    The conditioning's weights are a tenth of the network or more, so they stay in the GEMMs' dtype. Its arithmetic is
+    float32.
     """
     patches, tokens = read("x_embedder.weight"), (model.input_size // model.patch_size) ** 2  # (D, C·p·p)
     blocks = [f"layers.{i}" for i in range(read.depth("attention.wq.weight"))]
@@ -58,7 +58,7 @@ def _block(read: Reader, name: str, heads: int, rotation: torch.Tensor, ops: Hal
 
 
 def _norms(read, attention, heads, size):
-    """Weight and bias of the norm of queries, then of keys (2, 2, D); None if there is none."""
+    """Return weight and bias of the norm of queries, then of keys, (2, 2, D); None without qk-norm."""
     if f"{attention}.q_norm.weight" not in read.state:
         return None
     pairs = [

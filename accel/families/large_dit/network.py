@@ -1,9 +1,9 @@
 """Large-DiT: the diffusion transformer with LLaMA's block (Alpha-VLLM, LLaMA2-Accessory, Large-DiT-ImageNet).
 
-The mathematics of the network and nothing else, as models.py has it for DiT. Sampler, guidance and latents are DiT's.
-The block differs: RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary position embedding (Su et al. 2021,
-arXiv:2104.09864), SwiGLU (Shazeer 2020, arXiv:2002.05202), and optionally normalised queries and keys. Names,
-constructor arguments and state-dict keys are those of the published checkpoints, which load with ``strict=True``.
+The mathematics of the network alone, as models.py for DiT. Sampler, guidance and latents are DiT's. The block differs:
+RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), rotary position embedding (Su et al. 2021, arXiv:2104.09864), SwiGLU
+(Shazeer 2020, arXiv:2002.05202), and optionally normalised queries and keys. Names, constructor arguments and
+state-dict keys are those of the published checkpoints, which load with ``strict=True``.
 
 Shapes: N batch, C latent channels, H = W latent side, p patch side, T = (H/p)² tokens, D width, h heads, d head dim.
 """
@@ -21,12 +21,12 @@ from accel.families.dit.network import LabelEmbedder, TimestepEmbedder, attentio
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it is float64 already: the dtype of norms and rotations."""
+    """Return x in float32, or unchanged if it is float64: the dtype of norms and rotations."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
-    """(N, C, H, W) → tokens (N, T, C·p·p) in raster order; inside a token the order is (C, p, p)."""
+    """Cut latents into patches: (N, C, H, W) → tokens (N, T, C·p·p) in raster order, each of order (C, p, p)."""
     return F.pixel_unshuffle(x, patch_size).flatten(2).transpose(1, 2)
 
 
@@ -34,7 +34,7 @@ def patchify(x: Tensor, patch_size: int) -> Tensor:
 def rotation_table(
     head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, theta: float = 10000.0
 ) -> Tensor:
-    """Cosines and sines (length, d/2, 2) of position·θ^(-2i/d), for positions 0 … length-1."""
+    """Return cosines and sines (length, d/2, 2) of position·θ^(-2i/d), i < d/2, for positions 0 … length-1."""
     with torch.inference_mode(False):
         frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)  # (d/2,)
         angles = torch.outer(torch.arange(length, dtype=dtype, device="cpu"), frequencies)
@@ -42,8 +42,8 @@ def rotation_table(
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary embedding: x (N, T, h, d), rotation (T, d/2, 2). Pairs (2i, 2i+1) are complex numbers times
-    exp(i·position·θ^(-2i/d))."""
+    """Apply the rotary embedding: x (N, T, h, d), rotation (T, d/2, 2) → (N, T, h, d). Each pair (2i, 2i+1), as a
+    complex number, is multiplied by exp(j·position·θ^(-2i/d)), j² = -1."""
     pairs = wide(x).unflatten(-1, (-1, 2))  # (N, T, h, d/2, 2)
     real, imaginary = pairs.unbind(-1)
     cos, sin = rotation[:, None].unbind(-1)  # each (T, 1, d/2)
@@ -57,7 +57,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · weight over the last dimension."""
+    """x / √(mean(x²) + ε) · weight over the last dimension, computed in float32 or wider."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -74,6 +74,7 @@ class Attention(nn.Module):
 
     With `n_kv_heads` < `n_heads` several query heads share a head of keys and values (Ainslie et al. 2023,
     arXiv:2305.13245). With `qk_norm` queries and keys pass a LayerNorm over all heads jointly, before the rotation.
+    Raises ValueError if the heads do not divide the width, or their width is odd.
     """
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int | None = None, qk_norm: bool = False):
@@ -99,7 +100,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1·x) ∗ w3·x). The hidden width is 8/3 of `dim`, rounded up to a multiple of `multiple_of`."""
+    """SwiGLU: w2(silu(w1·x) ∗ w3·x), (N, T, D) → (N, T, D). The hidden width is `ffn_dim_multiplier` · 8/3 of `dim`,
+    rounded up to a multiple of `multiple_of`."""
 
     def __init__(self, dim: int, multiple_of: int = 256, ffn_dim_multiplier: float | None = None):
         super().__init__()
@@ -136,7 +138,8 @@ class TransformerBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(min(dim, 1024), 6 * dim))
 
     def forward(self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
-        """x (N, T, D) tokens, c (N, C) condition, rotation (T, d/2, 2) → (N, T, D)."""
+        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, min(D, 1024)), rotation (T, d/2, 2) →
+        (N, T, D). attend: for `attention`."""
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = modulate(self.attention_norm(x), shift_msa, scale_msa)
@@ -146,7 +149,7 @@ class TransformerBlock(nn.Module):
 
 
 class FinalLayer(dit.FinalLayer):
-    """DiT's final layer with a condition of its own width C. (N, T, D), (N, C) → (N, T, p²·out_channels)."""
+    """DiT's final layer with conditioning of width C = min(D, 1024). (N, T, D), (N, C) → (N, T, p²·out_channels)."""
 
     def __init__(self, dim: int, patch_size: int, out_channels: int):
         super().__init__(dim, patch_size, out_channels)
@@ -154,8 +157,8 @@ class FinalLayer(dit.FinalLayer):
 
 
 class DiT_Llama(dit.DiT):
-    """Large diffusion transformer over latent patches. Arguments as published; `input_size` is the latent's side.
-    `forward` and `forward_with_cfg` are DiT's."""
+    """Large diffusion transformer over latent patches. Arguments are those of the published code; `input_size` is the
+    latent's side. `forward` and `forward_with_cfg` are DiT's."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class DiT_Llama(dit.DiT):
         learn_sigma: bool = True,
         qk_norm: bool = False,
     ):
-        nn.Module.__init__(self)  # whose submodules have other names than DiT's
+        nn.Module.__init__(self)  # not DiT's: the submodules have other names
         self.learn_sigma = learn_sigma
         self.input_size = input_size
         self.in_channels = in_channels
@@ -195,8 +198,8 @@ class DiT_Llama(dit.DiT):
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """Xavier for the linears, normals of 0.02 for the embeddings, zeros for adaLN and the last layer, so that every
-        block starts as the identity. On the meta device nothing is drawn."""
+        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02, adaLN and the last layer by
+        zeros, so that every block starts as the identity. No-op on the meta device."""
         if self.x_embedder.weight.is_meta:
             return
         for module in self.modules():
@@ -212,22 +215,23 @@ class DiT_Llama(dit.DiT):
             nn.init.zeros_(linear.bias)
 
     def rotation(self, x: Tensor) -> Tensor:
-        """The rotations of all positions for tokens of x's kind, (T, d/2, 2)."""
+        """Return the rotations of all positions (T, d/2, 2) on x's device, in float32 or wider."""
         length, dtype = (self.input_size // self.patch_size) ** 2, torch.promote_types(x.dtype, torch.float32)
         return rotation_table(self.dim // self.n_heads, length, dtype, x.device)
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """`layers`, under DiT's name."""
+        """`layers` under DiT's name."""
         return self.layers
 
     @property
     def num_heads(self) -> int:
-        """`n_heads`, under DiT's name."""
+        """`n_heads` under DiT's name."""
         return self.n_heads
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
-        """Latents (N, C, H, W) → their tokens, or the part `tokens` of them, (N, T, D)."""
+        """Embed latents (N, C, H, W) as tokens (N, T, D); return the slice `tokens` of each row. Raises ValueError for
+        latents of another size."""
         if x.shape[-2:] != (self.input_size, self.input_size):
             raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {(self.input_size,) * 2}")
         return self.x_embedder(patchify(x, self.patch_size)[:, tokens])
@@ -240,8 +244,8 @@ class DiT_Llama(dit.DiT):
         tokens: slice = slice(None),
         depth: int | None = None,
     ) -> Tensor:
-        """All blocks, or the first `depth`: the part `tokens` of the tokens (N, T, D), condition c (N, C) →
-        (N, T, D)."""
+        """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N, min(D, 1024)) → (N, T, D).
+        tokens: the slice of each row that x holds."""
         rotation = self.rotation(x)[tokens]  # (T, d/2, 2)
         for block in list(self.blocks)[:depth]:
             x = block(x, c, rotation, attend)
@@ -257,7 +261,7 @@ _SIZES = {
     "600M": dict(dim=1536, n_layers=16, n_heads=32),
     "3B": dict(dim=3072, n_layers=32, n_heads=32),
     "7B": dict(dim=4096, n_layers=32, n_heads=32),
-    # Small, trained on drawn pictures, shipped with its weights; head dim 96 as in 3B.
+    # A small model, trained on drawn pictures, shipped with its weights. Head dim 96 as in 3B.
     "Demo": dict(dim=192, n_layers=10, n_heads=2, input_size=16, num_classes=8, qk_norm=True),
 }
 Large_DiT_models = {

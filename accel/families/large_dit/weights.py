@@ -23,8 +23,8 @@ KEYS = PATCHES, "layers.0.attention.wq.weight"
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
     """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks.
 
-    No tensor holds the number of heads, which is that of the model with this depth and width, nor patch and channels,
-    which are 2 and 4: the metadata may say otherwise.
+    No tensor holds the number of heads, the patch and the channels. The metadata give them, else the model with this
+    depth and width gives the heads, and patch and channels are 2 and 4.
     """
     depth, dim = sum(name.endswith(".attention.wq.weight") for name in shapes), shapes[PATCHES][0]
     known = {
@@ -51,7 +51,7 @@ def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., 
 
 
 def _shape_of(shapes, heads, patch_size, in_channels, **more):
-    """The constructor's arguments for weights of these shapes. Raises ValueError for heads that do not fit."""
+    """Return the constructor's arguments for these shapes. Raises ValueError for heads that do not divide the width."""
     dim, hidden = shapes[PATCHES][0], shapes["layers.0.feed_forward.w1.weight"][0]
     if dim % heads:
         raise ValueError(f"says {heads} heads, which do not divide its width {dim}; correct its configuration")
@@ -70,7 +70,7 @@ def _shape_of(shapes, heads, patch_size, in_channels, **more):
 
 
 def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
-    """Return how a module is read if its entries are a Large-DiT's, and None for another's."""
+    """Return the rules to read a module with a Large-DiT's entries, or None for another module."""
     if not all(name in state for name in KEYS):
         return None
     facts = dict(

@@ -1,5 +1,5 @@
-"""LightningDiT's weights, laid out for the accelerated network: DiT's block with Large-DiT's kernels. The weights of
-its norms are folded into the scales' projections."""
+"""Lay out LightningDiT's weights for the accelerated network: DiT's block with Large-DiT's kernels. The norms' weights
+are folded into the projections of the scales."""
 
 import torch
 import torch.nn as nn
@@ -11,11 +11,11 @@ from accel.fast.network import Layout
 from accel.fast.ops import Block, Half, Split
 from accel.fast.reader import Reader
 
-ALIGNED = 64  # a multiple of which the hidden width is filled up to with zeros, as the GEMMs' kernels want it
+ALIGNED = 64  # the hidden width is padded with zeros to a multiple of it, as the GEMM kernels require
 
 
 def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """Lay out a LightningDiT's state dict. model: for its heads, channels and the embedding of a timestep."""
+    """Lay out a LightningDiT's state dict. model: gives heads, channels and the timestep embedding."""
     kernel, position = read("x_embedder.proj.weight"), read("pos_embed")[0]  # (D, C, p, p), (T, D)
     blocks = [f"blocks.{i}" for i in range(read.depth("attn.qkv.weight"))]
     projections = [f"{name}.adaLN_modulation.1" for name in (*blocks, "final_layer")]
@@ -25,7 +25,7 @@ def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
         conditioning.fold(3 * i + 1, read(f"{norm}.weight"))
     side = round(len(position) ** 0.5)
     rotation = rotation_table(len(kernel) // model.num_heads, side, ops.stream, ops.device)
-    # (p·p·C', …): the channels of a sigma that was learned are not computed.
+    # (p·p·C', …): the channels of a learned sigma are not computed.
     final = (read(f"final_layer.linear.{kind}").unflatten(0, (-1, model.out_channels)) for kind in ("weight", "bias"))
     return Layout(
         patch_size=kernel.shape[-1],
@@ -54,13 +54,14 @@ def _block(read: Reader, name: str, heads: int, rotation: Tensor, ops: Half | Sp
 
 
 def _filled_up(value: Tensor) -> Tensor:
-    """Append zeros along dimension 1: silu(0)·0 = 0."""
+    """Pad dimension 1 with zeros to a multiple of ALIGNED. They add nothing: silu(0)·0 = 0."""
     n, width, *others = value.shape
     return torch.cat([value, value.new_zeros(n, -width % ALIGNED, *others)], dim=1)
 
 
 def _norms(read, attention, heads):
-    """Weight of the norm of queries, then of keys, for every head, and no bias (2, 2, D); None if there is none."""
+    """Return weight and zero bias of the norm of queries, then of keys, repeated for all heads, (2, 2, D); None without
+    qk-norm."""
     if f"{attention}.q_norm.weight" not in read.state:
         return None
     weights = torch.stack([read(f"{attention}.{norm}.weight").repeat(heads) for norm in ("q_norm", "k_norm")])

@@ -1,8 +1,8 @@
 """LightningDiT: Yao et al. 2025, "Reconstruction vs. Generation", arXiv:2501.01423.
 
-SiT's flow by another block: RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary embedding
-(arXiv:2104.09864) by a token's row and column. Names and state-dict keys are those of the published checkpoints, whose
-table of rotations and modulation without shifts weights.py converts.
+SiT's flow with another block: RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary embedding
+(arXiv:2104.09864) by a token's row and column. Names and state-dict keys are those of the published checkpoints.
+weights.py converts their table of rotations and their modulation without shifts.
 
 Shapes: N batch, T tokens, D width, h heads, d head dim, L side of the grid of tokens.
 """
@@ -26,7 +26,7 @@ EPS = 1e-6
 
 @lru_cache(maxsize=None)
 def rotation_table(head_dim: int, side: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return cosines and sines (L², d/2, 2): row·10000^(-2i/(d/2)), then column·10000^(-2i/(d/2)), i < d/4."""
+    """Return cosines and sines (L², d/2, 2) of row·10000^(-2i/(d/2)), then of column·10000^(-2i/(d/2)), i < d/4."""
     with torch.inference_mode(False):
         axis = axis_table(head_dim // 2, side, dtype, device)  # (L, d/4, 2)
         rows, columns = axis[:, None].expand(-1, side, -1, -1), axis[None].expand(side, -1, -1, -1)
@@ -34,7 +34,8 @@ def rotation_table(head_dim: int, side: int, dtype: torch.dtype, device: torch.d
 
 
 class Attention(dit.Attention):
-    """DiT's attention with rotated queries and keys. With `qk_norm` an RMSNorm over each head comes first."""
+    """DiT's attention with rotated queries and keys. (N, T, D) → (N, T, D). With `qk_norm` each head of q and k
+    passes an RMSNorm before the rotation."""
 
     def __init__(self, dim: int, num_heads: int, qk_norm: bool = False):
         super().__init__(dim, num_heads)
@@ -47,7 +48,7 @@ class Attention(dit.Attention):
 
 
 class SwiGLU(nn.Module):
-    """w3(silu(a) ∗ b), a and b side by side by w12."""
+    """w3(silu(a) ∗ b), where w12 computes a and b, concatenated. (N, T, D) → (N, T, D)."""
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
@@ -70,7 +71,8 @@ class LightningDiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def forward(self, x: Tensor, c: Tensor, rotation: Tensor, attend: Callable = attention) -> Tensor:
-        """x (N, T, D) tokens, c (N, D) condition, rotation (T, d/2, 2) → (N, T, D)."""
+        """Apply attention and MLP: tokens x (N, T, D), conditioning c (N, D), rotation (T, d/2, 2) → (N, T, D). attend:
+        for `attention`."""
         vectors = self.adaLN_modulation(c).chunk(6, dim=1)  # each (N, D)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = vectors
         h = modulate(self.norm1(x), shift_msa, scale_msa)
@@ -87,7 +89,7 @@ class FinalLayer(dit.FinalLayer):
 
 
 class LightningDiT(SiT):
-    """x (N, C, H, W), t (N,) from 0, noise, to 1, data, y (N,) labels → velocity (N, C, H, W). Arguments as SiT's."""
+    """Estimate the velocity as SiT does: x (N, C, H, W), t (N,) from 0, noise, to 1, data, y (N,) → (N, C, H, W)."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class LightningDiT(SiT):
         self.initialize_weights()
 
     def rotation(self, x: Tensor) -> Tensor:
-        """Return the rotations of all positions for tokens of x's kind, (T, d/2, 2)."""
+        """Return the rotations of all positions (T, d/2, 2) on x's device, in float32 or wider."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         return rotation_table(x.shape[-1] // self.num_heads, self.x_embedder.grid_size[0], dtype, x.device)
 

@@ -8,7 +8,7 @@ from accel.families.lightning_dit import FAMILY
 from accel.files import read_small
 
 LARGEST = 1 << 16  # bytes of a YAML file
-# (section, entry, its value where it is missing, the one that is computed here)
+# (section, entry, value if it is missing, supported value)
 COMPUTED = (
     ("transport", "path_type", "Linear", "Linear"),
     ("transport", "prediction", "velocity", "velocity"),
@@ -17,15 +17,15 @@ COMPUTED = (
     ("sample", "reverse", False, False),
     ("data", "latent_multiplier", 0.18215, 1.0),
 )
-# Published files come without one; the others' values are the family's.
+# Published files come without a configuration. This file's values differ from the family's.
 PUBLISHED = {"lightningdit-xl-imagenet256-64ep": dict(cfg_scale=10.0, guidance_interval=(0.0, 0.9))}
 
 
 def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values of options that a checkpoint's configuration implies, and print them; nothing if it has none.
+    """Return the values of options that a checkpoint's configuration implies, and print them; {} without configuration.
 
-    model: of the weights. Raises UsageError, of one line, for a configuration that is damaged, of another model, or of
-    another sampler than is computed here.
+    model: the name of the weights' model. metadata: entries of the checkpoint. path: its file. Raises UsageError for a
+    configuration that is damaged, of another model, or with an unsupported sampler.
     """
     where, content = f"`ckpt={path}`: its configuration", metadata.get("config")
     if content is None:
@@ -34,7 +34,7 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
             return PUBLISHED.get(path.stem.lower(), {})
         where, content = f"`ckpt={path}`: {file.name} beside it", _read(file, path)
     if not isinstance(content, dict) or not all(isinstance(content.get(one), dict) for one in ("model", "sample")):
-        return {}  # of another program
+        return {}  # another program's configuration
     named = content["model"].get("model_type")
     if isinstance(named, str) and {named, model} <= FAMILY.models.keys() and named != model:
         raise UsageError(f"{where} describes {named}, and the weights are {model}; move it")
@@ -50,7 +50,8 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _values(where: str, sample: dict) -> dict[str, Any]:
-    """Options by the entries of `sample`; times run from 0 at noise, noise levels from 1."""
+    """Return options by name from the section `sample`. Its times run from 0 at noise to 1 at data; a noise level is
+    1 − time."""
 
     def number(name, low, high, usual):
         value = sample.get(name, usual)
@@ -64,18 +65,18 @@ def _values(where: str, sample: dict) -> dict[str, Any]:
     }
     if "cfg_scale" in sample:
         found["cfg_scale"] = float(number("cfg_scale", 1, 10**6, 1))
-    if "num_sampling_steps" in sample:  # points, one more than the steps between them
+    if "num_sampling_steps" in sample:  # a number of points: one more than steps
         found["num_sampling_steps"] = int(number("num_sampling_steps", 2, 1001, 250)) - 1
     return found
 
 
 def _plain(value):
-    """A value in words. A list or mapping of YAML may hold itself many times over."""
+    """Return a value as text; of lists and mappings, which in YAML can be huge, the type alone."""
     return shown(str(value)) if isinstance(value, (str, int, float, bool)) else f"of type {type(value).__name__}"
 
 
 def _beside(path: Path) -> Path | None:
-    """The YAML file of a checkpoint: of its name, or the only one in its folder."""
+    """Return the YAML file of a checkpoint: the file with its name, else the only one in its folder, else None."""
     own = path.with_suffix(".yaml")
     if own.is_file():
         return own

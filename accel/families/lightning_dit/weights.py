@@ -18,8 +18,8 @@ from accel.weights.shapes import Shapes
 __all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "recipe", "sampled", "sizes"]
 MODELS = LightningDiT_models  # name → constructor
 KEYS = DIT_KEYS
-COS, SIN = "feat_rope.freqs_cos", "feat_rope.freqs_sin"  # (T, d), each number twice
-PARTS = {  # entries that a DiT has not → what they are of
+COS, SIN = "feat_rope.freqs_cos", "feat_rope.freqs_sin"  # each (T, d), every number twice
+PARTS = {  # entries that a DiT lacks → the layer that they belong to
     "blocks.0.norm1.weight": "RMSNorm",
     "blocks.0.mlp.w12.weight": "SwiGLU",
     COS: "rotation",
@@ -28,7 +28,7 @@ MODULATION = ".adaLN_modulation.1."
 
 
 def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the claim of entries that a DiT has not."""
+    """Return a claim if there are entries that a DiT lacks, else None."""
     return next(((STRUCTURE, name) for name in PARTS if name in shapes), None)
 
 
@@ -47,8 +47,8 @@ def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., 
 
 
 def converted(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict of the reference network: without the table of rotations, which it computes, and with a
-    modulation of six vectors, the shifts zero where there are four. Raises ValueError for another table."""
+    """Return the state dict of the reference network. The network computes the table of rotations, so drop it. Fill
+    modulations of four vectors up to six with zero shifts. Raises ValueError for a table of other rotations."""
     kept = {name: value for name, value in state.items() if name not in (COS, SIN)}
     if COS in state and not state[COS].is_meta:
         tokens, head = state[COS].shape
@@ -64,19 +64,19 @@ def converted(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, T
 
 
 def sampled(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
-    """Return `state` itself: no entry is of training alone, and the table of rotations says the head's size."""
+    """Return `state` unchanged: sampling needs every entry. The table of rotations gives the head dim."""
     return state
 
 
 def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
-    """Return how a module is read if its entries are a LightningDiT's, and None for another's."""
+    """Return the rules to read a module with a LightningDiT's entries, or None for another module."""
     if not all(name in state for name in PARTS):
         return None
     return of_dit(lightning_dit.FAMILY, module, state, strength=STRUCTURE, face=IntervalFace)
 
 
 class IntervalFace:
-    """The signature of LightningDiT over `accelerated.Accelerated`: guidance may begin at a time."""
+    """LightningDiT's signature over `accelerated.Accelerated`: guidance may begin at a later time."""
 
     def forward_with_cfg(
         self,
@@ -87,7 +87,7 @@ class IntervalFace:
         cfg_interval: bool | None = None,
         cfg_interval_start: float | None = None,
     ) -> Tensor:
-        """Return the guided velocity (2N, C, H, W), as models.DiT.forward_with_cfg takes its arguments; with
-        `cfg_interval` the conditional one at times before `cfg_interval_start`."""
+        """Return the guided velocity (2N, C, H, W); with `cfg_interval` the conditional velocity at times before
+        `cfg_interval_start`. x, t, y: as for models.DiT.forward_with_cfg."""
         before = cfg_interval is True and t[0] < cfg_interval_start
         return super().forward_with_cfg(x, t, y, 1.0 if before else cfg_scale)

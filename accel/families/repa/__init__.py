@@ -1,6 +1,7 @@
-"""REPA: Yu et al., 2024, arXiv:2410.06940. SiT's network, trained beside an encoder's features, with time reversed.
+"""REPA: Yu et al., 2024, arXiv:2410.06940. SiT's network, aligned to an encoder's features in training, with time
+reversed.
 
-Guidance is that of REPA's recipe: all four channels, at noise levels up to 0.7, by 1.8.
+Guidance follows REPA's recipe: scale 1.8 on all four channels at noise levels up to 0.7.
 """
 
 from accel.families import Defaults, Family, sit

@@ -1,4 +1,4 @@
-"""SiT's weights, laid out for the accelerated network: DiT's, whose last layer computes the velocity alone."""
+"""Lay out SiT's weights for the accelerated network, as DiT's. The last layer computes the velocity alone."""
 
 import torch.nn as nn
 
@@ -9,7 +9,7 @@ from accel.fast.reader import Reader
 
 
 def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
-    """Lay out a SiT's state dict as a DiT's, without the last layer's rows of the channels that SiT drops."""
+    """Lay out a SiT's state dict as a DiT's, without the last layer's rows for the channels that SiT drops."""
     layout = dit.lay_out(read, model, ops)
     # (p·p·C', …); inside a token the order is (p, p, C').
     used = (value.unflatten(0, (-1, model.out_channels))[:, : model.in_channels] for value in layout.final)

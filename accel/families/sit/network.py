@@ -13,16 +13,16 @@ from accel.families.dit.network import _DEMO, DiT, _constructor, _constructors
 
 
 class SiT(DiT):
-    """DiT whose output is a velocity: x (N, C, H, W), t (N,) from 0, noise, to 1, data, y (N,) labels → (N, C, H, W).
+    """DiT that estimates a velocity: x (N, C, H, W), t (N,) from 0, noise, to 1, data, y (N,) labels → (N, C, H, W).
 
-    Time enters DiT's sinusoid as it is. With `learn_sigma` the last layer has 2C channels, of which the second half is
-    never used: the loss did not see it.
+    t enters DiT's sinusoid unscaled. With `learn_sigma` the last layer has 2C channels; the second half was not
+    trained and is dropped.
     """
 
-    SOME_TIMES = 0.377, 1.0, 0.0  # of those that t may be
+    SOME_TIMES = 0.377, 1.0, 0.0  # values of t for checks
 
     def head(self, x: Tensor, c: Tensor) -> Tensor:
-        """Tokens (N, T, D), condition c (N, D) → their patches of velocity (N, T, p·p·C)."""
+        """Project tokens x (N, T, D), conditioning c (N, D), to patches of velocity (N, T, p·p·C)."""
         patches = super().head(x, c)  # (N, T, p·p·C'); inside a token the order is (p, p, C')
         return patches.unflatten(-1, (-1, self.out_channels))[..., : self.in_channels].flatten(-2)
 

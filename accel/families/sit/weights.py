@@ -1,4 +1,4 @@
-"""Recognise the files of a SiT, and derive its sizes. The entries are a DiT's, so what lies beside them decides."""
+"""Recognise the files of a SiT, and derive its sizes. The entries are a DiT's, so metadata and names decide."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ from accel.weights.shapes import Shapes
 
 __all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "sizes"]
 MODELS = SiT_models  # name → constructor
-COMPUTED = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}  # of the arguments of a training run
+COMPUTED = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}  # supported values of arguments
 
 
 def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return the claim of a training run that names a path between noise and data."""
+    """Return a claim if the training run's arguments name a path between noise and data, else None."""
     return (NAMED, f"path_type {metadata['path_type']}") if "path_type" in metadata else None
 
 
@@ -30,17 +30,17 @@ def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., 
 
 
 def require_computable(metadata: dict[str, Any]) -> None:
-    """Raise ValueError for a flow on another path, or with another prediction, than is sampled here."""
+    """Raise ValueError for a flow with an unsupported path or prediction."""
     for name, known in COMPUTED.items():
         if metadata.get(name, known[0]) not in known:
             raise ValueError(f"was trained with {name} {metadata[name]}, and only {known[0]} is sampled")
 
 
 def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
-    """Return how a module is read if it is a SiT, and None otherwise: by its class, since its entries are a DiT's."""
+    """Return the rules to read a SiT, recognised by its class: its entries are a DiT's. None for another module."""
     return of_dit(sit.FAMILY, module, state, strength=NAMED) if is_sit(module) else None
 
 
 def is_sit(module: nn.Module) -> bool:
-    """Whether the module's class, or one that it derives from, is called SiT."""
+    """Return whether the module's class or a base class is called SiT."""
     return any(kind.__name__ == "SiT" for kind in type(module).__mro__)
