@@ -30,7 +30,7 @@ from the forecast m of x_0 until its noise is that of the timestep, the trained 
     p_i <- m + sqrt(tau_i / theta_i) (p_i - m).                                                               (5)
 
 The path u_s needs D itself. A forecast m_s takes its place there; an error of m enters (3) only through the small steps
-that multiply it. m_t is the x_0 of the last evaluation. Along the path it is updated by what the noise says about x_0.
+that multiply it. m_t is the x_0 of the last evaluation. Along the path it is updated by the noise's information on x_0.
 The learned variance holds the network's own uncertainty of x_0, sigma_s^2 = b_s + c_s^2 Var(x_0 | x_s), with b_s the
 posterior's variance given x_0 (eq. 7). So by the rule for Gaussians, pixel by pixel,
 

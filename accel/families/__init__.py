@@ -1,6 +1,6 @@
 """Families of networks: one folder each, found by listing this folder. Imports no torch.
 
-<family>/__init__.py   FAMILY, the record: names of models, what each implies, prediction, samplers
+<family>/__init__.py   FAMILY, the record: names of models and their defaults, prediction, samplers
 <family>/network.py    the reference network
 <family>/weights.py    how files and modules of the family are recognised and read
 <family>/fast.py       how its weights are laid out for the accelerated network
@@ -46,7 +46,7 @@ class Family(NamedTuple):
 
     @property
     def recipe(self) -> Defaults:
-        """Return the defaults of sizes without a name: those of the family's first model, without its file."""
+        """The defaults of models without a name: the first model's, without its file."""
         return next(iter(self.models.values()))._replace(ckpt=None)
 
     def part(self, name: str) -> ModuleType:
