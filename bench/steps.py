@@ -127,11 +127,6 @@ class Judge:
         return dict(pictures=len(pairs), worst=worst, **meets)
 
 
-def timed(name: str, network: Network, args: Namespace, device: torch.device) -> dict:
-    """Return the time of a network's steps."""
-    return harness.time_steps(harness.batch(network, args, device), device, args.load, args.window, name)
-
-
 def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
     """Yield the rungs, timed and judged, then the rivals."""
     model = harness.model_of(args, device)
@@ -143,7 +138,8 @@ def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
         row, started = dict(rung=name), time.perf_counter()
         try:
             network = make()
-            row |= timed(name, network, args, device)
+            loop = harness.batch(network, args, device)
+            row |= harness.time_steps(loop, device, args.load, args.window, name)
             row["seconds"] = time.perf_counter() - started
             if "max-autotune" not in name:  # the compiler would search again for the reference's two batch rows
                 row["error"] = reference.error(network)

@@ -316,12 +316,9 @@ def render(label: int, count: int, generator: torch.Generator) -> torch.Tensor:
 def render_all(per_class: int, generator: torch.Generator, chunk: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_class` pictures of each class, uint8 (8·per_class, 3, SIZE, SIZE), and their labels (8·per_class,)."""
     counts = [min(chunk, per_class - start) for start in range(0, per_class, chunk)]
-    pictures = [to_bytes(render(label, count, generator)) for label in range(len(CLASSES)) for count in counts]
+    drawn = (render(label, count, generator) for label in range(len(CLASSES)) for count in counts)
+    pictures = [part.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8) for part in drawn]
     return torch.cat(pictures), torch.arange(len(CLASSES), device=generator.device).repeat_interleave(per_class)
-
-
-def to_bytes(pictures: torch.Tensor) -> torch.Tensor:
-    return pictures.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def from_bytes(pictures: torch.Tensor) -> torch.Tensor:

@@ -187,8 +187,10 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     def loss():
         index = torch.randint(len(labels), (args.dit_batch,), device=device)
         x = torch.addcmul(mean[index], std[index], torch.randn_like(mean[: args.dit_batch])) * SCALE
-        if isinstance(model, SiT):
-            return velocity_loss(network, x, labels[index])
+        if isinstance(model, SiT):  # velocities on the linear path (Ma et al. 2024, arXiv:2401.08740)
+            noise, t = torch.randn_like(x), torch.rand(len(x), device=device)
+            share = t.view(-1, 1, 1, 1)  # of data
+            return (network(share * x + (1 - share) * noise, t, labels[index]) - (x - noise)).square().mean()
         t = torch.randint(diffusion.num_timesteps, (args.dit_batch,), device=device)
         return diffusion.training_losses(network, x, t, dict(y=labels[index]))["loss"].mean()
 
@@ -197,16 +199,6 @@ def train_network(mean: torch.Tensor, std: torch.Tensor, labels: torch.Tensor, a
     state = {name: value.to("cpu", dtype).contiguous() for name, value in average.state_dict().items()}
     save_file(state, args.output / f"{stem}.safetensors")
     return {stem: report | {"batch": args.dit_batch, "init": args.init and args.init.name}}
-
-
-def velocity_loss(network: Callable, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean squared error of velocities on the linear path at random times (Ma et al. 2024, arXiv:2401.08740).
-
-    x: latents (N, 4, L, L).
-    """
-    noise, t = torch.randn_like(x), torch.rand(len(x), device=x.device)
-    share = t.view(-1, 1, 1, 1)  # of data
-    return (network(share * x + (1 - share) * noise, t, labels) - (x - noise)).square().mean()
 
 
 def arguments() -> argparse.Namespace:
