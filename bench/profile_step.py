@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import ROOT
+from accel.files import atomic_write
 from accel.flags import positive
 from bench import harness, seen_as, work
 
@@ -215,7 +217,10 @@ def run(args: Namespace, device: torch.device) -> dict:
     ceiling = ceilings(args.precision, device)
     profiler = record(loop, args.steps, device)
     if args.output:
-        profiler.export_chrome_trace(str(Path(args.output).with_suffix(".trace.json.gz")))
+        with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace:
+            profiler.export_chrome_trace(trace.name)
+            with atomic_write(Path(args.output).with_suffix(".trace.json.gz")) as file:
+                file.write(Path(trace.name).read_bytes())
     events, shape = profiler.events(), work.Shape.of(model, 2 * args.pictures)
     order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     print(events.key_averages().table(sort_by=order, row_limit=10, max_name_column_width=72))
