@@ -39,13 +39,13 @@ class Sampler:
         with Sampler("DiT-XL/2", image_size=512, precision="fp16") as sampler:
             dog, other = sampler.sample(["golden retriever", 207], seed=0)
 
-    model: a name as --model takes it; weights as --ckpt takes them, such as a file or the folder or hub id of a
-    DiTPipeline; or a network that you hold: models.DiT, another family's, the original classes, wrapped or compiled, or
-    diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a folder or an
-    AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row of noise and
-    compare, as `accelerate` does. options: other fields of GridRequest by their names, such as ckpt, num_classes,
-    vae_precision, batch_size; arguments of `sample` become its defaults; `sampler` may be a scheduler of diffusers
-    that draws no noise. With output_type="latent" no decoder is needed.
+    model, also the first argument: a name as --model takes it; weights as --ckpt takes them, such as a file or the
+    folder or hub id of a DiTPipeline; or a network that you hold: models.DiT, another family's, the original classes,
+    wrapped or compiled, or diffusers' DiTTransformer2DModel or DiTPipeline. Its weights are copied. vae: ema, mse, a
+    folder or an AutoencoderKL; a pipeline brings its own. check: of a model that you hold, evaluate it on a batch row
+    of noise and compare, as `accelerate` does. options: other fields of GridRequest by their names, such as ckpt,
+    num_classes, vae_precision, batch_size; arguments of `sample` become its defaults; `sampler` may be a scheduler of
+    diffusers that draws no noise. With output_type="latent" no decoder is needed.
 
     Pictures equal those of sample.py with the same flags, to the bit. On a GPU a step is captured at its first use with
     a number of pictures, steps and guidance, then replayed. Callers in several threads, of this and of other Samplers,
@@ -56,8 +56,10 @@ class Sampler:
 
     def __init__(
         self,
-        model: str | torch.nn.Module | None = None,
+        source: str | torch.nn.Module | None = None,
+        /,
         *,
+        model: str | torch.nn.Module | None = None,
         image_size: int | None = None,
         precision: str | None = None,
         device: str | torch.device | None = None,
@@ -65,6 +67,9 @@ class Sampler:
         check: bool = True,
         **options,
     ):
+        if None not in (source, model):
+            raise UsageError(f"`model={model}`: the first argument is the model already; give weights as ckpt=")
+        model = source if model is None else model
         loaded = None
         if not isinstance(model, (str, Path, type(None))):
             loaded = _load_module(model, options, check)

@@ -112,6 +112,7 @@ def test_close_frees_the_network():
     "make, words",
     [
         (lambda: Sampler(""), "ckpt: is empty"),
+        (lambda: Sampler("weights.pt", model="DiT-XL/2"), "model=DiT-XL/2: the first argument is the model already"),
         (lambda: demo(weights=3), "weights: is not an option of Sampler"),
         (lambda: demo(sampler=5), "sampler=5: give a sampler's name, or a scheduler of diffusers"),
         (lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler has no betas"),
