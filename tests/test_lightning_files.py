@@ -88,6 +88,10 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
         torch.save(wrong, tmp_path / "wrong.pt")
         with pytest.raises(UsageError, match="latent_stats=[^\n]*wrong.pt: [^\n]*$"):
             find(str(tmp_path / "vavae.pt"), str(tmp_path / "wrong.pt"))
+    state = torch.load(tmp_path / "vavae.pt")["state_dict"]
+    torch.save(state | {"post_quant_conv.bias": torch.ones(32, dtype=torch.int64)}, tmp_path / "whole.pt")
+    with pytest.raises(UsageError, match="whole.pt: [^\n]*post_quant_conv.bias[^\n]*int64[^\n]*$"):
+        find(str(tmp_path / "whole.pt"), str(tmp_path / "other.pt"))
 
 
 def test_the_command_believes_the_files(tmp_path, here):

@@ -31,7 +31,7 @@ def test_configurations_have_dits_keys_and_shapes():
         assert getattr(sit, name.replace("-", "_").replace("/", "_")) is build
         how = {} if name != "SiT-Demo/2" else dict(learn_sigma=False)
         with torch.device("meta"):
-            model, of_dit = (make(depth=2, **how) for make in (build, DiT_models[name.replace("SiT", "DiT")]))
+            model, of_dit = build(depth=2), DiT_models[name.replace("SiT", "DiT")](depth=2, **how)
         want = {key: value.shape for key, value in of_dit.state_dict().items()}
         assert {key: value.shape for key, value in model.state_dict().items()} == want
         assert type(model) is SiT and model.num_heads == of_dit.num_heads and model.learn_sigma == (not how)
