@@ -1,0 +1,80 @@
+"""Every named model has its published sizes, and implies its published defaults."""
+
+import pytest
+
+from accel.families import constructor_of, families, family_of
+from accel.weights.shapes import shapes_only
+
+DIT = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
+SIZES = {  # name without its patch → blocks, width, heads
+    **{f"{family}-{size}": DIT[size] for family in ("DiT", "SiT", "REPA-SiT", "LightningDiT") for size in DIT},
+    "Large-DiT-600M": (16, 1536, 32),
+    "Large-DiT-3B": (32, 3072, 32),
+    "Large-DiT-7B": (32, 4096, 32),
+    "LightningDiT-1p0B": (24, 1536, 24),
+    "LightningDiT-1p6B": (28, 1792, 28),
+    "DiT-Demo": (6, 216, 3),
+    "SiT-Demo": (6, 216, 3),
+    "Large-DiT-Demo": (10, 192, 2),
+}
+# The MLP's hidden width of some: 4·D; of SwiGLU int(8/3·D), in Large-DiT rounded up to a multiple of 256.
+HIDDEN = {
+    "DiT-XL/2": 4608,
+    "SiT-B/4": 3072,
+    "LightningDiT-XL/1": 3072,
+    "LightningDiT-B/1": 2048,
+    "Large-DiT-3B/2": 8192,
+}
+IMAGENET = ("ema", 4.0, 3, (0.0, 1.0), 250, 1.0)
+DEFAULTS = {  # first model of a family → image size, VAE, guidance, guided channels, interval, steps, shift
+    "DiT-XL/2": (512, *IMAGENET),
+    "SiT-XL/2": (256, *IMAGENET),
+    "Large-DiT-600M/2": (256, *IMAGENET),
+    "REPA-SiT-XL/2": (256, "ema", 1.8, 4, (0.0, 0.7), 250, 1.0),
+    "LightningDiT-XL/1": (256, "hustvl/vavae-imagenet256-f16d32-dinov2", 6.7, 3, (0.0, 0.875), 249, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", [name for family in families() for name in family.models])
+def test_sizes(name):
+    with shapes_only():
+        model = constructor_of(name)()
+    stem, _, patch = name.partition("/")
+    lightning, demo = stem.startswith("LightningDiT"), stem.endswith("Demo")
+    (width, *_), (rows, _) = (
+        one.shape for one in (next(model.x_embedder.parameters()), model.y_embedder.embedding_table.weight)
+    )
+    assert (len(model.blocks), width, model.num_heads) == SIZES[stem]
+    assert (model.patch_size, model.in_channels, rows) == (int(patch), 32 if lightning else 4, 9 if demo else 1001)
+    assert model.out_channels == (32 if lightning else 4 if name == "SiT-Demo/2" else 8)
+    if name in HIDDEN:
+        last = [
+            value
+            for key, value in model.blocks[0].named_parameters()
+            if key.endswith(("fc2.weight", "w3.weight", "w2.weight"))
+        ]
+        assert HIDDEN[name] in last[-1].shape
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults(name):
+    implied = family_of(name).models[name]
+    assert family_of(name).recipe == implied._replace(ckpt=None)
+    assert implied.num_classes == 1000 and implied.factor == (16 if name.startswith("LightningDiT") else 8)
+    fields = (
+        "image_size",
+        "vae",
+        "cfg_scale",
+        "guidance_channels",
+        "guidance_interval",
+        "num_sampling_steps",
+        "timestep_shift",
+    )
+    assert tuple(getattr(implied, field) for field in fields) == DEFAULTS[name]
+
+
+def test_published_names():
+    published = {
+        name: dict(one.published) for family in families() for name, one in family.models.items() if one.published
+    }
+    assert published == {"DiT-XL/2": {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}}
