@@ -83,8 +83,8 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
             reasons |= dict.fromkeys(failed)
             words = {True: "PASS", False: "FAIL", None: "NONE"}
             verdict = {
-                gate: overall([words[holds] for holds in evaluate.judge(values, bars).values()])
-                for gate, bars in evaluate.GATES.items()
+                gate: overall([words[meets] for meets in evaluate.judge(values, thresholds).values()])
+                for gate, thresholds in evaluate.GATES.items()
             }
             rows.append(dict(seed=seed, part=part, **values, verdict=verdict))
     grids = [row for row in rows if row["part"] == "grid"]
@@ -220,10 +220,8 @@ def conclude(record: dict) -> int:
         status, text = 0, f"--precision fp32 (the only tier here; its second run meets the {gate} criterion)"
     elif best:
         flags, speedup = best["tier"].replace(", ", " --"), f"{best['speedup']:.2f} times fp32's speed"
-        status, text = (
-            0,
-            f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)",
-        )
+        status = 0
+        text = f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)"
     elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
         status, text = 3, f"nothing yet: a metric of the {gate} criterion could not be computed"
     else:
