@@ -20,7 +20,6 @@ import gc
 import math
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +38,7 @@ from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.latents.pixels import to_grid
-from accel.progress import step_bar
+from accel.progress import Stopwatch, step_bar
 from accel.settings import GridSettings
 from bench import harness
 
@@ -49,18 +48,15 @@ AGAIN = "fp32 again"  # what a device without other tiers is compared with: itse
 def sample(options: GridSettings, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
     """Return grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    run, decoder, grids, times = door.load(options), door.decoder_of(options), {}, []
-    run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
+    run, decoder, grids, watch = door.load(options), door.decoder_of(options), {}, Stopwatch(device)
+    with watch.phase("warm-up"):
+        run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
     for seed in seeds:
-        seeded = replace(options, seed=seed)
-        harness.synchronize(device)
-        start = time.perf_counter()
-        with step_bar(run.process.steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
-            latents = door.latents(seeded, run, on_step=lambda index, _, queued=queued: queued(index))
-        harness.synchronize(device)
-        times.append(time.perf_counter() - start)
+        bar = step_bar(run.process.steps, device, desc=f"{name}, seed {seed}", leave=False)
+        with watch.phase(str(seed)), bar as queued:
+            latents = door.latents(replace(options, seed=seed), run, lambda index, _, queued=queued: queued(index))
         grids[seed] = to_grid(decoder.decode(latents)).numpy()
-    return grids, times
+    return grids, [watch.seconds[str(seed)] for seed in seeds]
 
 
 def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:

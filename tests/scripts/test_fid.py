@@ -270,6 +270,7 @@ MU, SIGMA = np.zeros(2048), np.eye(2048)
         (b"PK\x03\x04 nonsense", "cannot be read"),
         (archive(arr_0=SMALL.astype(np.float32)), "arr_0 is float32"),
         (archive(arr_0=SMALL[..., 0]), "not uint8 (N, H, W, 3)"),
+        (archive(arr_0=np.zeros((20, 0, 0, 3), np.uint8)), "not uint8 (N, H, W, 3)"),
         (archive(arr_0=np.zeros((2, 9000, 1, 3), np.uint8)), "not uint8 (N, H, W, 3)"),
         (archive(other=np.zeros(3)), "holds 0 pictures"),
         (archive(arr_0=SMALL[:3]), "holds 3 pictures (arr_0, or PNGs); at least 10 needed"),
@@ -281,7 +282,7 @@ MU, SIGMA = np.zeros(2048), np.eye(2048)
         (changed(archive(arr_0=SMALL), *ENCRYPTED), "encrypted"),
         (changed(archive(mu=MU, sigma=SIGMA), *INFLATES_TO_3_GB), "mu holds 3,221,225,472 bytes"),
     ],
-    ids=range(16),  # an archive names the second in which it was made
+    ids=range(17),  # an archive names the second in which it was made
 )
 def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_path, here):
     path = tmp_path / "x.npz"
@@ -419,7 +420,10 @@ def test_dinov2s_distance_needs_the_references_pictures(tmp_path):
         assert [line.split(",")[0] for line in found if "DINO" in line] == words
 
 
-def test_dinov2_that_is_not_here_is_named(data, inception, dinov2, here):
+def test_dinov2_that_is_not_here_is_named(data, inception, dinov2, here, capsys):
+    next((dinov2.parent / "checkpoints").iterdir()).unlink()
+    fid.load_dinov2(cuda=False)
+    assert "fetching" in capsys.readouterr().out
     shutil.rmtree(dinov2)
     how = "--inception-weights", inception, "--device", "cpu", "--features", "dinov2"
     done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)

@@ -75,7 +75,8 @@ def test_help(checkout):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], "name the team"),
+        (["a b"], "name the team"),
+        (["--team"], "name the team"),
         (["../up"], "name the team"),
         (["Us", "other.png"], "other.png: no such picture"),
         (["Us", "sample.png", "log/cpu.json"], "sample.png: is not the picture of a contest measurement in log/cpu"),
@@ -90,7 +91,8 @@ def test_what_is_refused(checkout, arguments, words):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"[" * 100_000, b'{"contest": [5]}', b'{"contest": [{"picture": "DIGEST"}]}']
+    "content",
+    [b"\xff\xfe", b'{"contest": 5}', b"[" * 100_000, b'{"contest": [5]}', b'{"contest": [{"picture": "DIGEST"}]}'],
 )
 def test_a_damaged_measurement_is_named(checkout, content):
     digest = hashlib.sha256((checkout / "sample.png").read_bytes()).hexdigest()
