@@ -65,17 +65,13 @@ class NotComputed(Exception):
 
 
 def read_picture(path: Path) -> Image.Image:
-    """The picture in `path`, loaded. Raises BadInput unless it is one undamaged picture of 8 bits without alpha."""
+    """Return the picture in `path`. Raises BadInput unless it is one undamaged picture of 8 bits without alpha."""
     try:
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP", "BMP", "TIFF")) as image:
+        with Image.open(path, formats=("PNG", "JPEG", "WEBP", "BMP")) as image:
             if image.width * image.height > 64 * 2**20:  # a grid of 8192 x 8192
                 raise ValueError(f"{image.width}x{image.height} px, a decompression bomb")
-            bits = 8
-            if image.format == "PNG":  # Pillow drops the low byte of 16-bit colour without a word
-                bits = Path(path).read_bytes()[24]
-            elif image.format == "TIFF":
-                bits = np.max(image.tag_v2.get(258, 8))
-            frames = getattr(image, "n_frames", 1)
+            # Pillow drops the low byte of 16-bit colour without a word.
+            bits, frames = Path(path).read_bytes()[24] if image.format == "PNG" else 8, getattr(image, "n_frames", 1)
             if bits > 8 or frames > 1 or image.has_transparency_data:
                 raise ValueError(f"{frames} frames of {bits} bits a sample, mode {image.mode}")
             image.load()
@@ -84,24 +80,21 @@ def read_picture(path: Path) -> Image.Image:
         raise BadInput(f"{path}: {error!r:.200}; give one undamaged picture of 8 bits, without alpha") from None
 
 
-def pixel_pair(baseline: Image.Image, candidate: Image.Image, resize: bool) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Both pictures as (H, W, 3) uint8 of one size, and a caveat for each conversion that `resize` allowed."""
-    caveats = ["modes differ, compared as RGB"] * (baseline.mode != candidate.mode)
-    caveats += ["candidate resized (Lanczos)"] * (baseline.size != candidate.size)
-    if caveats and not resize:
+def pixel_pair(baseline: Image.Image, candidate: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+    """Return both pictures as (H, W, 3) uint8. Raises BadInput for different sizes or modes."""
+    if (baseline.size, baseline.mode) != (candidate.size, candidate.mode):
         have = [f"{one.filename} has {one.width}x{one.height} px, {one.mode}" for one in (baseline, candidate)]
-        raise BadInput(f"{', '.join(have)}; save both alike, or give --resize to convert the candidate")
-    resized = candidate.convert("RGB").resize(baseline.size, Image.Resampling.LANCZOS)
-    return np.asarray(baseline.convert("RGB")), np.asarray(resized), caveats
+        raise BadInput(f"{', '.join(have)}; save both alike")
+    return np.asarray(baseline.convert("RGB")), np.asarray(candidate.convert("RGB"))
 
 
 def mae(a: np.ndarray, b: np.ndarray) -> float:
-    """Mean absolute difference, in 0..255 levels, of baseline a and candidate b, both (H, W, 3) uint8 as below."""
+    """Return the mean absolute difference in 0..255 levels. a: baseline, b: candidate, (H, W, 3) uint8 as below."""
     return float(np.abs(a.astype(np.int16) - b).mean(dtype=np.float64))
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """10·log10(R²/MSE) in dB, R the largest value of b, as torchmetrics infers it. NaN for two black pictures."""
+    """Return 10·log10(R²/MSE) in dB, R the largest value of b, as in torchmetrics. NaN for two black pictures."""
     a, b = np.float32(a) / 255, np.float32(b) / 255
     mse = np.square(a - b).mean(dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -109,9 +102,9 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """Mean structural similarity (Wang et al. 2004, eq. 13): 11×11 Gaussian window, σ 1.5, population covariance, data
-    range the larger of the two pictures' own (max - min), borders kept by reflecting 5 pixels. NaN where both are
-    constant (0/0) or a side is under 6 pixels. In float64: float32 is off by more than 1e-4 for narrow ranges."""
+    """Return the mean structural similarity (Wang et al. 2004, eq. 13): 11×11 Gaussian window, σ 1.5, population
+    covariance, data range the larger (max - min) of the two pictures, borders reflected by 5 pixels. NaN for constant
+    pictures or a side under 6 pixels. In float64: float32 is off by more than 1e-4 for narrow ranges."""
     from skimage.metrics import structural_similarity
 
     a, b = np.float64(np.float32(a) / 255), np.float64(np.float32(b) / 255)
@@ -133,7 +126,7 @@ class Lpips:
         self.weights, self.source, self._network = weights, None, None  # the network, or why there is none
 
     def __call__(self, a: np.ndarray, b: np.ndarray) -> float:
-        """The distance of two pictures. Raises NotComputed."""
+        """Return the distance of two pictures. Raises NotComputed."""
         if np.array_equal(a, b):
             return 0.0  # by definition, without the network
         if min(a.shape[:2]) < 16:
@@ -190,7 +183,7 @@ class Lpips:
 
 
 def measure(a: np.ndarray, b: np.ndarray, lpips: Lpips | None = None) -> tuple[dict[str, float], list[str]]:
-    """{metric: value}, mae in 0..255 levels, and the reasons for those that are NaN. Without `lpips`, three metrics."""
+    """Return {metric: value}, mae in 0..255 levels, and the reason for every NaN. Without `lpips`, three metrics."""
     values, reasons = {}, []
     for metric, function in {"mae": mae, "lpips": lpips, "psnr": psnr, "ssim": ssim}.items():
         if function is not None:
@@ -205,7 +198,7 @@ def measure(a: np.ndarray, b: np.ndarray, lpips: Lpips | None = None) -> tuple[d
 
 
 def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, bool | None]:
-    """Whether each of `values` (mae in levels) meets its threshold, if it has one (mae of 0..1). None for NaN."""
+    """Return whether each value (mae in levels) meets its threshold (mae of 0..1), if it has one; None for NaN."""
     scaled = values | {"mae": values["mae"] / 255}
     limits = {metric: limit for metric, limit in thresholds.items() if metric in values}
     meets = {metric: CRITERIA[metric][1](scaled[metric], limit) for metric, limit in limits.items()}
@@ -213,7 +206,7 @@ def judge(values: dict[str, float], thresholds: dict[str, float]) -> dict[str, b
 
 
 def find_tiles(a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = None) -> list[tuple[str, slice, slice]]:
-    """The pictures of a grid as ("row,column", rows of pixels, columns of pixels); none where there is no grid.
+    """Return the pictures of a grid as ("row,column", pixel rows, pixel columns); none if it is not a grid.
 
     asked: (rows, columns). None looks for sample.png's layout: square pictures, four a row (fewer if there is one row
     only), with black lines of 2 px between and around them."""
@@ -235,8 +228,8 @@ def find_tiles(a: np.ndarray, b: np.ndarray, asked: tuple[int, int] | None = Non
 
 
 def judge_file(args: argparse.Namespace, baseline: Image.Image, path: Path, lpips: Lpips | None) -> dict:
-    """One candidate's values and verdict, and those of its tiles: without LPIPS, unless --every-tile asks for it."""
-    a, b, caveats = pixel_pair(baseline, read_picture(path), args.resize)
+    """Return values and verdict of a candidate and of its tiles; of tiles LPIPS only with --every-tile."""
+    a, b = pixel_pair(baseline, read_picture(path))
     tiles = find_tiles(a, b, args.tiles)
     if (args.tiles or args.every_tile) and not tiles:
         raise BadInput(f"{path}: {a.shape[1]}x{a.shape[0]} px is no such grid with lines of 2 px; give --tiles RxC")
@@ -249,16 +242,12 @@ def judge_file(args: argparse.Namespace, baseline: Image.Image, path: Path, lpip
 
     of_tile = lpips if args.every_tile else None
     tiles = [{"tile": name, **judged(a[rows, columns], b[rows, columns], of_tile)} for name, rows, columns in tiles]
-    return {"file": str(path), "caveats": caveats, **judged(a, b, lpips), "tiles": tiles}
+    return {"file": str(path), **judged(a, b, lpips), "tiles": tiles}
 
 
 def shown(text: object) -> str:
-    """`text` on one line, without control characters."""
+    """Return `text` on one line, without control characters."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in str(text))
-
-
-def block(values: dict[str, float]) -> str:
-    return "\n".join(["=== Image Comparison Metrics ===", *(METRICS[name].format(values[name]) for name in values)])
 
 
 def summary(values: dict[str, float]) -> str:
@@ -266,7 +255,7 @@ def summary(values: dict[str, float]) -> str:
 
 
 def json_ready(value: dict) -> dict:
-    """JSON has no inf and no NaN: they become the strings that Python's float() reads back."""
+    """Replace inf and NaN, which JSON lacks, by the strings that Python's float() reads back."""
     return json.loads(json.dumps(value), parse_constant=lambda constant: str(float(constant)))
 
 
@@ -299,7 +288,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--metrics", nargs="+", choices=METRICS, default=METRICS, help="judge by these only (default: all)")
     add("--tiles", metavar="RxC", help="rows x columns of the grid; sample.png's layout is found without it")
     add("--every-tile", action="store_true", help="each tile must pass as well, LPIPS included (takes twice as long)")
-    add("--resize", action="store_true", help="convert a candidate of another size (Lanczos) or mode (RGB)")
     add("--heatmap", type=Path, metavar="PNG", help="write baseline, candidate and difference (of a folder: its worst)")
     add("--json", type=Path, metavar="FILE", help="write everything for machines")
     add("--vgg-weights", type=Path, metavar="PATH", help="torchvision's VGG16 (default: torch's hub cache)")
@@ -346,7 +334,10 @@ def run(args: argparse.Namespace, report: dict) -> None:
     baseline, lpips = read_picture(args.baseline), Lpips(args.vgg_weights) if "lpips" in args.metrics else None
     records = [judge_file(args, baseline, path, lpips) for path in args.files]
     mean = {metric: float(np.mean([one["values"][metric] for one in records])) for metric in records[0]["values"]}
-    print(f"{block(mean)}\n\nGate: {args.gate}")
+    print("=== Image Comparison Metrics ===")
+    for metric, value in mean.items():
+        print(METRICS[metric].format(value))
+    print(f"\nGate: {args.gate}")
     for metric, meets in judge(mean, args.thresholds).items():
         name, value = ("MAE of 0-1", mean["mae"] / 255) if metric == "mae" else (metric.upper(), mean[metric])
         word = {True: "PASS", False: "FAIL", None: "NOT COMPUTED"}[meets]
@@ -357,7 +348,7 @@ def run(args: argparse.Namespace, report: dict) -> None:
             print(f"  {tile['tile']:6}{summary(tile['values'])}", *[f"  {tile['verdict']}"] * args.every_tile)
     if args.heatmap:
         worst = min(records, key=lambda record: record["values"]["psnr"])
-        a, b, _ = pixel_pair(baseline, read_picture(worst["file"]), args.resize)
+        a, b = pixel_pair(baseline, read_picture(worst["file"]))
         heatmap(args.heatmap, a, b, worst["values"], (args.baseline.name, Path(worst["file"]).name), worst["verdict"])
     judged = records + [tile for record in records for tile in record["tiles"] if args.every_tile]
     verdict = next(word for word in ("NONE", "FAIL", "PASS") if word in [one["verdict"] for one in judged])
@@ -368,7 +359,6 @@ def run(args: argparse.Namespace, report: dict) -> None:
         f"{failed} of {len(records)} pictures do not pass": failed and len(records) > 1,
         "every tile held to it": args.every_tile,
         f"judged by {', '.join(args.thresholds).upper()}": len(args.thresholds) < len(METRICS),
-        **{caveat: True for record in records for caveat in record["caveats"]},
         "not the published VGG16": vgg and not vgg["published"],
     }
     for reason in dict.fromkeys(reason for one in judged for reason in one["reasons"]):

@@ -18,9 +18,7 @@ LPIPS is left to evaluate.py.
 if not __package__:
     __import__("_as_module")
 
-import math
 import shlex
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -204,7 +202,7 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[Kind]]:
 
 
 def calibrate(args: Namespace, options: GridSettings, device: torch.device, path: Path) -> None:
-    """Write a plan for `options` to `path`; `args` as add_flags has them. Raises UsageError if the tier misses the
+    """Write a plan for `options` to `path`; args: the values of `own_flags`. Raises UsageError if the tier misses the
     margin even with all evaluations."""
     started = time.perf_counter()
 
@@ -254,8 +252,9 @@ def calibrate(args: Namespace, options: GridSettings, device: torch.device, path
     say(f"{path}: {chosen} evaluations for {steps} steps, {steps / chosen:.2f}× fewer")
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """Add the flags of a calibration, beside those of sampling."""
+def own_flags() -> ArgumentParser:
+    """Return a parser of the flags that sampling lacks."""
+    parser = ArgumentParser(add_help=False)
     for name, default, what in (
         ("--pictures", 64, "recorded to measure costs and sensitivities"),
         ("--seeds", 16, "held-out seeds that decide"),
@@ -266,6 +265,7 @@ def add_flags(parser: ArgumentParser) -> None:
     margin = "dB by which 99 %% of grids and 93 %% of pictures must exceed the criterion's 40 (default: %(default)s)"
     parser.add_argument("--margin", type=float, default=0.5, help=margin)
     parser.add_argument("--plan", help="file to write (default: beside the checkpoint; the demo's: output/)")
+    return parser
 
 
 def check(args: Namespace, options: GridSettings) -> Path:
@@ -274,8 +274,6 @@ def check(args: Namespace, options: GridSettings) -> Path:
         raise UsageError(f"`model={options.model}`: is sampled by {options.sampler}, and plans are for ddpm")
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
-    if not math.isfinite(args.margin):
-        raise UsageError(f"--margin {args.margin:g}: must be finite")
     if options.num_sampling_steps <= PROBE[0]:
         steps = f"--num-sampling-steps {options.num_sampling_steps}"
         raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")
@@ -287,13 +285,12 @@ def check(args: Namespace, options: GridSettings) -> Path:
 
 
 def main() -> None:
-    parser = OneLineParser(description=__doc__.splitlines()[0])
+    own = own_flags()
+    parser = OneLineParser(description=__doc__.splitlines()[0], parents=[own])
     implied = "forecast", "forecast_plan", "output", "output_type", "repeats", "seed", "seed_list", "sampler", "eta"
     add_arguments(parser, leave_out=implied)
-    add_flags(parser)
-    args, own = parser.parse_args(), ArgumentParser(add_help=False)
-    add_flags(own)
-    _, sampling = own.parse_known_args(sys.argv[1:])
+    args = parser.parse_args()
+    _, sampling = own.parse_known_args()
     with user_errors(parser):
         request, device = request_from(args), loading.choose_device(args.device)
         options = opening.open_weights(request, device)

@@ -44,7 +44,6 @@ URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights
 SHA256 = "6726825d"  # of the published weights: what torch's hub checks, the first digits
 PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}  # DiT-XL/2's FID, Table 2 of the paper
 FULL, LEAST = 50_000, 10  # pictures: of a published figure; one for each part of the Inception Score
-LARGEST = 2**29  # bytes of Inception's weights, which are 95 MB
 POOL, LOGITS = "2048", "logits_unbiased"  # torch-fidelity's names of Inception's outputs
 SPATIAL, CHANNELS = "spatial", 7  # of TensorFlow's mixed_6/conv, 17×17 each, as ADM's evaluator takes them
 STATISTICS = {POOL: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", CHANNELS * 17 * 17)}  # names in an archive
@@ -81,7 +80,7 @@ class Pictures(torch.utils.data.Dataset):
                 break
             self.statistics[layer] = {"mu": _array(archive, mu, size), "sigma": _array(archive, sigma, size, size)}
         if "arr_0.npy" in archive.namelist():
-            self.member, self.shape, _, dtype = _open_array(archive, "arr_0")
+            self.member, self.shape, dtype = _open_array(archive, "arr_0")
             self.start = self.member.tell()
             _, *sides = self.shape if len(self.shape) == 4 else (0, 0)
             if dtype != np.uint8 or sides[2:] != [3] or not 0 < min(sides) <= max(sides) <= MOST_PIXELS:
@@ -89,7 +88,7 @@ class Pictures(torch.utils.data.Dataset):
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn all that damaged bytes raise into one line."""
+        """Turn every error of damaged bytes into a UsageError."""
         try:
             yield
         except (UsageError, MemoryError):
@@ -114,7 +113,7 @@ class Pictures(torch.utils.data.Dataset):
             return torch.tensor(pixels).permute(2, 0, 1)
 
     def settings(self) -> dict:
-        """The settings that sample_ddp.py recorded of the job that made the pictures; {} for others."""
+        """Return the settings that sample_ddp.py recorded of the job that made the pictures; {} for others."""
         folder = self.path if self.path.is_dir() else self.path.with_name(self.path.name.removesuffix(".npz"))
         try:
             settings = read_json(folder / ".job" / "settings.json")
@@ -125,7 +124,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def _pictures_below(folder):
-    """The pictures below a folder at any depth, sorted. Hidden folders are left out, and links that lead back."""
+    """Return the pictures below a folder at any depth, sorted, without hidden folders and links that lead back."""
 
     def fail(error):
         raise error
@@ -148,32 +147,31 @@ def _pixels(file):
 
 
 def _open_array(archive, name):
-    """(open member at its values, shape, whether in Fortran's order, dtype). Nothing is inflated before the size that
+    """Return an archive's member, open at its values, with shape and dtype. Nothing is inflated before the size that
     the archive names is that of the shape."""
     info = archive.getinfo(f"{name}.npy")
     member = archive.open(info)
-    version = np.lib.format.read_magic(member)
-    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-    shape, fortran, dtype = read(member)
+    np.lib.format.read_magic(member)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(member)
     if info.file_size != member.tell() + prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} holds {info.file_size:,} bytes, not those of {dtype} {shape}")
-    return member, shape, fortran, dtype
+    return member, shape, dtype
 
 
 def _array(archive, name, *shape):
-    """Statistics of an archive in float64."""
-    member, found, fortran, dtype = _open_array(archive, name)
+    """Return statistics of an archive in float64."""
+    _, found, dtype = _open_array(archive, name)
     if found != shape or dtype.kind != "f":
         raise ValueError(f"{name} is {dtype} {found}, not of Inception's {shape[0]} features")
-    array = np.frombuffer(member.read(), dtype).reshape(shape, order="F" if fortran else "C").astype(np.float64)
+    array = np.lib.format.read_array(archive.open(f"{name}.npy")).astype(np.float64)
     if not np.isfinite(array).all():
         raise ValueError(f"{name} holds values that are not finite")
     return array
 
 
 def find_weights(given: Path | None) -> tuple[Path, bool]:
-    """Inception's weights: `given`, or those in torch's hub cache, where the published ones are downloaded to if need
-    be. Returns the file and whether it is the published one. Raises UsageError."""
+    """Return the file of Inception's weights and whether it is the published one: `given`, or the file in torch's hub
+    cache, downloaded if it is missing. Raises UsageError."""
     path = given or Path(torch.hub.get_dir(), "checkpoints", URL.rpartition("/")[2])
     if given is None and not path.exists():
         print(f"fetching {URL} to {path} (95 MB, once)")
@@ -185,18 +183,18 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
                 f"--inception-weights: download failed ({error}); fetch {URL} by other means and name the file"
             ) from None
     with path_errors("inception_weights", path), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > LARGEST:
-            raise UsageError(f"--inception-weights {path}: are not Inception's, which have 95 MB; take {URL}")
         return path, sha256_of(file).startswith(SHA256)
 
 
 def load_inception(path: Path, cuda: bool) -> Features:
-    """torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008), and sFID's features (n, 2023)."""
+    """Load torch-fidelity's Inception: features (n, 2048), logits without bias (n, 1008), sFID's features (n, 2023)."""
     how = dict(cuda=cuda, feature_extractor_weights_path=str(path), verbose=False)
     try:
         from torch_fidelity.utils import create_feature_extractor
 
-        _require_weights(path)
+        state = torch.load(path, weights_only=True, map_location="cpu")  # torch-fidelity's own loading executes code
+        if not all(value.isfinite().all() for value in state.values()):
+            raise ValueError("values that are not finite")
         network = create_feature_extractor("inception-v3-compat", [POOL, LOGITS], **how)
     except ImportError:
         raise UsageError("torch-fidelity is not installed: pip install torch-fidelity") from None
@@ -215,22 +213,9 @@ def load_inception(path: Path, cuda: bool) -> Features:
     return features
 
 
-def _require_weights(path):
-    """ValueError unless a file holds finite tensors of a sensible size. torch-fidelity's own loading executes code."""
-    if zipfile.is_zipfile(path) and sum(info.file_size for info in zipfile.ZipFile(path).infolist()) > LARGEST:
-        raise ValueError("too large")
-    state = torch.load(path, weights_only=True, map_location="cpu")
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError("not tensors by name")
-    if sum(value.numel() for value in state.values()) > LARGEST:  # expanded ones are small in the file
-        raise ValueError("too large")
-    if not all(value.isfinite().all() for value in state.values()):
-        raise ValueError("values that are not finite")
-
-
 def load_dinov2(cuda: bool) -> Features:
-    """torch-fidelity's DINOv2 ViT-L/14: features (n, 1024). torch's hub fetches its code and weights. UsageError if it
-    cannot."""
+    """Load torch-fidelity's DINOv2 ViT-L/14: features (n, 1024). torch's hub fetches its code and weights. Raises
+    UsageError if it cannot."""
     from torch_fidelity.utils import create_feature_extractor
 
     hub = Path(torch.hub.get_dir())
@@ -256,7 +241,7 @@ def load_dinov2(cuda: bool) -> Features:
 
 
 def features_of(pictures: Pictures, extractors: list[Features], cuda: bool, batch_size: int) -> dict[str, torch.Tensor]:
-    """Features (N, D) of all pictures, by name, in one pass."""
+    """Return features (N, D) of all pictures, by name, in one pass."""
     found = defaultdict(list)
     loader = torch.utils.data.DataLoader(pictures, batch_size=batch_size, pin_memory=cuda)
     bar = tqdm(total=len(pictures), unit="picture", desc=pictures.path.name, leave=False)
@@ -293,7 +278,7 @@ def compare(samples: Pictures, reference: Pictures, networks: list[Features], cu
 
 
 def caveats(samples: Pictures, reference: Pictures, published: bool, dinov2: bool = False) -> Iterator[str]:
-    """Why a figure may not be compared with others, one line each."""
+    """Yield the reasons why a figure may not be compared with others, one line each."""
     ours, theirs = samples.settings(), reference.settings()
     fewest = len(samples) if reference.statistics else min(len(samples), len(reference))
     if fewest < FULL:

@@ -20,7 +20,6 @@ import gc
 import math
 import statistics
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +38,7 @@ from accel.errors import UsageError
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.latents.pixels import to_grid
-from accel.progress import step_bar
+from accel.progress import Stopwatch, step_bar
 from accel.settings import GridSettings
 from bench import harness
 
@@ -49,18 +48,15 @@ AGAIN = "fp32 again"  # what a device without other tiers is compared with: itse
 def sample(options: GridSettings, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
     """Return grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    run, decoder, grids, times = door.load(options), door.decoder_of(options), {}, []
-    run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
+    run, decoder, grids, watch = door.load(options), door.decoder_of(options), {}, Stopwatch(device)
+    with watch.phase("warm-up"):
+        run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
     for seed in seeds:
-        seeded = replace(options, seed=seed)
-        harness.synchronize(device)
-        start = time.perf_counter()
-        with step_bar(run.process.steps, device, desc=f"{name}, seed {seed}", leave=False) as queued:
-            latents = door.latents(seeded, run, on_step=lambda index, _, queued=queued: queued(index))
-        harness.synchronize(device)
-        times.append(time.perf_counter() - start)
+        bar = step_bar(run.process.steps, device, desc=f"{name}, seed {seed}", leave=False)
+        with watch.phase(str(seed)), bar as queued:
+            latents = door.latents(replace(options, seed=seed), run, lambda index, _, queued=queued: queued(index))
         grids[seed] = to_grid(decoder.decode(latents)).numpy()
-    return grids, times
+    return grids, [watch.seconds[str(seed)] for seed in seeds]
 
 
 def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -83,8 +79,8 @@ def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
             reasons |= dict.fromkeys(failed)
             words = {True: "PASS", False: "FAIL", None: "NONE"}
             verdict = {
-                gate: overall([words[holds] for holds in evaluate.judge(values, bars).values()])
-                for gate, bars in evaluate.GATES.items()
+                gate: overall([words[meets] for meets in evaluate.judge(values, thresholds).values()])
+                for gate, thresholds in evaluate.GATES.items()
             }
             rows.append(dict(seed=seed, part=part, **values, verdict=verdict))
     grids = [row for row in rows if row["part"] == "grid"]
@@ -220,10 +216,8 @@ def conclude(record: dict) -> int:
         status, text = 0, f"--precision fp32 (the only tier here; its second run meets the {gate} criterion)"
     elif best:
         flags, speedup = best["tier"].replace(", ", " --"), f"{best['speedup']:.2f} times fp32's speed"
-        status, text = (
-            0,
-            f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)",
-        )
+        status = 0
+        text = f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)"
     elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):
         status, text = 3, f"nothing yet: a metric of the {gate} criterion could not be computed"
     else:

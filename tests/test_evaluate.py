@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.models.vgg import cfgs, make_layers
+from torchvision.utils import make_grid
 
 import evaluate
 
@@ -28,15 +30,13 @@ def vgg(tmp_path_factory):
     home = tmp_path_factory.mktemp("torch_home")
     path = home / "hub" / "checkpoints" / "vgg16-397923af.pth"
     path.parent.mkdir(parents=True)
-    g, state, channels, index = torch.Generator().manual_seed(3), {}, 3, 0
-    for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512):
-        if not width:
-            index += 1
-            continue
-        weight = torch.randn(width, channels, 3, 3, generator=g) * (2 / (9 * channels)) ** 0.5
-        state[f"features.{index}.weight"] = weight
-        state[f"features.{index}.bias"] = torch.randn(width, generator=g) * 0.1
-        channels, index = width, index + 2
+    torch.manual_seed(3)
+    layers = make_layers(cfgs["D"])
+    for layer in layers:
+        if isinstance(layer, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(layer.weight)
+            torch.nn.init.normal_(layer.bias, std=0.1)
+    state = {f"features.{name}": value for name, value in layers.state_dict().items()}
     for layer, (out, into) in {0: (4096, 25088), 3: (4096, 4096), 6: (1000, 4096)}.items():
         state[f"classifier.{layer}.weight"] = torch.zeros(1, 1).expand(out, into)  # one number on disk
         state[f"classifier.{layer}.bias"] = torch.zeros(out)
@@ -180,8 +180,8 @@ def test_gates(command, pair):
     assert status == 1 and "VERDICT: FAIL" in out and table == ["FAIL", "PASS", "PASS", "PASS"]
     status, out, _ = command(*pair, "--gate", "strict", "--max-mae", "0.01")
     assert status == 0 and "own thresholds for MAE" in out.splitlines()[-1]
-    for value in ("nan", "inf", "x"):
-        status, out, err = command(*pair, "--max-lpips", value)
+    for words in (["--max-lpips", "nan"], ["--max-lpips", "inf"], ["--metrics", "mae", "--max-lpips", "1"]):
+        status, out, err = command(*pair, *words)
         assert status == 2 and "--max-lpips" in err and out == ""
 
 
@@ -217,8 +217,6 @@ def test_metrics_judges_by_those_alone(command, pair, monkeypatch):
     assert command("a.png", "far.png", "--metrics", "mae", "--max-mae", "1")[0] == 0  # PSNR and SSIM do not count
     assert command("black.png", "black.png", "--metrics", "mae")[0] == 0
     assert command("black.png", "black.png", "--metrics", "mae", "ssim")[0] == 3
-    status, _, err = command(*pair, "--metrics", "mae", "--max-lpips", "1")
-    assert status == 2 and "--max-lpips" in err
 
 
 def test_a_folder_fails_with_one_file(command):
@@ -255,14 +253,14 @@ def test_a_crash_is_not_a_verdict(command, pair, monkeypatch):
     assert status == 3 and "ZeroDivisionError" in err and json.loads(Path("o.json").read_text())["verdict"] == "NONE"
 
 
-@pytest.mark.parametrize("flag", ["--metrics=--", "--gate=--", "--heatmap=--", "--max-mae=--"])
+@pytest.mark.parametrize("flag", ["--metrics=--", "--heatmap=--"])
 def test_a_flag_without_value_gives_no_verdict(flag, command):
     save("a.png", BASE), save("b.png", noisy(BASE, 60))
     status, out, err = command("a.png", "b.png", flag)
     assert status == 2 and f"{flag}: gives no value" in err and not out
 
 
-@pytest.mark.parametrize("redirection", [">&-", ">/dev/full", "| head -c 5", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("redirection", [">/dev/full", "| head -c 5", "<&- >&- 2>&-"])
 def test_the_status_is_the_verdict_whatever_becomes_of_the_text(redirection, command):
     """A stream that is closed, full or no longer read. PASS, FAIL and bad input keep their statuses."""
     save("a.png", BASE), save("b.png", noisy(BASE, 60))
@@ -281,11 +279,16 @@ def test_what_ends_in_an_import_is_no_verdict(raised, status, command, tmp_path)
 
 
 def test_names_of_files_are_shown_on_one_line(command):
-    save("a.png", BASE), save("größe\n\x1b[2JVERDICT.png", noisy(BASE, 60))
-    status, out, _ = command("a.png", "größe\n\x1b[2JVERDICT.png", "--metrics", "mae")
+    """Also by a terminal that lacks their letters."""
+    name = "größe\n\x1b[2JVERDICT.png"
+    save("a.png", BASE), save(name, noisy(BASE, 60))
+    status, out, _ = command("a.png", name, "--metrics", "mae")
     assert status == 1 and r"größe\n\x1b[2JVERDICT.png" in out and "\x1b" not in out
     status, _, err = command("a.png", "b\n\x1b.png")
     assert status == 2 and r"b\n\x1b.png: no such" in err
+    ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run([sys.executable, PROGRAM, name, name], capture_output=True, env=ascii)
+    assert run.returncode == 0 and b"VERDICT: PASS" in run.stdout and b"gr\\xf6\\xdfe" in run.stdout
 
 
 # ---- VGG16 ---------------------------------------------------------------------------------------------------------
@@ -313,26 +316,19 @@ def test_vgg_weights_from_anywhere(command, pair, vgg, monkeypatch, tmp_path):
     assert command(*pair, "--vgg-weights", "none.pth")[0] == 2
 
 
-@pytest.mark.parametrize("damage", ["zeros", "nan", "missing", "shape", "text", "truncated"])
+@pytest.mark.parametrize("damage", ["zeros", "missing", "text"])
 def test_damaged_weights_give_no_verdict(command, pair, vgg, damage):
-    state = {k: v.clone() for k, v in torch.load(vgg[1], weights_only=True).items() if k.startswith("features")}
-    key = "features.28.weight"
+    state = {k: v for k, v in torch.load(vgg[1], weights_only=True).items() if k.startswith("features")}
     if damage == "zeros":
         state = {k: torch.zeros_like(v) for k, v in state.items()}
-    elif damage == "nan":
-        state[key].fill_(math.nan)
     elif damage == "missing":
-        del state[key]
-    elif damage == "shape":
-        state[key] = state[key][:, :7].clone()
+        del state["features.28.weight"]
     torch.save(state, "w.pth")
     if damage == "text":
         Path("w.pth").write_text("404 not found")
-    elif damage == "truncated":
-        Path("w.pth").write_bytes(vgg[1].read_bytes()[: 10**6])
     status, _, err = command(*pair, "--vgg-weights", "w.pth")
     assert status == 3 and "w.pth" in err and err.count("\n") == 1
-    assert ("checkerboard" in err) == (damage in ("zeros", "nan"))
+    assert ("checkerboard" in err) == (damage == "zeros")
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
@@ -348,36 +344,24 @@ def png(width, height, depth, color, rows):
 
 
 def test_unreadable_files(command):
-    whole, rows = save("a.png", BASE).read_bytes(), b"".join(b"\0" + row.tobytes() for row in BASE)
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    jpeg = save("whole.jpg", BASE).read_bytes()
-    os.mkfifo("pipe.png"), Path("folder.png").mkdir()
-    frames = [Image.fromarray(x) for x in (BASE, 255 - BASE)]
-    frames[0].save("moving.png", save_all=True, append_images=frames[1:])
-    bad = {
+    whole = save("a.png", BASE).read_bytes()
+    os.mkfifo("pipe.png"), Path("folder.png").mkdir(), os.symlink("loop", "loop")
+    Image.fromarray(BASE).save("moving.png", save_all=True, append_images=[Image.fromarray(255 - BASE)])
+    contents = {
         "text.png": b"not a picture",
-        "empty.png": b"",
-        "cut.png": whole[: len(whole) // 2],
         "header.png": whole[:20],
-        "flipped.png": bytes(flipped),
-        "rows.png": png(128, 96, 8, 2, rows[:-1]),
-        "cut.jpg": jpeg[:1500],
-        "bomb.png": png(60000, 60000, 8, 2, b"\0" * 100),
+        "cut.png": whole[: len(whole) // 2],
         "large.png": png(9000, 9000, 8, 2, b"\0" * 100),
     }
-    for name, data in bad.items():
-        Path(name).write_bytes(data)
-    reasons = {"bomb.png": "decompression bomb", "large.png": "decompression bomb", "moving.png": "2 frames"}
-    for name in (*bad, "none.png", "pipe.png", "/dev/zero", "folder.png", "moving.png"):
+    for name, content in contents.items():
+        Path(name).write_bytes(content)
+    reasons = {"large.png": "decompression bomb", "moving.png": "2 frames"}
+    for name in (*contents, "none.png", "pipe.png", "/dev/zero", "folder.png", "moving.png"):
         for names in (("a.png", name), (name, "a.png")):
             status, _, err = command(*names)
             assert status == 2 and name in err and reasons.get(name, "") in err, name
-    os.symlink("loop", "loop")
-    for words in (("a.png",), ("a.png", "loop"), ("x" * 300, "a.png")):
+    for words in (("a.png",), ("a.png", "loop"), ("x" * 300, "a.png"), ("a.png", "a.png", "--json", "x" * 300)):
         assert command(*words)[0] == 2
-    for flag in ("--json", "--heatmap", "--vgg-weights"):
-        assert command("a.png", "a.png", flag, "x" * 300)[0] == 2
 
 
 @pytest.mark.parametrize("flag, name", [("--heatmap", "o.png"), ("--json", "o.json")])
@@ -393,36 +377,27 @@ def test_a_full_disk_leaves_no_torn_output(flag, name, pair, capsys):
     assert status == 2 and "File too large" in capsys.readouterr().err and not Path(name).exists()
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
-def test_a_whole_picture_of_any_mode_is_read(mode, tmp_path):
-    """Packed bits and palettes included."""
-    image = Image.fromarray(scene(19, 13)).convert(mode)
-    path = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
-    image.save(path)
-    assert (np.asarray(evaluate.read_picture(path).convert("RGB")) == np.asarray(image.convert("RGB"))).all()
-
-
 def test_sizes_and_modes(command):
-    save("a.png", BASE), save("small.png", BASE[:48, :64]), save("grey.png", BASE[..., 0])
-    status, _, err = command("a.png", "small.png")
-    assert status == 2 and "128x96" in err and "64x48" in err and "--resize" in err
-    status, out, _ = command("a.png", "small.png", "--resize")
-    assert status == 1 and "Lanczos" in out.splitlines()[-1]
-    status, _, err = command("a.png", "grey.png")
+    """Packed bits and palettes are read; pictures of another size or mode are not converted."""
+    for mode in ("1", "L", "P", "RGB"):
+        Image.fromarray(BASE).convert(mode).save(f"{mode}.png")
+        assert command(f"{mode}.png", f"{mode}.png")[0] == 0
+        want = np.asarray(Image.fromarray(BASE).convert(mode).convert("RGB"))
+        assert np.array_equal(evaluate.pixel_pair(*[evaluate.read_picture(Path(f"{mode}.png"))] * 2)[0], want)
+    save("small.png", BASE[:48, :64])
+    status, _, err = command("RGB.png", "small.png")
+    assert status == 2 and "128x96" in err and "64x48" in err and "save both alike" in err
+    status, _, err = command("RGB.png", "L.png")
     assert status == 2 and "px, RGB" in err and "px, L" in err
-    status, out, _ = command("a.png", "grey.png", "--resize")
-    assert status == 1 and "compared as RGB" in out.splitlines()[-1]
-    assert command("grey.png", "grey.png")[0] == 0
 
 
 def test_what_metrics_cannot_see_is_refused(command):
     """Pillow clips 16-bit grey to white and drops colour's low byte; no metric sees alpha."""
     save("alpha.png", np.dstack([BASE, np.full(BASE.shape[:2], 255, np.uint8)]))
-    save("float.tiff", BASE[..., 0].astype(np.float32))
     for name, color, channels in (("grey.png", 0, 1), ("color.png", 2, 3)):
         rows = b"".join(b"\0" + r.astype(">u2").tobytes() for r in BASE[..., :channels].astype(int) * 257)
         Path(name).write_bytes(png(128, 96, 16, color, rows))
-    bad = {"alpha.png": "RGBA", "float.tiff": "32 bits", "grey.png": "16 bits", "color.png": "16 bits"}
+    bad = {"alpha.png": "RGBA", "grey.png": "16 bits", "color.png": "16 bits"}
     for name, why in bad.items():
         status, _, err = command(name, name)
         assert status == 2 and name in err and why in err
@@ -455,19 +430,10 @@ def test_no_old_verdict_is_left(command):
     assert not Path("o.png").exists() and Path("precious").read_bytes() == b"precious"  # nothing goes through a link
 
 
-def test_a_terminal_without_the_letters(tmp_path):
-    path = save(tmp_path / "größe-图.png", BASE)
-    ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    run = subprocess.run([sys.executable, PROGRAM, path, path], capture_output=True, env=ascii)
-    assert run.returncode == 0 and b"VERDICT: PASS" in run.stdout and b"gr\\xf6\\xdfe" in run.stdout
-
-
 # ---- tiles, heatmap ---------------------------------------------------------------------------------------
 
 
 def sheet(pictures, columns=4):
-    from torchvision.utils import make_grid
-
     stack = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
     return make_grid(stack, nrow=columns).permute(1, 2, 0).numpy().copy()
 

@@ -5,6 +5,8 @@ The bounds are those of the strict criterion (accuracy that no display shows), f
 mathematics would do.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -54,3 +56,12 @@ def test_sit_on_the_cpu(here, tmp_path):
 def test_golden_on_a_gpu(here, tmp_path):
     """CUDA's stream is another than the CPU's, and the same on every GPU for so small a draw."""
     make("cuda", here, tmp_path, "--precision", "fp32")
+
+
+def test_the_card_quotes_the_committed_figures():
+    training, figures = (json.loads((DEMO / name).read_text()) for name in ("training.json", "score.json"))
+    quoted = [f"{100 * figures['recognised']:.1f} %", f"{training['vae']['psnr_db']} dB", str(training["dit"]["loss"])]
+    quoted += [f"{name} {100 * share:.1f} %" for name, share in figures["by_class"].items()]
+    card = (DEMO / "README.md").read_text()
+    assert [figure for figure in quoted if figure not in card] == []
+    assert max(path.stat().st_size for path in DEMO.rglob("*.safetensors")) <= 25_000_000

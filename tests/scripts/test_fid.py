@@ -92,11 +92,6 @@ def theirs(data, inception, one_thread):
     )
 
 
-def images(path):
-    """Every picture of a path, (N, 3, H, W)."""
-    return torch.stack(list(torch.utils.data.DataLoader(fid.Pictures(path), batch_size=None)))
-
-
 @pytest.fixture
 def tree(tmp_path):
     """The reference's pictures as torchvision's ImageFolder has them: a folder a class, deeper below, JPEG's suffix."""
@@ -107,8 +102,7 @@ def tree(tmp_path):
         Image.fromarray(picture).save(place / f"{index:02d}.PNG")
     (tmp_path / "tree" / "dog" / "notes.txt").touch()
     (tmp_path / "tree" / "dog" / "again").symlink_to("..")  # leads back
-    hidden = write_folder(tmp_path / "tree" / ".thumbnails", pictures[:2, ::2, ::2])
-    assert hidden.is_dir()
+    write_folder(tmp_path / "tree" / ".thumbnails", pictures[:2, ::2, ::2])
     return tmp_path / "tree"
 
 
@@ -253,17 +247,16 @@ def cut(content):
     return result.getvalue()
 
 
-def changed(content, *changes):
-    """An archive whose first member's headers are changed. changes: (offset in the local one, value, bytes)."""
+def changed(content, offset, value, length):
+    """An archive with a changed field in its first member's headers; offset: in the local header."""
     content = bytearray(content)
     for signature, further in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
-        start = content.index(signature) + further
-        for offset, value, length in changes:
-            content[start + offset : start + offset + length] = value.to_bytes(length, "little")
+        start = content.index(signature) + further + offset
+        content[start : start + length] = value.to_bytes(length, "little")
     return bytes(content)
 
 
-ENCRYPTED, UNKNOWN_COMPRESSION, INFLATES_TO_3_GB = (6, 1, 2), (8, 99, 2), (22, 3 * 2**30, 4)
+ENCRYPTED, INFLATES_TO_3_GB = (6, 1, 2), (22, 3 * 2**30, 4)
 SMALL = np.zeros((12, 8, 8, 3), np.uint8)
 MU, SIGMA = np.zeros(2048), np.eye(2048)
 
@@ -281,19 +274,15 @@ MU, SIGMA = np.zeros(2048), np.eye(2048)
         (archive(arr_0=np.zeros((2, 9000, 1, 3), np.uint8)), "not uint8 (N, H, W, 3)"),
         (archive(other=np.zeros(3)), "holds 0 pictures"),
         (archive(arr_0=SMALL[:3]), "holds 3 pictures (arr_0, or PNGs); at least 10 needed"),
-        (archive(mu=MU, sigma=SIGMA), "holds 0 pictures"),
         (archive(mu=np.zeros(64), sigma=np.eye(64)), "not of Inception's 2048 features"),
         (archive(mu=MU, sigma=SIGMA, mu_s=np.zeros(7), sigma_s=np.eye(7)), "Inception's 2023"),
         (archive(mu=MU * np.nan, sigma=SIGMA), "not finite"),
         (archive(mu=MU.astype(object), sigma=SIGMA), "cannot be read"),
-        (archive(mu=MU), "sigma"),
         (cut(archive(arr_0=SMALL)), "arr_0 holds"),
-        (changed(archive(arr_0=SMALL), ENCRYPTED), "encrypted"),
-        (changed(archive(arr_0=SMALL), UNKNOWN_COMPRESSION), "compression"),
-        (changed(archive(mu=MU, sigma=SIGMA), INFLATES_TO_3_GB), "mu holds 3,221,225,472 bytes"),
-        (changed(archive(arr_0=SMALL), INFLATES_TO_3_GB), "arr_0 holds 3,221,225,472 bytes"),
+        (changed(archive(arr_0=SMALL), *ENCRYPTED), "encrypted"),
+        (changed(archive(mu=MU, sigma=SIGMA), *INFLATES_TO_3_GB), "mu holds 3,221,225,472 bytes"),
     ],
-    ids=range(21),  # an archive names the second in which it was made
+    ids=range(17),  # an archive names the second in which it was made
 )
 def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_path, here):
     path = tmp_path / "x.npz"
@@ -359,26 +348,21 @@ def test_nothing_else_is_fetched(how, hub):
     assert not list(Path(torch.hub.get_dir(), "checkpoints").iterdir())
 
 
-def test_other_weights_are_one_line_and_code_is_not_run(tmp_path):
+def test_other_weights_are_one_line_and_code_is_not_run(inception, tmp_path):
     class Evil:
         def __reduce__(self):
             return Path.touch, (tmp_path / "touched",)
 
-    expanded = {"x": torch.ones(1).expand(10**6, 10**6)}
-    for content in ({"x": torch.ones(2)}, Evil(), [torch.ones(2)], {"x": torch.tensor(torch.nan)}, {"x": 3}, expanded):
+    state = torch.load(inception, weights_only=True)
+    state["fc.bias"][3] = torch.nan
+    for content in ({"x": torch.ones(2)}, Evil(), [torch.ones(2)], {"x": 3}, state):
         torch.save(content, tmp_path / "w.pth")
         with pytest.raises(UsageError, match="--inception-weights .*: are not Inception's") as error:
             fid.load_inception(tmp_path / "w.pth", cuda=False)
         assert "\n" not in str(error.value)
     assert not (tmp_path / "touched").exists()
-    (tmp_path / "w.pth").write_bytes(changed(archive(x=np.ones(2)), INFLATES_TO_3_GB))
-    with pytest.raises(UsageError, match="are not Inception's .too large"):
-        fid.load_inception(tmp_path / "w.pth", cuda=False)
-    os.mkfifo(tmp_path / "pipe")
-    os.truncate(tmp_path / "w.pth", 2**40)
-    for path, words in ((tmp_path / "pipe", "a pipe"), (Path("/dev/zero"), "a device"), (tmp_path / "w.pth", "95 MB")):
-        with pytest.raises(UsageError, match=words):
-            fid.find_weights(path)
+    with pytest.raises(UsageError, match="a device"):
+        fid.find_weights(Path("/dev/zero"))
 
 
 #################################################################################
@@ -438,14 +422,11 @@ def test_dinov2s_distance_needs_the_references_pictures(tmp_path):
         assert [line.split(",")[0] for line in found if "DINO" in line] == words
 
 
-@pytest.mark.parametrize("lacking", ["code", "weights"])
-def test_dinov2_that_is_not_here_is_named(lacking, data, inception, dinov2, here, tmp_path):
-    if lacking == "code":
-        shutil.rmtree(dinov2)
-    else:
-        fetch = f"torch.hub.load_state_dict_from_url({fid.DINOV2_URL!r})"
-        (dinov2 / "hubconf.py").write_text(f"import torch\ndef dinov2_vitl14():\n    return {fetch}\n")
-        next((tmp_path / "hub" / "checkpoints").iterdir()).unlink()
+def test_dinov2_that_is_not_here_is_named(data, inception, dinov2, here, capsys):
+    next((dinov2.parent / "checkpoints").iterdir()).unlink()
+    fid.load_dinov2(cuda=False)
+    assert "fetching" in capsys.readouterr().out
+    shutil.rmtree(dinov2)
     how = "--inception-weights", inception, "--device", "cpu", "--features", "dinov2"
     done = here("scripts/fid.py", data / "samples.npz", data / "reference", *how)
     [line] = [line for line in done.stderr.splitlines() if line.startswith("fid.py: ")]
@@ -461,25 +442,7 @@ def exact_distance(ours, theirs):
     return difference @ difference + (x**2).sum() + (y**2).sum() - 2 * np.linalg.svd(x @ y.T, compute_uv=False).sum()
 
 
-@pytest.mark.parametrize("ours, theirs", [(20, 24), (300, 2500)])
-def test_the_distance_of_covariances_of_low_rank(ours, theirs):
-    """2048 features of fewer pictures: a matrix square root by Schur's method may give NaN here. torch-fidelity takes
-    none, but the eigenvalues of the product."""
-    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
-
-    random = np.random.default_rng(0)
-    scale = random.exponential(size=2048).astype(np.float32)
-    sets = [(scale * random.normal(size=(n, 2048)) + i).astype(np.float32) for i, n in enumerate((ours, theirs))]
-    statistics = [fid_features_to_statistics(torch.from_numpy(features)) for features in sets]
-    found = fid_statistics_to_metric(*statistics, verbose=False)[fid.FID]
-    assert math.isclose(found, exact_distance(*(one.astype(np.float64) for one in sets)), rel_tol=1e-4)
-
-
-def test_without_torch_fidelity(tmp_path):
-    """One line that says what to install."""
-    code = (
-        "import sys; sys.modules['torch_fidelity'] = None\n"
-        "from scripts import fid; fid.load_inception('x.pth', cuda=False)"
-    )
+def test_without_torch_fidelity():
+    code = "import sys; sys.modules['torch_fidelity'] = None; from scripts import fid; fid.load_inception('x', False)"
     done = forks.run(["-c", code])
     assert done.stderr.strip().splitlines()[-1].endswith("torch-fidelity is not installed: pip install torch-fidelity")
