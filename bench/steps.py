@@ -3,7 +3,6 @@
     python bench/steps.py --gate 3 --output output/ladder.json
     python bench/steps.py --only "CUDA graph" --vs compile,max-autotune,diffusers --output output/versus.json
     python bench/steps.py --only exact --backends exact:gemm=cublas,attention=cublas --output output/backends.json
-    python bench/steps.py --decoder --output output/decoder.json
 
 Times are of whole steps in the sampling loop that sample.py runs (guidance, update and noise draw included, no
 decoder): median, 10th and 90th percentile, after --load seconds of the same steps. Weights are random and not zero,
@@ -31,7 +30,7 @@ from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
 from accel.families import family_of
-from accel.latents import LatentSpace, files
+from accel.latents import files
 from accel.latents.decoder import Decoder
 from accel.latents.pixels import to_uint8
 from accel.network import Network
@@ -171,32 +170,9 @@ def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
     return rungs + args.backends
 
 
-def decoding(args: Namespace, device: torch.device) -> Iterator[dict]:
-    """Yield the time of decoding noise in each arithmetic and its error against fp32: --vae, the demo's own decoder, or
-    one with random weights."""
-    name = args.vae or harness.options_of(args.model).vae
-    if name in files.PUBLISHED and not args.vae:
-        space, plain = LatentSpace(), harness.random_decoder(device)
-    else:
-        space = files.find(name)
-        plain = files.load(space, device)
-    shape = args.pictures, space.channels, args.image_size // space.factor, args.image_size // space.factor
-    latents = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
-    want = None
-    for arithmetic in (name for name in ("fp32", "tf32", "fp16") if precision.supports(name, device)):
-        decoder = Decoder(space, device, arithmetic, network=plain)
-        got = decoder.decode(latents)
-        want = got if want is None else want
-        row = dict(arithmetic=arithmetic, refused=decoder.refusal, error=float((got - want).norm() / want.norm()))
-        del got
-        loop = harness.repeated(partial(decoder.decode, latents))
-        yield row | harness.time_steps(loop, device, args.load, args.window, arithmetic)
-
-
 def line(row: dict) -> str:
     """Return a row as text."""
-    name = row.get("rung") or row.get("arithmetic")
-    text = f"{name:40} " + row.get("failed", "")
+    text = f"{row['rung']:40} " + row.get("failed", "")
     if "ms" in row:
         text += f"{row['ms']:8.2f} ms [{row['p10']:.2f}, {row['p90']:.2f}]"
     if "error" in row:
@@ -205,7 +181,7 @@ def line(row: dict) -> str:
         judged, worst = row["judged"], row["judged"]["worst"]
         text += f"   worst PSNR {worst['psnr']:.1f}, MAE {255 * worst['mae']:.4f} of 0-255, without LPIPS: "
         text += ", ".join(f"{name} {'PASS' if judged[name] else 'FAIL'}" for name in evaluate.GATES)
-    return f"{text}   {row.get('refused') or ''}".rstrip()
+    return text
 
 
 def listed(text: str) -> list[str]:
@@ -240,8 +216,6 @@ def parse() -> tuple[OneLineParser, Namespace]:
     what = f"the same weights in float16 as others run them: {', '.join(RIVALS)} (compile: torch.compile)"
     parser.add_argument("--vs", type=listed, default=[], metavar="WHAT,WHAT", help=what)
     parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed")
-    parser.add_argument("--decoder", action="store_true", help="instead: decoding in fp32, tf32 and fp16")
-    parser.add_argument("--vae", help="--decoder's decoder, as in sample.py (default: a random one; the demo's own)")
     return parser, parser.parse_args()
 
 
@@ -254,14 +228,12 @@ def main() -> None:
         if "diffusers" in args.vs and family_of(args.model) is not family_of("DiT-XL/2"):
             raise UsageError(f"--vs diffusers: has no {args.model}; leave it out")
         rungs_of(args, device)
-        kind, work = ("decoder", decoding) if args.decoder else ("steps", climb)
-        record = dict(kind=kind, **harness.provenance(device, args.commit))
+        record = dict(kind="steps", **harness.provenance(device, args.commit))
         print(", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True)
         record |= dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
-        record |= dict(batch_rows=2 * args.pictures, load_seconds=args.load)
-        rows = record["rungs" if kind == "steps" else kind] = []
-        for row in work(args, device):
-            rows.append(row)
+        record |= dict(batch_rows=2 * args.pictures, load_seconds=args.load, rungs=[])
+        for row in climb(args, device):
+            record["rungs"].append(row)
             harness.write(args.output, record)
             print(line(row), flush=True)
 

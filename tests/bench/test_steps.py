@@ -38,14 +38,6 @@ def test_on_a_cpu_the_demo_is_timed(model, tmp_path, monkeypatch):
     assert log["kind"] == "steps" and log["model"] == model and log["batch_rows"] == 2 and log["gpu"] is None
 
 
-def test_decoder(tmp_path, monkeypatch):
-    small = "--decoder", "--pictures", 2, "--image-size", 64
-    here(monkeypatch, "--device", "cpu", *small, "--output", tmp_path / "log.json")
-    [row] = json.loads((tmp_path / "log.json").read_text())["decoder"]
-    assert row["arithmetic"] == "fp32" and row["error"] == 0 and row["refused"] is None
-    assert 0 < row["p10"] <= row["ms"] <= row["p90"]
-
-
 def test_a_judge_sees_a_worse_tier():
     """Eight pictures of two steps: fp32 equals itself, a network with other weights does not."""
     judge = steps.Judge(1, torch.device("cpu"), each=8, steps=2)
