@@ -1,7 +1,7 @@
 """Denoising steps: one optimisation after the other, each with its time, its error and its pictures.
 
     python bench/steps.py --gate 3 --output output/ladder.json
-    python bench/steps.py --only "CUDA graph" --vs compile,max-autotune,diffusers --output output/versus.json
+    python bench/steps.py --only "CUDA graph" --vs compile max-autotune --output output/versus.json
     python bench/steps.py --only exact --backends exact:gemm=cublas,attention=cublas --output output/backends.json
 
 Times are of whole steps in the sampling loop that sample.py runs (guidance, update and noise draw included, no
@@ -153,8 +153,7 @@ def climb(args: Namespace, device: torch.device) -> Iterator[dict]:
         precision.apply_precision("fp16", device)
         torch._dynamo.reset()
         make = partial(Rival, what, harness.model_of(args, device), torch.float16, device)
-        mode = "diffusers' DiTTransformer2DModel" if what == "diffusers" else what.replace("compile", "default")
-        yield rung(f"fp16 + {mode}" if what in ("diffusers", "eager") else f"fp16 + torch.compile {mode}", make)
+        yield rung(f"fp16 + {RIVALS[what]}", make)
 
 
 def rungs_of(args: Namespace, device: torch.device) -> list[Rung]:
@@ -184,14 +183,6 @@ def line(row: dict) -> str:
     return text
 
 
-def listed(text: str) -> list[str]:
-    """Return the rivals that a value of --vs names, separated by commas."""
-    names = text.split(",")
-    if set(names) - set(RIVALS):
-        raise ArgumentTypeError(f"{text}: choose from {', '.join(RIVALS)}, separated by commas")
-    return names
-
-
 def backends(text: str) -> Rung:
     """Return the rung that a value of --backends names: a tier and its switches."""
     tier, _, rest = text.partition(":")
@@ -213,8 +204,8 @@ def parse() -> tuple[OneLineParser, Namespace]:
     what = "also these backends of a tier's gemm, attention, adaln or embed_update, the others as they are by default"
     form = "TIER:NAME=BACKEND,NAME=BACKEND"
     parser.add_argument("--backends", nargs="+", type=backends, default=[], metavar=form, help=what)
-    what = f"the same weights in float16 as others run them: {', '.join(RIVALS)} (compile: torch.compile)"
-    parser.add_argument("--vs", type=listed, default=[], metavar="WHAT,WHAT", help=what)
+    what = "the same weights in float16 as others run them; compile, max-autotune: modes of torch.compile"
+    parser.add_argument("--vs", nargs="+", choices=RIVALS, default=[], help=what)
     parser.add_argument("--gate", type=int, default=0, metavar="SEEDS", help="judge a demo's pictures, 64 a seed")
     return parser, parser.parse_args()
 
@@ -225,8 +216,6 @@ def main() -> None:
         device = harness.prepare(args)
         if args.vs and device.type != "cuda":
             raise UsageError("--vs: compares float16 on a GPU, and this is none; leave it out")
-        if "diffusers" in args.vs and family_of(args.model) is not family_of("DiT-XL/2"):
-            raise UsageError(f"--vs diffusers: has no {args.model}; leave it out")
         rungs_of(args, device)
         record = dict(kind="steps", **harness.provenance(device, args.commit))
         print(", ".join(f"{name} {record[name]}" for name in ("gpu", "torch", "commit")), flush=True)

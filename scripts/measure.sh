@@ -51,7 +51,7 @@ if ((gpus)); then
   shared=(--gate --image-size 512 1024 256) verify=("$@")
   (($#)) || verify=(--model DiT-Demo/2)
 else
-  echo "No GPU: the demo is measured on the CPU. There is no comparison with the compiler and diffusers."
+  echo "No GPU: the demo is measured on the CPU. There is no comparison with the compiler."
   ranks=2 ladder=()
   shared=(--labels 1 2) verify=(--model DiT-Demo/2)
 fi
@@ -60,7 +60,7 @@ measure profile-baseline.json python bench/profile_step.py --baseline ${UPSTREAM
 measure profile-fast.json python bench/profile_step.py "$@" --output "$log/profile-fast.json"
 measure ladder.json python bench/steps.py "${ladder[@]}" "$@" --output "$log/ladder.json"
 if ((gpus)); then
-  measure versus.json python bench/steps.py "$@" --only "CUDA graph" --vs compile,diffusers --output "$log/versus.json"
+  measure versus.json python bench/steps.py "$@" --only "CUDA graph" --vs compile --output "$log/versus.json"
 fi
 # shellcheck disable=SC2086  # a list of words
 measure contest.json python bench/jobs.py "$@" --contest $tiers --output "$log/contest.json"

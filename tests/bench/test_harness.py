@@ -28,8 +28,7 @@ REFUSED = [
     ("steps", ["--output", "/proc/x.json"], "--output /proc/x.json: No such file"),
     ("steps", ["--only", "graph", *NO_GPU], "--only graph: no rung on cpu"),
     ("steps", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
-    ("steps", ["--vs", "compile,diffusers", *NO_GPU], "--vs: compares float16 on a GPU"),
-    ("steps", ["--vs", "diffusers,tensorrt"], "--vs: diffusers,tensorrt: choose from eager, compile"),
+    ("steps", ["--vs", "compile", *NO_GPU], "--vs: compares float16 on a GPU"),
     ("steps", ["--backends", "exact:gemm=cublas", *NO_GPU], "--backends exact: cpu cannot run that tier"),
     ("steps", ["--backends", "fp32:gemm=torch"], "fp32:gemm=torch: begin with one of fp16, bf16, exact"),
     ("steps", ["--backends", "exact:gemm=cublaslt"], "exact:gemm=cublaslt: exact takes gemm=auto|hopper|cublas|torch"),
@@ -123,24 +122,18 @@ def test_a_switch_reaches_its_op(tier):
             harness.guided(harness.build(model, tier, cpu, **switches | {switch: "none"}), *run)
 
 
-@pytest.mark.parametrize("what", ["eager", "diffusers"])
-def test_rivals_compute_the_same(what):
-    """diffusers but for its frequencies. The compiler is tested on a GPU."""
+def test_eager_computes_the_same():
+    """Alone and in the loop, which gives the index of an evaluation for its time. The compiler is tested on a GPU."""
     model = fill(DiT_models["DiT-Demo/2"](num_classes=8))
     x, y, scale = torch.randn(2, 4, 16, 16), torch.tensor([1, 5]), 4.0
     plain = harness.build(model, "fp32", torch.device("cpu"))
     want = harness.guided(plain, x, y, scale, 8)
-    rival = Rival(what, model, torch.float32, torch.device("cpu"))
-    if what == "diffusers":
-        assert 1e-3 < (harness.guided(rival, x, y, scale, 8) - want).norm() / want.norm() < 0.5
-        for block in rival.transformer.transformer_blocks:
-            block.norm1.emb.time_proj.downscale_freq_shift = 0
+    rival = Rival("eager", model, torch.float32, torch.device("cpu"))
     assert torch.allclose(harness.guided(rival, x, y, scale, 8), want, atol=1e-4)
-    if what == "eager":  # in the loop, which gives the index of an evaluation for its time
-        noise = [torch.Generator().manual_seed(1) for _ in "ab"]
-        process = harness.process_of("DiT-Demo/2", 3)
-        loops = [harness.sampling(one, process, x, y, scale, 8, generator=g) for one, g in zip((plain, rival), noise)]
-        assert torch.allclose(*(loop() for loop in loops), atol=1e-4)
+    noise = [torch.Generator().manual_seed(1) for _ in "ab"]
+    process = harness.process_of("DiT-Demo/2", 3)
+    loops = [harness.sampling(one, process, x, y, scale, 8, generator=g) for one, g in zip((plain, rival), noise)]
+    assert torch.allclose(*(loop() for loop in loops), atol=1e-4)
 
 
 NAMES = [
