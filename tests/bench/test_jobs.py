@@ -64,8 +64,7 @@ def test_random_weights_and_a_random_decoder_without_files(forked, tmp_path, mon
 
 
 def test_one_process_against_two(forked, tmp_path, monkeypatch):
-    flags = ["--gpus", "2", "--device", "cpu", "--steps", "2", "--fid-steps", "2", "--batch", "1", "--output"]
-    here(monkeypatch, *flags, tmp_path / "log.json")
+    here(monkeypatch, "--gpus", 2, "--device", "cpu", "--steps", 2, "--batch", 1, "--output", tmp_path / "log.json")
     record = json.loads((tmp_path / "log.json").read_text())
     assert (record["kind"], record["gpus"], record["precision"]) == ("ddp", 2, "fp32")
     sampling, wall = record["grid_sampling_s"], record["grid_start_to_picture_s"]
