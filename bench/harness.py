@@ -165,10 +165,10 @@ def run_steps(loop: Callable, steps: int, on_step: Callable[[], None]) -> None:
 
 
 def step_times(loop: Callable | None, steps: int, device: torch.device) -> list[float]:
-    """Return the milliseconds of each of `steps` steps of the sampling run `loop(on_step)`, by the device's clock. A
-    rank without a loop is idle."""
+    """Return the milliseconds of each of `steps` steps of the sampling run `loop(on_step)`, by the device's clock; of
+    an idle rank, which has no loop, zeros."""
     if loop is None:
-        return [0.0]
+        return [0.0] * steps
     marks, cuda = [], device.type == "cuda"
 
     def mark():
@@ -181,15 +181,16 @@ def step_times(loop: Callable | None, steps: int, device: torch.device) -> list[
     return [before.elapsed_time(after) if cuda else 1e3 * (after - before) for before, after in zip(marks, marks[1:])]
 
 
-def time_steps(loop: Callable, device: torch.device, load: float, window: float, slowest: Callable = list) -> dict:
+def time_steps(
+    loop: Callable | None, device: torch.device, load: float, window: float, slowest: Callable = list
+) -> dict:
     """Time the sampling run `loop(on_step)`: median, 10th and 90th percentile, in milliseconds a step, of the steps in
     `window` seconds after `load` seconds of them, since a GPU under load runs slower than in a burst.
 
     slowest: replaces a rank's times by those of the slowest rank, where ranks share the steps."""
-    step_times(loop, 2, device)  # the first steps compile and tune
-    [one] = slowest([statistics.median(step_times(loop, 5, device))])
-    before, timed = (max(3, round(1e3 * seconds / one)) for seconds in (load, window))
-    times = sorted(step_times(loop, before + timed, device)[-timed:])
+    [one] = slowest([statistics.median(step_times(loop, 5, device)[2:])])  # the first steps compile and tune
+    timed = max(3, round(1e3 * window / one))
+    times = sorted(step_times(loop, round(1e3 * load / one) + timed, device)[-timed:])
     found = statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
     return dict(zip(("ms", "p10", "p90"), slowest(found)), steps=timed)
 

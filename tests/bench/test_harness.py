@@ -38,7 +38,6 @@ REFUSED = [
     ("jobs", ["--contest", "fp32", "bf16", *NO_GPU], "bf16: cpu cannot run this tier"),
     ("jobs", ["--fid", "4", "--batch", "4", *NO_GPU], "--fid 4: needs a second batch"),
     ("many_gpus", [], "torchrun"),
-    ("many_gpus", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
     ("sanitize", [], "--device cpu: a GPU's kernels are checked"),
 ]
 
@@ -68,11 +67,11 @@ def test_times_are_of_the_last_steps():
 
     def loop(on_step):
         for index in count:
-            time.sleep(0.2 if index < 4 or 10 < index < 14 else 0.005)
+            time.sleep(0.2 if index < 3 else 0.05 if 10 < index < 35 else 0.005)
             on_step(index, None)
 
     row = harness.time_steps(loop, CPU, load=0.2, window=0.3)
-    assert 5 <= row["p10"] <= row["ms"] <= row["p90"] < 190 and row["steps"] > 20
+    assert 5 <= row["p10"] <= row["ms"] <= row["p90"] < 45 and row["steps"] > 20
 
 
 def test_any_family_by_its_models_name(monkeypatch, tmp_path):
@@ -81,6 +80,8 @@ def test_any_family_by_its_models_name(monkeypatch, tmp_path):
     shape = dict(input_size=16, in_channels=32, patch_size=1, hidden_size=96, depth=1, num_heads=2, learn_sigma=False)
     monkeypatch.setitem(SiT_models, "Other/1", _constructor("Other_1", SiT, **shape))
     assert harness.demo_of("Other/1") == harness.demo_of("REPA-SiT-XL/2") == "SiT-Demo/2"
+    assert harness.demo_of("Large-DiT-3B/2") == "Large-DiT-Demo/2"
+    assert harness.complete(Namespace(model="Other/1", ckpt=None, image_size=128)).latent_size == 8
     flags = ["--model", "Other/1", "--image-size", 128, "--pictures", 1, "--load", 0, "--window", 0.1]
     flags += ["--device", "cpu", "--commit", "older", "--output", tmp_path / "log.json"]
     monkeypatch.setattr(sys, "argv", ["steps.py", *map(str, flags)])
@@ -120,18 +121,18 @@ def test_eager_computes_the_same():
     assert torch.allclose(*found, atol=1e-4)
 
 
+FLASH, CUDNN, BF16 = "pytorch_flash::flash_fwd_kernel", "cudnn_native_sdpa_sm90_flash_fprop", "sm80_xmma_gemm_bf16bf16"
+ANY = ["_adaln", "fmha_cutlassF_f16_aligned_64x128_rf_sm80", "nvjet_hsh_128x256_64x4_2x1_v_bz_TNT"]
+
+
 @pytest.mark.parametrize(
     "capability, newer",
     [
-        ((7, 0), {"attention", "_attention", "pytorch_flash", "cudnn", "sm80_xmma_gemm_bf16"}),
-        ((8, 6), {"attention", "cudnn"}),
-        ((9, 0), set()),
-        ((12, 0), {"attention"}),
+        ((7, 0), ["attention", "_attention", FLASH, CUDNN, BF16]),
+        ((8, 6), ["attention", CUDNN]),
+        ((9, 0), []),
+        ((12, 0), ["attention"]),
     ],
 )
 def test_what_a_gpu_must_not_launch(capability, newer):
-    kernels = ["attention", "_adaln", "_attention", "pytorch_flash::flash_fwd_kernel"]
-    kernels += ["fmha_cutlassF_f16_aligned_64x128_rf_sm80", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]
-    kernels += ["nvjet_hsh_128x256_64x4_2x1_v_bz_TNT", "sm80_xmma_gemm_bf16bf16_bf16f32"]
-    found = seen_as.newer(kernels, capability)
-    assert len(found) == len(newer) and all(any(name.startswith(start) for start in newer) for name in found)
+    assert seen_as.newer([*ANY, "attention", "_attention", FLASH, CUDNN, BF16], capability) == newer

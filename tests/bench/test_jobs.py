@@ -27,9 +27,7 @@ def here(monkeypatch, *args):
     jobs.main()
 
 
-@pytest.mark.parametrize(
-    "seconds,points", [(0.5, 50), (99.9, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (300, 0), (900, 0)]
-)
+@pytest.mark.parametrize("seconds, points", [(0.5, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (900, 0)])
 def test_the_contests_points(seconds, points):
     assert jobs.score(seconds) == pytest.approx(points, abs=0.001)
 

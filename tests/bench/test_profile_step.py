@@ -27,22 +27,29 @@ def analyse(events, steps):
 
 
 # Two steps of 1000 us on a GPU, and the profiler's own wait after the last. In each step a GEMM and an attention kernel
-# overlap on two streams, an upload makes the host wait, and the end is idle.
+# overlap on two streams, a copy makes the host wait, and the end is idle. Kernels of torch, cuBLAS, cuDNN and ours.
+KERNELS = (
+    ("nvjet_sm90_hsh_128x128_bias", "cudnn_generated_fort_native_sdpa_sm90_flash", "_norm_modulate", "Memcpy HtoD"),
+    (
+        "void cublasLt::splitKreduce_kernel<32, 16>",
+        "fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention)",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>",
+    ),
+)
 EVENTS = [
     one
-    for base in (0, 1000)
+    for base, (gemm, attention, norm, copy) in zip((0, 1000), KERNELS)
     for one in (
         on_host("ProfilerStep*", base, 1000),
-        on_host("aten::to", base + 10, 400),
         on_host("aten::copy_", base + 20, 380),
         on_host("cudaMemcpyAsync", base + 30, 5),
         on_host("cudaStreamSynchronize", base + 40, 350),
-        on_host("aten::addmm", base + 500, 20),
         on_host("cudaLaunchKernel", base + 505, 5),
-        on_gpu("nvjet_sm90_hsh_128x128_bias", base + 100, 300),
-        on_gpu("cudnn_generated_fort_native_sdpa_sm90_flash", base + 300, 200),
-        on_gpu("_norm_modulate", base + 500, 100),
-        on_gpu("Memcpy HtoD (Pageable -> Device)", base + 600, 2),
+        on_gpu(gemm, base + 100, 300),
+        on_gpu(attention, base + 300, 200),
+        on_gpu(norm, base + 500, 100),
+        on_gpu(copy, base + 600, 2),
         on_gpu("ProfilerStep*", base, 1000, note=True),
     )
 ] + [on_host("cudaDeviceSynchronize", 2010, 80)]
@@ -59,7 +66,7 @@ def test_events_of_a_gpu():
     }
     assert found["window_ms"] == pytest.approx(0.751) and found["launches_per_step"] == 4
     assert found["kinds"]["GEMM"]["share"] == pytest.approx(0.3 / 0.751)
-    assert found["host_copies_ms"] == pytest.approx(0.002)
+    assert found["host_copies_ms"] == pytest.approx(0.001)
     # A copy is queued in 5 us. The wait after it is the queue's, and the last wait is the profiler's.
     assert found["waits"] == [dict(where="cudaStreamSynchronize", per_step=1, ms_per_step=pytest.approx(0.35))]
 
@@ -69,22 +76,6 @@ def test_a_copy_that_blocks_is_a_wait():
     blocked = [on_host("aten::item", 10, 600), on_host("cudaMemcpyAsync", 20, 500)]
     [wait] = analyse([*blocked, on_gpu("gemm", 0, 500)], 1)["waits"]
     assert wait["where"] == "cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
-
-
-@pytest.mark.parametrize(
-    "kernel, kind",
-    [
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "norm/elementwise"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>", "copies"),
-        ("Memset (Device)", "copies"),
-        ("attention", "attention"),
-        ("fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention)", "attention"),
-        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128", "GEMM"),
-        ("void cublasLt::splitKreduce_kernel<32, 16>", "GEMM"),
-    ],
-)
-def test_kinds(kernel, kind):
-    assert profile_step.kind_of(kernel) == kind
 
 
 def profile(monkeypatch, output, *args):
