@@ -132,9 +132,9 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
             row["judged"] = judge.judge(tier, switches)
         yield row
     for what in args.vs:
-        precision.apply_precision("fp16", device)
-        torch._dynamo.reset()
         make = partial(Rival, what, harness.model_of(args, device), torch.float16, device)
+        precision.apply_precision("fp16", device)  # after model_of, which sets fp32's switches
+        torch._dynamo.reset()
         yield measure(f"fp16 + {RIVALS[what]}", make)
 
 
