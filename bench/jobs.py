@@ -4,13 +4,11 @@
     python bench/jobs.py --gpus 4 --output output/ddp.json
     python bench/jobs.py --fid 640 --image-size 256 --output output/fid.json
 
---contest: T from loading the model to the picture on disk, and its points, which the contest's own job alone has;
-sample.py in a process of its own, after a run that fills the caches. The picture's SHA-256 is recorded: scripts/pack.sh
-looks for it. `process` is the time from the start of the process. --gpus: N GPUs of this node against one: a grid of 8
-labels by sample.py, an FID job's pictures/s by sample_ddp.py. --fid: an FID job on one GPU by so few evaluations
-that decoding and writing count: pictures/s from the start of the process, and from when the first batch is written.
-
-Without --ckpt the network has random, non-zero weights from a seed, and so has the decoder: arithmetic costs the same.
+--contest: T from loading the model to the picture on disk, after a run that fills the caches; its points, which the
+contest's own job alone has; the time of the whole process; the picture's SHA-256, for which scripts/pack.sh looks.
+--gpus: N GPUs of this node against one: a grid of 8 labels by sample.py, an FID job's pictures/s by sample_ddp.py.
+--fid: an FID job on one GPU by so few evaluations that decoding and writing count: pictures/s from the start of the
+process, and from when the first batch is written. Without --ckpt network and decoder have random weights from a seed.
 """
 
 if not __package__:
@@ -44,6 +42,9 @@ from accel.latents.autoencoder_kl import SD_VAE_FT
 from accel.request import FidRequest
 from bench import harness
 
+ENOUGH = 60.0  # seconds of a tier's runs after which it is not run again: long runs differ by less than 1 %
+CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # T and points are of this job alone
+
 
 def run(command: list, **environment) -> tuple[list[str], float]:
     """Run a command of the repository → printed lines, seconds. Raises UsageError with its complaint if it fails."""
@@ -62,8 +63,10 @@ def phases(lines: list[str]) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"([\w-]+) ([\d.]+) s", lines[-1])}
 
 
-ENOUGH = 60.0  # seconds of a tier's runs after which it is not run again: long runs differ by less than 1 %
-CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # T and points are of this job alone
+def pictures_per_second(folder: Path, batch: int) -> float:
+    """Return the rate of an FID job after its first `batch` pictures, from the files' times."""
+    written = [path.stat().st_mtime for path in sorted(folder.rglob("*.png"))]
+    return (len(written) - batch) / (max(written) - max(written[:batch]))
 
 
 def rehearsal(record: dict) -> bool:
@@ -76,73 +79,71 @@ def score(seconds: float) -> float:
     return 0.0 if seconds >= 300 else 50.0 if seconds < 100 else 50 * math.log(300 / seconds) / math.log(3)
 
 
-def contest(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+def contest(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time sample.py in each tier, score it and record its picture."""
-    results, picture, rehearsed = [], folder / "sample.png", rehearsal(vars(args) | dict(pictures=8))
-    for tier in tqdm(args.contest or [precision.default_tier(device)], desc="tiers", leave=False):
-        command = ["sample.py", *flags, "--cfg-scale", args.cfg_scale, "--device", device, "--precision", tier]
-        command += ["--output", picture, "--num-sampling-steps"]
+    results, picture, rehearsed = [], folder / "sample.png", rehearsal(vars(args))
+    for tier in tqdm(args.contest or [args.precision], desc="tiers", leave=False):
+        command = ["sample.py", *flags, "--precision", tier, "--output", picture, "--num-sampling-steps"]
         run([*command, min(3, args.steps)])
         runs = []
         while len(runs) < args.repeats and sum(one["total"] for one in runs) < ENOUGH:
             lines, taken = run([*command, args.steps])
             runs.append(dict(phases(lines), process=taken))
-        totals = [one["total"] for one in runs]
-        row = dict(tier=tier, seconds=statistics.median(totals), runs=runs)
-        row |= dict(picture=hashlib.sha256(picture.read_bytes()).hexdigest())
-        row |= {} if rehearsed else dict(points=score(row["seconds"]))
-        results.append(row | dict(settings=next(line for line in lines if " · " in line)))
+        least, median, most = (choose(one["total"] for one in runs) for choose in (min, statistics.median, max))
+        row = dict(tier=tier, seconds=median, runs=runs, picture=hashlib.sha256(picture.read_bytes()).hexdigest())
+        row |= dict(settings=next(line for line in lines if " · " in line))
+        row |= {} if rehearsed else dict(points=score(median))
+        results.append(row)
         record(dict(contest=results))
         points = "a rehearsal, no points" if rehearsed else f"{row['points']:.1f} of 50 points"
-        least, most = min(totals), max(totals)
-        tqdm.write(f"{tier:6} T = {row['seconds']:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}")
+        tqdm.write(f"{tier:6} T = {median:.2f} s, {least:.2f} to {most:.2f}; process {taken:.2f}: {points}")
 
 
-def against_one(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+def against_one(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time a grid and an FID job on --gpus GPUs and on one."""
-    results = {}
-    flags = [*flags, "--precision", args.precision or precision.default_tier(device)]
-    flags += ["--device", "cpu"] if device.type == "cpu" else []
+    flags = [*flags, "--precision", args.precision, "--num-sampling-steps"]
 
-    def launch(command, ranks, steps, *more):
-        threads = str(max(1, min(4, os.cpu_count() // ranks)))
-        lines, taken = run([*command, *flags, "--num-sampling-steps", steps, *more], OMP_NUM_THREADS=threads)
-        return dict(phases=phases(lines), seconds=taken)
+    def threads(ranks):
+        return dict(OMP_NUM_THREADS=str(max(1, min(4, os.cpu_count() // ranks))))
 
     def grid(ranks, steps):
-        return launch(["sample.py", "--gpus", ranks], ranks, steps, "--output", folder / "grid.png")
+        output = ["--gpus", ranks, "--output", folder / "grid.png"]
+        lines, taken = run(["sample.py", *flags, steps, *output], **threads(ranks))
+        return phases(lines), taken
 
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         grid(args.gpus, 3)  # file and kernel caches
     grids = {ranks: [] for ranks in (1, args.gpus)}
-    for ranks, some in tqdm([*grids.items()] * args.repeats, desc="grids", leave=False):
-        some.append(grid(ranks, args.steps))
-    sampling = {ranks: [one["phases"]["sample"] for one in some] for ranks, some in grids.items()}
-    results["grid_sampling_s"] = sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1]))
-    for name, key in (("grid_start_to_picture_s", "seconds"), ("grid_phases_s", "phases")):
-        results[name] = {ranks: [one[key] for one in some] for ranks, some in grids.items()}
+    for ranks, found in tqdm([*grids.items()] * args.repeats, desc="grids", leave=False):
+        found.append(grid(ranks, args.steps))
+    sampling = {ranks: [seconds["sample"] for seconds, _ in found] for ranks, found in grids.items()}
+    results = dict(
+        grid_sampling_s=sampling | dict(ratio=min(sampling[args.gpus]) / min(sampling[1])),
+        grid_start_to_picture_s={ranks: [taken for _, taken in found] for ranks, found in grids.items()},
+        grid_phases_s={ranks: [seconds for seconds, _ in found] for ranks, found in grids.items()},
+    )
     record(results)
-    rates = {}
+    steps, rates = min(args.steps, 25 if torch.cuda.is_available() else 5), {}
     for ranks in tqdm(grids, desc="FID jobs", leave=False):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         size = ["--num-fid-samples", 3 * args.batch * ranks, "--per-proc-batch-size", args.batch]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "sample_ddp.py"]
-        launch(torchrun, ranks, args.fid_steps, *size, "--sample-dir", folder / f"fid{ranks}")
-        rates[ranks] = pictures_per_second(folder / f"fid{ranks}", args.batch * ranks)
+        place = folder / f"fid{ranks}"
+        run([*torchrun, "sample_ddp.py", *flags, steps, *size, "--sample-dir", place], **threads(ranks))
+        rates[ranks] = pictures_per_second(place, args.batch * ranks)
     efficiency = rates[args.gpus] / (args.gpus * rates[1])
-    results["fid_pictures_per_s"] = rates | dict(steps=args.fid_steps, batch=args.batch, efficiency=efficiency)
+    results["fid_pictures_per_s"] = rates | dict(steps=steps, batch=args.batch, efficiency=efficiency)
     record(results)
     print(json.dumps(results, indent=1))
 
 
-def fid(args: Namespace, device: torch.device, flags: list, folder: Path, record: Callable) -> None:
+def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
     """Time an FID job of --fid pictures."""
-    flags = [*flags, "--cfg-scale", args.cfg_scale, "--device", device]
-    flags += ["--precision", args.precision or precision.default_tier(device), "--sampler", "dpm++"]
-    flags += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
+    command = ["sample_ddp.py", *flags, "--precision", args.precision, "--sampler", "dpm++"]
+    command += ["--num-sampling-steps", args.steps, "--per-proc-batch-size", args.batch]
     runs = []
     for index in tqdm(range(1 + args.repeats), desc="jobs", unit="job", leave=False):
         count, place = args.fid if index else 1, folder / f"fid{index}"  # the first fills the caches
-        lines, taken = run(["sample_ddp.py", *flags, "--num-fid-samples", count, "--sample-dir", place])
+        lines, taken = run([*command, "--num-fid-samples", count, "--sample-dir", place])
         if index:
             rates = dict(whole=args.fid / taken, steady=pictures_per_second(place, args.batch))
             runs.append(dict(phases(lines), process=taken, pictures_per_s=rates))
@@ -152,73 +153,63 @@ def fid(args: Namespace, device: torch.device, flags: list, folder: Path, record
         print(f"{name:6} {statistics.median(rates):.2f} pictures/s, {rates[0]:.2f} to {rates[-1]:.2f}")
 
 
-def pictures_per_second(folder: Path, batch: int) -> float:
-    """Return the rate of an FID job after its first `batch` pictures, from the files' times."""
-    written = [path.stat().st_mtime for path in sorted(folder.rglob("*.png"))]
-    return (len(written) - batch) / (max(written) - max(written[:batch]))
+def flags_of(args: Namespace, device: torch.device, folder: Path) -> list:
+    """Return the commands' flags of network, decoder and device. What has no file gets one of random weights in
+    `folder`."""
+    ckpt, implied = args.ckpt, family_of(args.model).models[args.model].vae
+    vae = args.vae or (None if implied in files.PUBLISHED else implied)
+    if not ckpt:
+        ckpt = folder / "random.pt"
+        torch.save(harness.model_of(args, device).state_dict(), ckpt)
+    if not vae:
+        vae = folder / "vae"
+        vae.mkdir()
+        (vae / files.FILES[0]).write_text(json.dumps(SD_VAE_FT))
+        save_file(harness.random_decoder(torch.device("cpu")).state_dict(), vae / files.FILES[1])
+    return ["--model", args.model, "--image-size", args.image_size, "--ckpt", ckpt, "--vae", vae, "--device", device]
 
 
-def parse() -> tuple[OneLineParser, Namespace]:
-    parser, on_gpu = OneLineParser(description=__doc__.splitlines()[0]), torch.cuda.is_available()
-    what = parser.add_mutually_exclusive_group(required=True)
-    tiers = dict(nargs="*", choices=tuple(precision.TIERS), metavar="TIER")
-    what.add_argument("--contest", **tiers, help="the contest's T and points in these tiers (default: sample.py's)")
-    what.add_argument("--gpus", type=positive, help="so many GPUs of this node against one of them")
-    what.add_argument("--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU")
-    harness.add_arguments(parser, batch=False)
-    parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
-    parser.add_argument(
-        "--precision", choices=tuple(precision.TIERS), help="tier of --gpus and --fid (default: the commands' own)"
-    )
-    parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)")
-    for name, default, what in (
-        ("--repeats", 3 if on_gpu else 1, "runs of each; a contest tier gets no more after a minute"),
-        ("--fid-steps", 25 if on_gpu else 5, "steps of an FID picture"),
-        ("--batch", FidRequest.per_proc_batch_size if on_gpu else 2, "pictures a rank and FID batch"),
-    ):
-        parser.add_argument(name, type=positive, default=default, help=f"{what} (default: {default})")
-    return parser, parser.parse_args()
-
-
-def check(args: Namespace) -> torch.device:
-    """Return the device, and set the number of steps. Raises UsageError before anything is measured."""
+def prepare(args: Namespace) -> torch.device:
+    """Return the device, and complete `args` for it. Raises UsageError before anything is measured."""
     device = harness.prepare(args)
-    if args.gpus == 1:
-        raise UsageError("--gpus 1: is compared with one GPU; give 2 or more")
-    asked = [("--contest", tier) for tier in args.contest or ()]
-    for flag, tier in [*asked, ("--precision", args.precision)]:
-        if tier and not precision.supports(tier, device):
-            raise UsageError(f"{flag} {tier}: {device} cannot run it; leave it out")
+    args.precision = args.precision or precision.default_tier(device)
+    for tier in args.contest or [args.precision]:
+        if not precision.supports(tier, device):
+            raise UsageError(f"{tier}: {device} cannot run this tier; leave it out")
     if args.fid and args.fid <= args.batch:
         raise UsageError(f"--fid {args.fid}: needs a second batch; give more than --batch {args.batch}")
-    steps = 25 if args.gpus and device.type != "cuda" else harness.STEPS
-    args.steps = args.steps or (10 if args.fid else steps)
+    few = 25 if args.gpus and device.type != "cuda" else harness.STEPS
+    args.steps = args.steps or (10 if args.fid else few)
+    args.pictures = args.fid or 8
     return device
 
 
 def main() -> None:
-    parser, args = parse()
+    parser, tiers = OneLineParser(description=__doc__.splitlines()[0]), tuple(precision.TIERS)
+    on_gpu = torch.cuda.is_available()
+    what = parser.add_mutually_exclusive_group(required=True)
+    text = "the contest's T and points in these tiers (default: sample.py's)"
+    what.add_argument("--contest", nargs="*", choices=tiers, metavar="TIER", help=text)
+    what.add_argument("--gpus", type=positive, help="so many GPUs of this node against one of them")
+    what.add_argument("--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU")
+    harness.add_arguments(parser)
+    parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")
+    parser.add_argument("--precision", choices=tiers, help="tier of --gpus and --fid (default: sample.py's)")
+    parser.add_argument("--steps", type=positive, help="steps (default: 250; --fid: 10; --gpus without GPUs: 25)")
+    text = "runs of each; a contest tier gets no more after a minute (default: %(default)s)"
+    parser.add_argument("--repeats", type=positive, default=3 if on_gpu else 1, help=text)
+    usual = FidRequest.per_proc_batch_size if on_gpu else 2
+    text = "pictures a rank and FID batch (default: %(default)s)"
+    parser.add_argument("--batch", type=positive, default=usual, help=text)
+    args = parser.parse_args()
     with user_errors(parser), tempfile.TemporaryDirectory() as folder:
-        device, folder = check(args), Path(folder)
+        device, folder = prepare(args), Path(folder)
         kind, work = ("ddp", against_one) if args.gpus else ("fid", fid) if args.fid else ("contest", contest)
-        about = dict(kind=kind, **harness.provenance(device, args.commit), model=args.model, image_size=args.image_size)
-        about |= dict(pictures=args.fid or 8, steps=args.steps)
-        about |= dict(weights=Path(args.ckpt).name if args.ckpt else "random, seed 0")
+        about = harness.about(kind, args, device) | dict(steps=args.steps)
         if args.contest is None:
-            about |= dict(gpus=args.gpus or 1, precision=args.precision or precision.default_tier(device))
-        flags = ["--model", args.model, "--image-size", args.image_size, "--num-classes", args.num_classes]
-        implied = family_of(args.model).models[args.model].vae
-        args.vae = args.vae or (None if implied in files.PUBLISHED else implied)
-        if not args.ckpt:
-            args.ckpt = folder / "random.pt"
-            torch.save(harness.model_of(Namespace(**vars(args) | dict(ckpt=None)), device).state_dict(), args.ckpt)
-        if not args.vae:
-            args.vae = folder / "vae"
-            args.vae.mkdir()
-            (args.vae / files.FILES[0]).write_text(json.dumps(SD_VAE_FT))
-            save_file(harness.random_decoder(torch.device("cpu")).state_dict(), args.vae / files.FILES[1])
-        flags += ["--ckpt", args.ckpt, "--vae", args.vae]
-        work(args, device, flags, folder, lambda results: harness.write(args.output, about | results))
+            about |= dict(gpus=args.gpus or 1, precision=args.precision)
+        flags = flags_of(args, device, folder)
+        work(args, flags, folder, lambda results: harness.write(args.output, about | results))
 
 
 if __name__ == "__main__":

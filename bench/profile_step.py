@@ -1,18 +1,16 @@
 """Profile warm sampling steps with torch.profiler: time by kind of work, against the measured limits of this machine.
 
-    python bench/profile_step.py --output output/fast.json            # as sample.py runs it
-    python bench/profile_step.py --baseline ../DiT --output output/upstream.json
+    python bench/profile_step.py --output output/fast.json                  # as sample.py runs it
+    python bench/profile_step.py --baseline --output output/baseline.json   # upstream's arithmetic: models.py, eager
 
---baseline profiles the loop of a checkout of upstream; without a folder this repository's own models.py in the loop of
-its diffusion/. Prints the profiler's table of the ten most expensive functions. Beside --output lies a trace for
-Perfetto (ui.perfetto.dev). A kernel's name tells its kind of work; idle is the time between the first kernel's start
+Prints the profiler's table of the ten most expensive functions. Beside --output lies a trace for Perfetto
+(ui.perfetto.dev). On a GPU a kernel's name tells its kind of work; idle is the time between the first kernel's start
 and the last kernel's end in which none runs.
 """
 
 if not __package__:
     __import__("_as_module")
 
-import importlib
 import os
 import re
 import subprocess
@@ -26,29 +24,24 @@ from pathlib import Path
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.flop_counter import FlopCounterMode
 
 from accel import precision
 from accel.command_line import OneLineParser, user_errors
 from accel.errors import UsageError
-from accel.families import ROOT
 from accel.files import atomic_write
 from accel.flags import positive
-from bench import harness, seen_as, work
+from accel.network import BlockNetwork
+from bench import harness, seen_as
 
 WAIT, WARMUP = 1, 2  # steps before the recorded ones
-STEP = "ProfilerStep*"  # the profiler's name for a step
 # The first kind whose pattern a kernel's name contains. Attention comes first: its kernels are named after GEMMs too.
 KINDS = (
     ("attention", r"attention|flash|fmha|sdpa|softmax|mha_fwd"),
-    ("communication", r"nccl"),
     ("copies", r"^Mem(cpy|set)|CatArray|direct_copy|copy_kernel|copy_device|FillFunctor"),
     ("GEMM", r"gemm|gemv|nvjet|cutlass|cublas|splitK|split_linear|xmma|wgmma|conv|winograd|implicit"),
-)
-OPERATORS = (  # the same for operators, where there are no kernels to go by (CPU)
-    ("attention", r"attention|softmax"),
-    ("GEMM", r"addmm|::mm|bmm|linear|matmul|conv"),
-    ("copies", r"copy|::to$|::cat$|clone|contiguous|::fill|::zero"),
 )
 OTHER = "norm/elementwise"
 # cudaDeviceSynchronize is the profiler's own.
@@ -56,75 +49,29 @@ WAITS = r"^cu(da)?(Stream|Event|Ctx)Synchronize|^cudaMemcpy"
 STAGED = 50  # µs: an asynchronous copy that takes the host longer than this has waited for the GPU
 
 
-def upstream_loop(folder: Path, model: torch.nn.Module, args: Namespace, device: torch.device) -> Callable:
-    """Return the sampling run of the checkout of upstream in `folder` as `loop(on_step)`: its models.py with `model`'s
-    weights in the loop of its diffusion/. Modules of ours with these names stay what they are."""
-
-    if not all((folder / name).exists() for name in ("models.py", "diffusion")):
-        raise UsageError(f"--baseline {folder}: no models.py and diffusion/ there; name a checkout of upstream")
-
-    def named_alike():
-        return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] in ("models", "diffusion")}
-
-    ours = named_alike()
-    sys.path.insert(0, str(folder))
-    try:
-        theirs, make = importlib.import_module("models"), importlib.import_module("diffusion").create_diffusion
-    except ImportError as error:
-        raise UsageError(f"--baseline {folder}: {error}") from None
-    finally:
-        sys.path.remove(str(folder))
-        named_alike()
-        sys.modules.update(ours)
-    if args.model not in theirs.DiT_models:
-        raise UsageError(f"--baseline {folder}: has no {args.model}; take --model DiT-XL/2")
-    side = args.image_size // 8
-    with torch.device(device):
-        network = theirs.DiT_models[args.model](input_size=side, num_classes=args.num_classes)
-    network.load_state_dict(model.state_dict())
-    network.eval()
-    y = torch.arange(args.pictures, device=device) % args.num_classes
-    kwargs = dict(y=torch.cat([y, torch.full_like(y, args.num_classes)]), cfg_scale=args.cfg_scale)
-    z = torch.randn(args.pictures, 4, side, side, device=device).repeat(2, 1, 1, 1)
-    diffusion = make(str(harness.STEPS))
-
-    def loop(on_step):
-        arguments = dict(clip_denoised=False, model_kwargs=kwargs, device=device)
-        for out in diffusion.p_sample_loop_progressive(network.forward_with_cfg, z.shape, z, **arguments):
-            on_step(out["sample"])
-
-    return torch.no_grad()(loop)
-
-
 def record(loop: Callable, steps: int, device: torch.device) -> profile:
     """Run `steps` warm steps of `loop` under the profiler."""
     # CUPTI must outlive the first profile, or a captured step that is replayed in the second one crashes.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    done = 0
 
     def on_step(*_):
-        nonlocal done
-        done += 1
-        if done == WAIT + WARMUP:  # the steps before are not the recorded ones' work
+        if profiler.step_num == WAIT + WARMUP - 1:  # the steps before are not the recorded ones' work
             harness.synchronize(device)
         profiler.step()
-        if done == WAIT + WARMUP + steps:
-            raise harness.Enough
 
     with profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
-        record_shapes=True,
         acc_events=True,
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps, repeat=1),
     ) as profiler:
-        harness.run_until(loop, on_step)
+        harness.run_steps(loop, WAIT + WARMUP + steps, on_step)
     return profiler
 
 
-def kind_of(name: str, table: tuple = KINDS) -> str:
-    """Return the kind of work of a kernel or operator."""
-    return next((kind for kind, pattern in table if re.search(pattern, name, re.I)), OTHER)
+def kind_of(kernel: str) -> str:
+    """Return the kind of work of a kernel."""
+    return next((kind for kind, pattern in KINDS if re.search(pattern, kernel, re.I)), OTHER)
 
 
 def on_device(event) -> bool:
@@ -133,70 +80,75 @@ def on_device(event) -> bool:
 
 
 def analyse(events: EventList, steps: int) -> dict:
-    """Return the times of `steps` profiled steps by kind of work, and the host's waits, in milliseconds a step."""
+    """Return the time of `steps` profiled steps on a GPU by kind of work, and the host's waits, in ms a step."""
     averages, times = events.key_averages(), defaultdict(float)
-    host = [row for row in averages if row.device_type == DeviceType.CPU]
-    device = [row for row in averages if on_device(row)]
-    waits = [row for row in host if re.search(WAITS, row.key)]
+    kernels = [row for row in averages if on_device(row)]
+    for row in kernels:
+        times[kind_of(row.key)] += row.self_device_time_total
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events if on_device(event))
+    first = reach = spans[0][0]
+    for start, end in spans:
+        times["idle"] += max(0.0, start - reach)
+        reach = max(reach, end)
+    waits = [row for row in averages if row.device_type == DeviceType.CPU and re.search(WAITS, row.key)]
     waits = [row for row in waits if "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count]
-    result = dict(steps=steps)
-    result["waits"] = [
-        dict(where=row.key, per_step=row.count / steps, ms_per_step=row.self_cpu_time_total / steps / 1e3)
-        for row in sorted(waits, key=lambda row: -row.self_cpu_time_total)
-    ]
-    if device:
-        for row in device:
-            times[kind_of(row.key)] += row.self_device_time_total
-        spans = sorted((event.time_range.start, event.time_range.end) for event in events if on_device(event))
-        reach, idle = spans[0][0], 0.0
-        for start, end in spans:
-            idle += max(0.0, start - reach)
-            reach = max(reach, end)
-        window, times["idle"] = reach - spans[0][0], idle
-        copied = sum(row.self_device_time_total for row in device if re.match("Memcpy (HtoD|DtoH)", row.key))
-        result["host_copies_ms"] = copied / steps / 1e3
-        result["launches_per_step"] = sum(row.count for row in device) / steps
-    else:
-        [whole] = (row for row in host if row.key == STEP)
-        window, times["host, outside operators"] = whole.cpu_time_total, whole.self_cpu_time_total
-        for row in host:
-            if row.key != STEP:
-                times[kind_of(row.key, OPERATORS)] += row.self_cpu_time_total
-    result["window_ms"] = window / steps / 1e3
-    result["kinds"] = {kind: time / steps / 1e3 for kind, time in sorted(times.items(), key=lambda item: -item[1])}
-    return result
+    copied = sum(row.self_device_time_total for row in kernels if re.match("Memcpy (HtoD|DtoH)", row.key))
+    by_time = sorted(times.items(), key=lambda item: -item[1])
+    return dict(
+        window_ms=(reach - first) / steps / 1e3,
+        launches_per_step=sum(row.count for row in kernels) / steps,
+        host_copies_ms=copied / steps / 1e3,
+        kinds={kind: dict(ms=time / steps / 1e3, share=time / (reach - first)) for kind, time in by_time},
+        waits=[
+            dict(where=row.key, per_step=row.count / steps, ms_per_step=row.self_cpu_time_total / steps / 1e3)
+            for row in sorted(waits, key=lambda row: -row.self_cpu_time_total)
+        ],
+    )
 
 
 def ceilings(tier: str, device: torch.device) -> dict:
     """Measure what this machine reaches on a large GEMM in the tier's arithmetic, after seconds of it, and on a large
     copy."""
+
+    def milliseconds(work, load, window):
+        def loop(on_step):
+            work()
+            on_step()
+
+        return harness.time_steps(loop, device, load, window)["ms"]
+
     cuda = device.type == "cuda"
     side, dtype, parts = 8192 if cuda else 1024, precision.TIERS[tier].dtype, 1
     if tier == "exact":
         dtype, parts = torch.float16, 3  # high·high, high·low and low·high
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
-    out, seconds = torch.empty_like(a), (1.5, 1.0) if cuda else (0.1, 0.1)
-    gemm = harness.time_steps(harness.repeated(lambda: torch.mm(a, b, out=out)), device, *seconds)
+    a, b = torch.randn(2, side, side, device=device).to(dtype)
+    out = torch.empty_like(a)
+    gemm = milliseconds(lambda: torch.mm(a, b, out=out), *((1.5, 1.0) if cuda else (0.1, 0.1)))
     size = 1 << 30 if cuda else 1 << 26
     source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
-    copy = harness.time_steps(harness.repeated(lambda: target.copy_(source)), device, load=0.0, window=0.05)
-    tflops, tb_s = 2 * side**3 / parts / gemm["ms"] / 1e9, 2 * size / copy["ms"] / 1e9
+    copy = milliseconds(lambda: target.copy_(source), 0.0, 0.05)
+    tflops, tb_s = 2 * side**3 / parts / gemm / 1e9, 2 * size / copy / 1e9
     return dict(gemm_tflops=tflops, gemm=f"{side}³ {tier}", copy_tb_s=tb_s)
 
 
-def rates(result: dict, shape: work.Shape, value_bytes: int, ceiling: dict) -> None:
-    """Add to each kind of a step the work that it must do, and how fast it was done."""
-    flops = {"GEMM": work.gemm_flops(shape), "attention": work.attention_flops(shape)}
-    for kind, ms in result["kinds"].items():
-        row = result["kinds"][kind] = dict(ms=ms, share=ms / result["window_ms"])
-        if kind in flops and ms:
-            row["tflops"] = flops[kind] / ms / 1e9
-            row["of_ceiling"] = row["tflops"] / ceiling["gemm_tflops"]
-        elif kind == OTHER and ms:
-            row["gb_s"] = work.adaln_bytes(shape, value_bytes) / ms / 1e6
-            row["of_ceiling"] = row["gb_s"] / 1e3 / ceiling["copy_tb_s"]
-    result["floor_ms"] = work.floor_ms(shape, value_bytes, ceiling["gemm_tflops"], ceiling["copy_tb_s"])
+@torch.no_grad()
+def flops(model: torch.nn.Module, args: Namespace, device: torch.device) -> dict[str, int]:
+    """Return the floating-point operations of a step, 2 a multiply-add, as torch counts them on the reference network
+    (conditioning, which a run computes ahead, is 0.05 % of XL/2)."""
+    x = torch.zeros(2, model.in_channels, args.latent_size, args.latent_size, device=device)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # attention: two batched GEMMs
+        model(x, x.new_full((2,), 500), torch.zeros(2, dtype=torch.int64, device=device))
+    whole, attention = counter.get_total_flops(), counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    return {"GEMM": args.pictures * (whole - attention), "attention": args.pictures * attention}
+
+
+def adaln_bytes(network: BlockNetwork, row_tokens: int, value_bytes: int) -> int:
+    """Return the fewest bytes that move between the GEMMs of a step if each pass over the tokens is one fused adaLN
+    kernel, as in accel/fast: the float32 residual stream, and branches and GEMM inputs of `value_bytes` a value."""
+    stream = 4
+    middle = stream + 2 * value_bytes  # reads x and a, writes h
+    joined = 2 * stream + 3 * value_bytes  # reads x, a and m, writes x and h
+    return row_tokens * network.width * (network.depth * (middle + joined) + stream + value_bytes)
 
 
 def driver() -> str:
@@ -205,47 +157,57 @@ def driver() -> str:
     return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
 
 
+def save_trace(profiler: profile, path: Path) -> None:
+    """Write the trace, whole or not at all."""
+    with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace:
+        profiler.export_chrome_trace(trace.name)
+        with atomic_write(path) as file:
+            file.write(Path(trace.name).read_bytes())
+
+
 def run(args: Namespace, device: torch.device) -> dict:
     """Return the record of a profile, and print the profiler's table; the trace goes beside --output."""
-    precision.apply_precision(args.precision, device)
-    model = harness.model_of(args, device)
-    if args.baseline:
-        loop = upstream_loop(args.baseline, model, args, device)
-    else:
-        loop = harness.batch(harness.build(model, args.precision, device), args, device)
+    model, cuda = harness.model_of(args, device), device.type == "cuda"
+    network = harness.build(model, args.precision, device)
+    loop = harness.sampling(network, args, device)
     timed = harness.time_steps(loop, device, args.load, args.window)
-    ceiling = ceilings(args.precision, device)
+    ceiling, work = ceilings(args.precision, device), flops(model, args, device)
     profiler = record(loop, args.steps, device)
     if args.output:
-        with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace:
-            profiler.export_chrome_trace(trace.name)
-            with atomic_write(Path(args.output).with_suffix(".trace.json.gz")) as file:
-                file.write(Path(trace.name).read_bytes())
-    events, shape = profiler.events(), work.Shape.of(model, 2 * args.pictures)
-    order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    print(events.key_averages().table(sort_by=order, row_limit=10, max_name_column_width=72))
-    result = analyse(events, args.steps)
-    rates(result, shape, precision.TIERS[args.precision].dtype.itemsize, ceiling)
-    if args.seen_as:
-        names = {event.name for event in events if on_device(event)}
-        result["newer"] = seen_as.newer(sorted(names), args.seen_as)
-    about = {key: getattr(args, key) for key in ("model", "image_size", "pictures")}
-    return dict(
-        kind="profile",
-        **harness.provenance(device, args.commit),
-        **about,
-        driver=driver() if device.type == "cuda" else None,
-        weights=Path(args.ckpt).name if args.ckpt else "random, seed 0",
-        batch_rows=shape.batch_rows,
+        save_trace(profiler, Path(args.output).with_suffix(".trace.json.gz"))
+    averages = profiler.key_averages()
+    order = "self_device_time_total" if cuda else "self_cpu_time_total"
+    print(averages.table(sort_by=order, row_limit=10, max_name_column_width=72))
+    row_tokens = 2 * args.pictures * (args.latent_size // network.patch_size) ** 2
+    moved = adaln_bytes(network, row_tokens, precision.TIERS[args.precision].dtype.itemsize)
+    about = harness.about("profile", args, device) | dict(
+        driver=driver() if cuda else None,
+        baseline=args.baseline,
+        batch_rows=2 * args.pictures,
         tier=args.precision,
-        baseline=bool(args.baseline),
-        checkout=args.baseline and args.baseline.resolve().name,
-        num_sampling_steps=harness.STEPS,
-        shape=vars(shape),
+        steps=args.steps,
         timed=timed,
         ceilings=ceiling,
-        **result,
+        flops=work,
+        # No arrangement of the same arithmetic is faster: GEMMs and attention at the speed of a large GEMM, all other
+        # bytes at the speed of a large copy.
+        floor_ms=(sum(work.values()) / ceiling["gemm_tflops"] + moved / ceiling["copy_tb_s"]) / 1e9,
     )
+    if not cuda:
+        [whole] = (row for row in averages if row.key == "ProfilerStep*")
+        return about | dict(window_ms=whole.cpu_time_total / args.steps / 1e3, waits=[])
+    events = profiler.events()
+    result = about | analyse(events, args.steps)
+    for kind, row in result["kinds"].items():
+        if kind in work:
+            row["tflops"] = work[kind] / row["ms"] / 1e9
+            row["of_ceiling"] = row["tflops"] / ceiling["gemm_tflops"]
+        elif kind == OTHER:
+            row["gb_s"] = moved / row["ms"] / 1e6
+            row["of_ceiling"] = row["gb_s"] / 1e3 / ceiling["copy_tb_s"]
+    if args.seen_as:
+        result["newer"] = seen_as.newer(sorted({event.name for event in events if on_device(event)}), args.seen_as)
+    return result
 
 
 def describe(record: dict) -> list[str]:
@@ -253,12 +215,12 @@ def describe(record: dict) -> list[str]:
     timed, ceiling = record["timed"], record["ceilings"]
     lines = [
         f"{record['model']}, {record['image_size']} px, {record['batch_rows']} batch rows, {record['tier']}, "
-        f"{record['gpu'] or 'CPU: times by operator, nothing about kernels or idle'}",
+        f"{record['gpu'] or 'CPU'}",
         f"{timed['ms']:.2f} ms a step [{timed['p10']:.2f}, {timed['p90']:.2f}]; profiled {record['window_ms']:.2f}; "
         f"floor {record['floor_ms']:.2f} ({ceiling['gemm']} GEMM {ceiling['gemm_tflops']:.3g} TFLOP/s, copy "
         f"{ceiling['copy_tb_s']:.3g} TB/s, both measured here)",
     ]
-    for kind, row in record["kinds"].items():
+    for kind, row in record.get("kinds", {}).items():
         rate = f"  {row['of_ceiling']:.0%} of the ceiling" if "of_ceiling" in row else ""
         lines.append(f"  {kind:24}{row['ms']:12.3f} ms{row['share']:8.1%}{rate}")
     if record["gpu"] and not record["waits"]:
@@ -271,10 +233,10 @@ def describe(record: dict) -> list[str]:
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     harness.add_arguments(parser)
-    text = "default: sample.py's; --baseline: upstream's"
+    harness.add_batch(parser)
+    text = "tier (default: sample.py's; --baseline: tf32 where the device has it, else fp32)"
     parser.add_argument("--precision", choices=tuple(precision.TIERS), help=text)
-    text = "instead: the loop of this checkout of upstream (default: of this repository)"
-    parser.add_argument("--baseline", nargs="?", type=Path, const=ROOT, metavar="FOLDER", help=text)
+    parser.add_argument("--baseline", action="store_true", help="upstream's arithmetic: models.py, step by step")
     parser.add_argument("--steps", type=positive, default=3, help="steps in the trace, after the warm-up")
     args = parser.parse_args()
     with user_errors(parser):
@@ -283,7 +245,7 @@ def main() -> None:
         device = harness.prepare(args)
         upstream = "tf32" if precision.supports("tf32", device) else "fp32"
         args.precision = args.precision or (upstream if args.baseline else precision.default_tier(device))
-        if args.baseline and args.precision not in ("fp32", "tf32"):
+        if args.baseline and precision.TIERS[args.precision].accelerated:
             raise UsageError(f"--precision {args.precision}: upstream samples in fp32 or tf32; choose one of these")
         result = run(args, device)
         print(*describe(result), sep="\n")

@@ -5,7 +5,7 @@
 #
 # Without weights the networks are random (arithmetic costs the same) and pictures are verified on the demo. A file
 # that is there, whole, is not measured again, so a run that was stopped resumes; remove a file to renew it. Without a
-# GPU the demo is measured on the CPU. UPSTREAM=FOLDER before it: the loop of that checkout is the baseline's profile.
+# GPU the demo is measured on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -d .venv ]]; then
@@ -21,6 +21,11 @@ if [[ -z $log || $log == -* ]]; then
   exit 2
 fi
 shift
+network=() decoder=() # steps and profiles need no decoder
+while (($#)); do
+  if [[ $1 == --vae ]]; then decoder=("${@:1:2}"); else network+=("${@:1:2}"); fi
+  shift 2 || shift
+done
 mkdir -p "$log" 2>/dev/null && touch "$log/.writable" 2>/dev/null || {
   echo "measure.sh: $log: no folder can be made or written there; name another" >&2
   exit 2
@@ -48,28 +53,30 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 print(*(tier for tier in precision.TIERS if precision.supports(tier, device)))')
 if ((gpus)); then
   ranks=$gpus ladder=(--gate 3)
-  shared=(--gate --image-size 512 1024 256) verify=("$@")
-  (($#)) || verify=(--model DiT-Demo/2)
+  shared=(--gate --image-size 512 1024 256) verify=("${network[@]}" "${decoder[@]}")
+  ((${#verify[@]})) || verify=(--model DiT-Demo/2)
 else
-  echo "No GPU: the demo is measured on the CPU. There is no comparison with the compiler and diffusers."
+  echo "No GPU: the demo is measured on the CPU. There is no comparison with the compiler."
   ranks=2 ladder=()
   shared=(--labels 1 2) verify=(--model DiT-Demo/2)
 fi
-measure profile-baseline.json python bench/profile_step.py --baseline ${UPSTREAM:+"$UPSTREAM"} "$@" \
-  --output "$log/profile-baseline.json"
-measure profile-fast.json python bench/profile_step.py "$@" --output "$log/profile-fast.json"
-measure ladder.json python bench/steps.py "${ladder[@]}" "$@" --output "$log/ladder.json"
+profile=(python bench/profile_step.py "${network[@]}")
+measure profile-baseline.json "${profile[@]}" --baseline --output "$log/profile-baseline.json"
+measure profile-fast.json "${profile[@]}" --output "$log/profile-fast.json"
+steps=(python bench/steps.py "${network[@]}")
+measure ladder.json "${steps[@]}" "${ladder[@]}" --output "$log/ladder.json"
 if ((gpus)); then
-  measure versus.json python bench/steps.py "$@" --only "CUDA graph" --vs compile,diffusers --output "$log/versus.json"
+  measure versus.json "${steps[@]}" --only "CUDA graph" --vs compile --output "$log/versus.json"
 fi
+jobs=(python bench/jobs.py "${network[@]}" "${decoder[@]}")
 # shellcheck disable=SC2086  # a list of words
-measure contest.json python bench/jobs.py "$@" --contest $tiers --output "$log/contest.json"
+measure contest.json "${jobs[@]}" --contest $tiers --output "$log/contest.json"
 measure verify/verify.json python scripts/verify.py "${verify[@]}" --output "$log/verify"
 sections="1 2 3"
 if ((ranks > 1)); then
   torchrun=(torchrun --standalone --nproc_per_node="$ranks")
   measure parallel.json "${torchrun[@]}" bench/many_gpus.py "${shared[@]}" --output "$log/parallel.json"
-  measure ddp.json python bench/jobs.py "$@" --gpus "$ranks" --output "$log/ddp.json"
+  measure ddp.json "${jobs[@]}" --gpus "$ranks" --output "$log/ddp.json"
   sections="1 2 3 4"
 fi
 echo "Now: python scripts/report.py output/report --team TEAM --log $log --sections $sections"
