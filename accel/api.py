@@ -20,8 +20,8 @@ from accel.families.recognise import reference_state
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
-from accel.loading import free_memory, load_network, overflows
-from accel.network import unwrapped
+from accel.loading import free_memory, load_network
+from accel.network import overflows, unwrapped
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import Stopwatch
 from accel.request import GridRequest

@@ -1,9 +1,8 @@
 """Load a network: weights, a tier and a device → a network that is ready to sample."""
 
 import gc
-from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,20 +10,12 @@ from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.families.recognise import Fit, reference_state
 from accel.gpu import missing_code
-from accel.network import WHOLE, Network, Part, Plain
+from accel.network import WHOLE, Batch, Network, Part, Plain, overflows, remedy
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
-
-
-class Batch(NamedTuple):
-    """The network evaluations for which a network is compiled, tuned and checked."""
-
-    rows: list[tuple[int, int]]  # every (latents, batch rows of each) that a rank evaluates, the most rows first
-    side: int  # of a latent
-    num_classes: int
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -110,28 +101,6 @@ def load_network(
     state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return Plain(model.eval().requires_grad_(False))
-
-
-@torch.inference_mode()
-def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
-    """Return whether `network` returns infinities or NaN for noise at `times`."""
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    (n, copies), shape = batch.rows[0], (network.in_channels, batch.side, batch.side)
-    x = torch.randn(n, *shape, generator=generator, device=device)
-    y = torch.arange(n, device=device) % batch.num_classes
-    y = torch.cat([y, y.new_full((n * (copies - 1),), batch.num_classes)])  # the null label
-    # On the rows of the run: other shapes would be compiled and tuned for nothing.
-    outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
-    return not all(out.isfinite().all() for out in outputs)
-
-
-def remedy(network: Network, tier: str, device: torch.device) -> str:
-    """Return the remedy, in words, for a tier whose values are not finite."""
-    if layer := network.overflowed():
-        return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
-    if tier == "fp16" and supports("bf16", device):
-        return "use `precision=bf16`"
-    return "check the weights" if tier == "fp32" else "use `precision=fp32`"
 
 
 def free_memory(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from accel.command_line import OneLineParser, user_errors
 from accel.door.opening import fit_of
 from accel.errors import UsageError, shown
 from accel.families import family_of, model_names
-from accel.families.recognise import Fit, converted, recognise, reference_state
+from accel.families.recognise import Fit, ask, recognise, reference_state
 from accel.files import atomic_write
 from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
     fit = fit_of(weights, model)
     state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
     if target.suffix:
-        kept = converted(fit.family, state, weights.metadata, sampled=True)
+        kept = ask(fit.family, "sampled", state, weights.metadata)
         if dropped := state.keys() - kept.keys():
             print(f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such as {min(dropped)}")
         state = kept

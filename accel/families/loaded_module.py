@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn, strided
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from accel.errors import UsageError, shown
+from accel.errors import UsageError
 from accel.families import Family, families
-from accel.families.recognise import converted, recognise, reference_state
+from accel.families.recognise import ask, recognise, reference_state
 from accel.network import unwrapped
 from accel.weights.shapes import require_fit, shapes_only
+from accel.weights.tensor_files import require_floats
 
 COMPARED = "eps", "approximate"  # attributes that change a submodule's function and are in no state dict
 
@@ -94,13 +95,8 @@ class LoadedModule:
         but dense tensors of floats by name."""
         if not isinstance(state, Mapping):
             raise UsageError(f"{self.name}: a state dict maps names to tensors, and this is a {type(state).__name__}")
-        for name, value in state.items():
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not strided:
-                kind = f"{value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
-                raise UsageError(f"{self.name}: {shown(name)} is {kind}; weights are dense tensors of floats")
-            if value.is_meta:
-                raise UsageError(f"{self.name}: {shown(name)} is on the meta device, without values; load them first")
-        return converted(self.how.family, self._raw(state), self.metadata)
+        require_floats(state, self.name)
+        return ask(self.how.family, "converted", self._raw(state), self.metadata)
 
     def _require_attributes(self):
         theirs = dict(self.module.named_modules())

@@ -102,7 +102,7 @@ def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch
         raise UsageError(f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL") from None
     for file in files[1:]:
         state |= read_tensors(file, "vae")
-    require_floats(state, "vae", files[-1])
+    require_floats(state, f"`vae={files[-1]}`")
     state, want = decoder.renamed(state), decoder.state_dict()
     wrong = [name for name in want if name not in state or state[name].shape != want[name].shape]
     if wrong:

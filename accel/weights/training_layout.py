@@ -8,7 +8,7 @@ import torch
 
 from accel.errors import UsageError
 from accel.weights.metadata import OWN, from_header
-from accel.weights.tensor_files import read_header, read_tensors, require_floats
+from accel.weights.tensor_files import read_safetensors, read_tensors, require_floats
 
 ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained network
@@ -21,24 +21,27 @@ def holds(path: Path) -> bool:
 
 def read(path: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (state dict, the facts that lie beside it). Raises UsageError about --ckpt."""
-    content = read_tensors(path, "ckpt", mapped)
+    if path.suffix == ".safetensors":
+        content, header = read_safetensors(path, "ckpt", mapped)
+        facts = from_header(header)
+    else:
+        content = read_tensors(path, "ckpt", mapped)
+        facts = _facts(content)
     state = next((content[entry] for entry in ENTRIES if isinstance(content.get(entry), dict)), content)
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         entries = ", ".join(map(str, list(state)[:5]))
         raise UsageError(f"`ckpt={path}`: holds no state dict of tensors (entries: {entries})")
-    require_floats(state, "ckpt", path)
+    require_floats(state, f"`ckpt={path}`")
     prefix = ""
     while found := [one for one in PREFIXES if all(name.startswith(prefix + one) for name in state)]:
         prefix += found[0]
     if prefix:
         print(f'{path}: every name begins with "{prefix}", as a wrapped model is saved; loading without it')
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, _metadata(path, content)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}, facts
 
 
-def _metadata(path, content):
+def _facts(content):
     """The facts beside the tensors: as the converter writes them, else a training run's arguments."""
-    if path.suffix == ".safetensors":
-        return from_header(read_header(path, "ckpt"))
     found = content.get(OWN, content.get("args"))
     found = vars(found) if isinstance(found, argparse.Namespace) else found
     return found if isinstance(found, dict) else {"config": content.get("config")}

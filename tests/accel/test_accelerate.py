@@ -91,9 +91,12 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         (lambda fast, x, t, y: fast.load_state_dict({}), "load_state_dict: is not a DiT: no pos_embed .* differ"),
         (lambda fast, x, t, y: fast.load_state_dict({}, strict=False), "all weights are needed"),
         (lambda fast, x, t, y: fast.load_state_dict([]), "maps names to tensors, and this is a list"),
-        (lambda fast, x, t, y: fast.load_state_dict(with_last(lambda last: last.long())), "is torch.int64, torch.str"),
+        (lambda fast, x, t, y: fast.load_state_dict(with_last(lambda last: last.long())), "is torch.int64 of shape"),
         (lambda fast, x, t, y: fast.load_state_dict(with_last(torch.Tensor.to_sparse)), "are dense tensors of floats"),
-        (lambda fast, x, t, y: fast.load_state_dict(small().to("meta").state_dict()), "meta device, without values"),
+        (
+            lambda fast, x, t, y: fast.load_state_dict(small().to("meta").state_dict()),
+            "is torch.strided on meta",
+        ),
         (
             lambda fast, x, t, y: fast.load_state_dict(small(num_classes=9).state_dict()),
             r"embedding_table.weight is \(10, 144\), must be \(9, 144\)",
@@ -250,28 +253,12 @@ def test_a_device_that_lacks_the_tier_or_is_none():
         accelerate(DiT(input_size=8, depth=1).to("meta"))
 
 
-def times(name, factor):
-    model = small()
-    model.get_parameter(name).data.mul_(factor)
-    return model
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: large_inside(small()), "precision=fp16: blocks.0.mlp.fc1.weight gives .* does not hold; use "),
-        (lambda: times("blocks.1.mlp.fc1.weight", 5e4), "precision=fp16: block 1 gives .* does not hold; use "),
-        (
-            lambda: times("blocks.1.mlp.fc2.bias", 1e7),
-            "precision=fp16: blocks.1.mlp.fc2.bias gives .* does not hold; use ",
-        ),
-    ],
-)
-def test_weights_that_overflow_are_named(make, words):
+def test_weights_that_overflow_are_refused():
+    words = "precision=fp16: overflows on these weights; use precision="
     with pytest.raises(UsageError, match=words):
-        accelerate(make(), "fp16", "cuda")
-    fast, other = accelerate(small(), "fp16", "cuda"), make()
+        accelerate(large_inside(small()), "fp16", "cuda")
+    fast, other = accelerate(small(), "fp16", "cuda"), large_inside(small())
     x, t, y = inputs(other, 2, "cuda")
     want = fast(x, t, y)
     with pytest.raises(UsageError, match=words):
