@@ -208,6 +208,9 @@ def _load_module(model, options, check):
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
         loaded = LoadedModule(model, copy=True)
+        if loaded.assumed:
+            family = loaded.fit.family
+            print(f"{loaded.name}: does not say its kind, taken for a {family.name} ({family.prediction})")
         if check and "guidance_channels" not in options:
             channels = own_guidance(loaded)
             if channels == OTHER:

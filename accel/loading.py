@@ -8,7 +8,7 @@ import torch
 
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
-from accel.families.recognise import Fit, reference_state
+from accel.families.recognise import Fit, reference_state, require_sinusoid
 from accel.gpu import missing_code
 from accel.network import WHOLE, Batch, Network, Part, Plain, overflows, remedy
 from accel.precision import TIERS, apply_precision, supports
@@ -87,6 +87,7 @@ def load_network(
     state = reference_state(weights, fit)
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
+        require_sinusoid(weights.name, state, fit, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
     if TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
         from accel import fast  # brings Triton; the other tiers need not wait for it

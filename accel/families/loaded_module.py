@@ -10,9 +10,9 @@ from torch.func import functional_call
 
 from accel.errors import UsageError
 from accel.families import Family, families
-from accel.families.recognise import ask, recognise, reference_state
+from accel.families.recognise import ask, families_with, recognise, reference_state
 from accel.network import unwrapped
-from accel.weights.shapes import require_fit, shapes_only
+from accel.weights.shapes import require_fit, shapes_of, shapes_only
 from accel.weights.tensor_files import require_floats
 
 COMPARED = "eps", "approximate"  # attributes that change a submodule's function and are in no state dict
@@ -71,6 +71,13 @@ class LoadedModule:
             self.model = self.fit.build(input_size=how.latent_size, num_classes=self.fit.num_classes)
         require_fit(self.name, reference_state(self, self.fit), self.model)
         self._require_attributes()
+
+    @property
+    def assumed(self) -> bool:
+        """Whether other families have the module's entries too, and neither its class nor its entries name one."""
+        names = [kind.__name__ for kind in type(self.module).__mro__]
+        named = self.how.strength or any(self.how.family.name in name for name in names)
+        return not named and len(families_with(shapes_of(self.state))) > 1
 
     def _known_by(self, state):
         try:

@@ -164,8 +164,8 @@ def test_shapes_of_the_callers_own(make):
     assert fast(x, t, y).shape == want.shape and error(fast(x, t, y), want) < 1e-5
 
 
-class OriginalSiT(DiT):
-    """DiT's keys; the half of the channels that learned sigma takes is dropped."""
+class Halved(DiT):
+    """The half of the channels that learned sigma takes is dropped."""
 
     def forward(self, x, t, y):
         return super().forward(x, t, y).chunk(2, dim=1)[0]
@@ -190,7 +190,7 @@ def changed(model, name, attribute, value):
 
 
 OTHERS = {
-    "SiT": (lambda: of_class(OriginalSiT), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
+    "fewer channels": (lambda: of_class(Halved), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
     "another function": (lambda: of_class(Otherwise), "another function .* relative error .*, 0.0001 is allowed"),
     "untrained": (lambda: shape_of(Otherwise), "another function .* relative error"),
     "a norm more": (

@@ -114,6 +114,13 @@ def test_wrapped_models_load(tmp_path, state, prefix, capsys):
     assert weights.digest() == Checkpoint(tmp_path / "b.safetensors").digest() and capsys.readouterr().out == ""
 
 
+def test_an_average_that_is_not_taken_is_named(tmp_path, state, capsys):
+    """Only `ema` is upstream's name for it."""
+    torch.save({"model": state, "model_ema": {name: value + 1 for name, value in state.items()}}, tmp_path / "a.pt")
+    assert same(find_model(tmp_path / "a.pt"), state)
+    assert 'the weights are those of "model", not of model_ema' in capsys.readouterr().out
+
+
 def test_diffusers_layout(folder, state):
     for path in (folder, folder.parent):
         assert same(find_model(path), state)
