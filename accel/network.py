@@ -10,7 +10,6 @@ T = (H/p)² tokens, D width.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -125,13 +124,9 @@ class BlockNetwork(Network):
 
     @torch.no_grad()
     def exchange(self, other: "BlockNetwork") -> None:
-        """Exchange the weights with another network of the same tier, in place: captured graphs of both stay valid.
-        Raises ValueError for a network of another shape."""
-        pairs = list(zip_longest(self.parameters(), other.parameters()))
-        alike = all(None not in pair and pair[0].shape == pair[1].shape for pair in pairs)
-        if not alike or self.num_heads != other.num_heads:
-            raise ValueError("weights of another shape: depth, width, heads, patch, classes and channels must be equal")
-        for own, new in pairs:
+        """Exchange the weights with another network of the same tier and shape, in place: captured graphs of both stay
+        valid."""
+        for own, new in zip(self.parameters(), other.parameters(), strict=True):
             kept = own.clone()
             own.copy_(new)
             new.copy_(kept)

@@ -6,7 +6,6 @@ allows it.
 
 import argparse
 import hashlib
-import json
 import pickle
 import re
 import time
@@ -105,11 +104,6 @@ def digest(state: dict[str, torch.Tensor]) -> str:
         total.update(f"{name} {tuple(state[name].shape)}\n".encode())
         total.update(tensor.numpy())
     return total.hexdigest()[:16]
-
-
-def digest_with(entries: dict, of_tensors: str) -> str:
-    """Return 16 hex digits over the `digest` of tensors and plain entries that decide their function."""
-    return hashlib.sha256(f"{of_tensors} {json.dumps(entries, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
 def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
