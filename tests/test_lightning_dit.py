@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import fill
-from networks import error, fast_network, network_of
+from networks import error, fast_network, network_of, with_norms
 from reference_networks import lightning_dit, relative_error
 from torch import nn
 
@@ -26,11 +25,7 @@ FORMS = (
 
 
 def build(**form):
-    """Norm weights near one, as trained ones are; else everything random."""
-    model = fill(LightningDiT(**{**SMALL, **form}))
-    for name, value in model.named_parameters():
-        if "norm" in name:
-            value.data.add_(1)
+    model = with_norms(LightningDiT(**{**SMALL, **form}))
     model.final_layer.linear.weight.data.mul_(0.3)
     return model
 
