@@ -1,4 +1,4 @@
-"""LightningDiT's files: checkpoint with its configuration, VA-VAE and statistics, by command, hub and FID job."""
+"""LightningDiT's files: checkpoint, YAML beside it, VA-VAE and statistics, by command, hub and FID job."""
 
 import numpy as np
 import pytest
@@ -23,19 +23,12 @@ from accel.sampling import denoise
 from accel.sampling.flow import Euler
 from accel.sampling.guidance import Guidance
 
-CONFIG = {
-    "data": dict(image_size=64, num_classes=8, latent_norm=True, latent_multiplier=1.0),
-    "model": dict(model_type="LightningDiT-XL/1", use_qknorm=False),
-    "transport": dict(path_type="Linear", prediction="velocity"),
-    "sample": dict(
-        mode="ODE",
-        sampling_method="euler",
-        num_sampling_steps=5,
-        cfg_scale=2.5,
-        cfg_interval_start=0.11,
-        timestep_shift=0.3,
-    ),
-}
+YAML = """data: {image_size: 64, num_classes: 8, latent_norm: true, latent_multiplier: 1.0}
+model: {model_type: LightningDiT-XL/1, use_qknorm: false}
+transport: {path_type: Linear, prediction: velocity}
+sample: {mode: ODE, sampling_method: euler, num_sampling_steps: 5, cfg_scale: 2.5, cfg_interval_start: 0.11,
+         timestep_shift: 0.3}
+"""
 
 
 def vae_files(folder, levels=5):
@@ -64,11 +57,11 @@ def vae_files(folder, levels=5):
     return vae, stats
 
 
-def checkpoint(folder, config=CONFIG):
+def checkpoint(folder, **form):
     """A training run's checkpoint of a random network, in which names begin with a wrapper's prefix."""
-    model = build()
+    model = build(**form)
     wrapped = {f"module.{name}": value for name, value in as_file(model).items()}
-    torch.save({"model": wrapped, "ema": wrapped, "opt": {"state": {}}, "config": config}, folder / "small.pt")
+    torch.save({"model": wrapped, "ema": wrapped, "opt": {"state": {}}}, folder / "small.pt")
     return model
 
 
@@ -102,14 +95,15 @@ def test_va_vae_is_an_autoencoder_kl(tmp_path):
 
 
 def test_the_command_believes_the_files(tmp_path, here):
-    """Checkpoint, VA-VAE and statistics; flags override what the configuration says."""
+    """Checkpoint, YAML, VA-VAE and statistics; flags override what the YAML says."""
     model, (vae, stats) = checkpoint(tmp_path), vae_files(tmp_path)
+    (tmp_path / "run.yaml").write_text(YAML)
     flags = "--device", "cpu", "--ckpt", tmp_path / "small.pt", "--labels", 1, 5, "--seed", 3
     files = "--vae", tmp_path / "vavae.pt"
     for more, number, shift in (((), 4, 0.3), (("--timestep-shift", 1, "--num-sampling-steps", 3), 3, 1.0)):
         done = here("sample.py", *flags, *more, "--output", tmp_path / "x.npy", "--output-type", "latent")
         assert done.returncode == 0, done.stderr
-        assert "its configuration says cfg scale 2.5, guidance at levels 0 to 0.89" in done.stdout
+        assert "run.yaml beside it says cfg scale 2.5, guidance at levels 0 to 0.89" in done.stdout
         torch.manual_seed(3)
         z = torch.randn(2, 32, 4, 4)
         guidance = Guidance(2.5, 8, 3, (0.0, 0.89))
@@ -125,7 +119,9 @@ def test_the_command_believes_the_files(tmp_path, here):
 
 
 def test_a_converted_file_keeps_its_recipe(tmp_path, here):
+    """The YAML stays behind: the new file holds its values."""
     checkpoint(tmp_path)
+    (tmp_path / "small.yaml").write_text(YAML)
     (tmp_path / "away").mkdir()
     before = request_settings(str(tmp_path / "small.pt"))
     for name, source in (("b.safetensors", tmp_path / "small.pt"), ("c.pt", tmp_path / "away" / "b.safetensors")):
@@ -139,31 +135,37 @@ def request_settings(ckpt):
     return {name: getattr(settings, name) for name in Defaults._fields if hasattr(settings, name) and name != "vae"}
 
 
-@pytest.mark.parametrize(
-    "section, wrong",
-    [
-        ("sample", dict(cfg_scale=float("nan"))),
-        ("sample", dict(num_sampling_steps=[250])),
-        ("sample", dict(mode="SDE")),
-        ("transport", dict(prediction="noise")),
-        ("data", dict(latent_multiplier=0.18215)),
-        ("model", dict(model_type="LightningDiT-B/1")),
-    ],
+HOSTILE = (
+    "a: [" * 9000,
+    "model: &a {x: 1}\nsample: {<<: [*a, *a]}",
+    "model: {}\nsample: {cfg_scale: !!python/object/apply:os.system [ls]}",
+    YAML.replace("2.5", ".nan"),
+    YAML.replace("velocity", "noise"),
+    YAML.replace("latent_multiplier: 1.0", "x: 1"),
+    "x" * 70000,
 )
-def test_a_configuration_that_is_not_computed_is_one_line(section, wrong, tmp_path):
-    config = {**CONFIG, section: {**CONFIG[section], **wrong}}
-    with pytest.raises(UsageError, match="small.pt: its configuration (says|describes) [^\n]*$"):
-        recipe("LightningDiT-XL/1", dict(config=config), tmp_path / "small.pt")
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_yaml_is_one_line(text, tmp_path):
+    (tmp_path / "small.yaml").write_text(text)
+    with pytest.raises(UsageError, match="small.pt: small.yaml beside it [^\n]*$"):
+        recipe("LightningDiT-2x144/1", {}, tmp_path / "small.pt")
 
 
 def test_what_implies_how_to_sample(tmp_path):
-    """A published name, or the checkpoint's own entry; a configuration of another program is nothing."""
+    """A YAML of another program, or one of several, is nothing; a published name or the checkpoint's own entry is."""
     path = tmp_path / "lightningdit-xl-imagenet256-64ep.pt"
     assert recipe("LightningDiT-XL/1", {}, path)["cfg_scale"] == 10.0
     own = dict(config=dict(model={}, sample=dict(num_sampling_steps=250, cfg_scale=9)))
     want = dict(guidance_interval=(0.0, 1.0), timestep_shift=1.0, cfg_scale=9.0, num_sampling_steps=249)
     assert recipe("LightningDiT-XL/1", own, path) == want
-    assert recipe("LightningDiT-XL/1", dict(config=dict(services={})), path) == {}
+    (tmp_path / "compose.yaml").write_text("services: {}")
+    assert recipe("LightningDiT-XL/1", {}, path) == {}
+    (tmp_path / "a.yaml").write_text(YAML)
+    assert recipe("LightningDiT-B/1", {}, tmp_path / "x.pt") == {}
+    with pytest.raises(UsageError, match="describes LightningDiT-XL/1, and the weights are LightningDiT-B/1"):
+        recipe("LightningDiT-B/1", {}, tmp_path / "a.pt")
 
 
 def test_the_hubs_repositories(tmp_path, run):
@@ -182,7 +184,7 @@ def test_the_hubs_repositories(tmp_path, run):
 
 
 def test_an_fid_job_resumes(tmp_path, here):
-    checkpoint(tmp_path, config=None)
+    checkpoint(tmp_path)
     vae_files(tmp_path)
     flags = "--ckpt", tmp_path / "small.pt", "--vae", tmp_path / "vavae.pt", "--num-sampling-steps", 2
     job = "--num-fid-samples", 4, "--per-proc-batch-size", 2, "--sample-dir", tmp_path / "samples"

@@ -48,8 +48,8 @@ LARGEST = 1e6  # of scales and shifts, far beyond any
 
 
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json that decide the decoder's function, with AutoencoderKL's defaults. Raises
-    ValueError for an entry that is damaged or asks for another function than is computed here."""
+    """The entries of a config.json that decide the decoder's function, with AutoencoderKL's defaults. Raises ValueError
+    for an entry that is damaged or asks for another function than is computed here."""
 
     def is_size(value, most=MOST_CHANNELS):
         return type(value) is int and 0 < value <= most
@@ -60,33 +60,36 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     def is_scale(value):
         return is_number(value, 1 / LARGEST)
 
-    def are(values, check, count):
-        return isinstance(values, list) and len(values) == count and all(map(check, values))
+    def are_kinds(values):
+        return isinstance(values, list) and len(values) == len(widths) and all(one in [*UP_BLOCKS] for one in values)
+
+    def has_one_a_channel(values, check):
+        return isinstance(values, list) and len(values) == entries["latent_channels"] and all(map(check, values))
 
     entries = {name: config.get(name, value) for name, value in DEFAULTS.items()}
     widths, shift, mean, std = (entries[name] for name in ("block_out_channels", "shift_factor", *STATISTICS))
-    is_plain, channels = mean is None and std is None, entries["latent_channels"]
-    levels = min(len(widths), MOST_LEVELS) if isinstance(widths, list) else 0
+    is_plain, is_list = mean is None and std is None, isinstance(widths, list) and 0 < len(widths) <= MOST_LEVELS
     valid = {name: isinstance(entries[name], bool) for name in FLAGS} | {
         "act_fn": entries["act_fn"] == "silu",
         "out_channels": entries["out_channels"] == 3,
-        "latent_channels": is_size(channels),
+        "latent_channels": is_size(entries["latent_channels"]),
         "norm_num_groups": is_size(entries["norm_num_groups"]),
         "layers_per_block": is_size(entries["layers_per_block"], MOST_LAYERS),
-        "block_out_channels": levels > 0 and are(widths, is_size, levels),
-        "up_block_types": are(entries["up_block_types"], [*UP_BLOCKS].__contains__, levels),
+        "block_out_channels": is_list and all(map(is_size, widths)),
+        "up_block_types": is_list and are_kinds(entries["up_block_types"]),
         "scaling_factor": is_scale(entries["scaling_factor"]),
         "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),
-        "latents_mean": is_plain or are(mean, is_number, channels),
-        "latents_std": is_plain or are(std, is_scale, channels),
+        "latents_mean": is_plain or has_one_a_channel(mean, is_number),
+        "latents_std": is_plain or has_one_a_channel(std, is_scale),
     }
-    if wrong := [name for name, is_valid in valid.items() if not is_valid]:
-        raise ValueError(f"{wrong[0]} is {shown(entries[wrong[0]])}")
+    for name, is_valid in valid.items():
+        if not is_valid:
+            raise ValueError(f"{name} is {shown(entries[name])}")
     return entries
 
 
 def space_of(entries: dict[str, Any], folder: Path) -> LatentSpace:
-    """Return the latent space that the entries of `check_config` describe."""
+    """The latent space that the entries of `check_config` describe."""
     return LatentSpace(
         channels=entries["latent_channels"],
         factor=2 ** (len(entries["block_out_channels"]) - 1),
@@ -206,8 +209,7 @@ class KLDecoder(nn.Module):
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 
     def renamed(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the entries of an AutoencoderKL's state dict that this half needs, under today's names and in its
-        shapes."""
+        """The entries of an AutoencoderKL's state dict that this half needs, under today's names and in its shapes."""
         want, found = self.state_dict(), {}
         for name, tensor in state.items():
             parts = name.split(".")

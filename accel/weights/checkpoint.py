@@ -165,7 +165,7 @@ def _download(target: Path) -> None:
 
 def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str) -> Path:
     """Return the local copy of a hub repository: config and weights of `subfolder` ("" or a name with a slash) only.
-    Of a repository with a .pt file of its own name, return that file, with the statistics beside it.
+    Of a repository with a .pt file of its own name, return that file, with the YAML and statistics beside it.
 
     A cached copy is not asked for again. Raises UsageError about `parameter`.
     """
@@ -176,7 +176,7 @@ def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str)
         wanted = [subfolder + name for name in names]
         wanted += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
         own = repository.rpartition("/")[2] + ".pt"
-        wanted += [own, "latents_stats.pt"]
+        wanted += [own, "*.yaml", "latents_stats.pt"]
         root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
         if (root / own).is_file():
             return root / own

@@ -129,6 +129,7 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
     UsageError."""
     with path_errors(parameter, folder):
         names = os.listdir(folder)
+    others = sorted(name for name in names if name.endswith(".safetensors"))
     for plain in (WEIGHTS, PICKLED):
         index = f"{plain}.index.json"
         if index in names:
@@ -142,7 +143,11 @@ def weight_files(folder: Path, parameter: str) -> list[Path]:
             return [folder / name for name in sorted(found)]
         if plain in names and "config.json" in names:
             return [folder / plain]
-    raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
+    if len(others) > 1:
+        raise UsageError(f"`{parameter}={folder}`: {', '.join(others)} conflict; keep one of them")
+    if not others or "config.json" not in names:
+        raise UsageError(f"`{parameter}={folder}`: must hold config.json and {WEIGHTS}")
+    return [folder / others[0]]
 
 
 def to_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -121,7 +121,7 @@ def test_an_average_that_is_not_taken_is_named(tmp_path, state, capsys):
     assert 'the weights are those of "model", not of model_ema' in capsys.readouterr().out
 
 
-def test_diffusers_layout(folder, state):
+def test_diffusers_layout(tmp_path, folder, state):
     for path in (folder, folder.parent):
         assert same(find_model(path), state)
     plain = folder / "diffusion_pytorch_model.safetensors"
@@ -129,10 +129,14 @@ def test_diffusers_layout(folder, state):
     plain.unlink()
     torch.save(theirs, folder / "diffusion_pytorch_model.bin")
     assert same(find_model(folder), state)
+    (folder / "diffusion_pytorch_model.bin").rename(tmp_path / "aside.bin")
     names = sorted(theirs)
     shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
     for name, part in shards.items():
         save_file({key: theirs[key].clone() for key in part}, folder / name)
+    assert "one.safetensors, two.safetensors conflict" in error(folder)
+    (tmp_path / "aside.bin").rename(folder / "diffusion_pytorch_model.bin")
+    assert same(find_model(folder), state)  # by its name
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {key: name for name, part in shards.items() for key in part}}))
     assert same(find_model(folder), state)

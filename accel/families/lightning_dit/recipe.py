@@ -1,11 +1,13 @@
-"""Read how a LightningDiT's training run samples, from the configuration in its checkpoint."""
+"""Read how a LightningDiT's training run samples, from the configuration in its checkpoint or a YAML file beside it."""
 
 from pathlib import Path
 from typing import Any
 
 from accel.errors import UsageError, shown
 from accel.families.lightning_dit import FAMILY
+from accel.files import read_small
 
+LARGEST = 1 << 16  # bytes of a YAML file
 # (section, entry, value if it is missing, supported value)
 COMPUTED = (
     ("transport", "path_type", "Linear", "Linear"),
@@ -25,18 +27,20 @@ def recipe(model: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
     model: the name of the weights' model. metadata: entries of the checkpoint. path: its file. Raises UsageError for a
     configuration that is damaged, of another model, or with an unsupported sampler.
     """
-    content = metadata.get("config")
+    where, content = f"`ckpt={path}`: its configuration", metadata.get("config")
     if content is None:
-        return PUBLISHED.get(path.stem.lower(), {})
-    where = f"`ckpt={path}`: its configuration"
+        file = _beside(path)
+        if file is None:
+            return PUBLISHED.get(path.stem.lower(), {})
+        where, content = f"`ckpt={path}`: {file.name} beside it", _read(file, path)
     if not isinstance(content, dict) or not all(isinstance(content.get(one), dict) for one in ("model", "sample")):
         return {}  # another program's configuration
     named = content["model"].get("model_type")
     if isinstance(named, str) and {named, model} <= FAMILY.models.keys() and named != model:
-        raise UsageError(f"{where} describes {named}, and the weights are {model}; save it again")
+        raise UsageError(f"{where} describes {named}, and the weights are {model}; move it")
     for section, name, usual, computed in COMPUTED:
         if isinstance(content.get(section), dict) and (value := content[section].get(name, usual)) != computed:
-            raise UsageError(f"{where} says {name} {shown(value)}, and only {computed} is computed here")
+            raise UsageError(f"{where} says {name} {_plain(value)}, and only {computed} is computed here; move it")
     found = _values(where, content["sample"])
     low, high = found["guidance_interval"]
     words = f"cfg scale {found['cfg_scale']:g}, " * ("cfg_scale" in found) + f"guidance at levels {low:g} to {high:g}, "
@@ -52,7 +56,7 @@ def _values(where: str, sample: dict) -> dict[str, Any]:
     def number(name, low, high, usual):
         value = sample.get(name, usual)
         if not (type(value) in (int, float) and low <= value <= high):
-            raise UsageError(f"{where} says {name} {shown(value)}, which must be from {low} to {high}; save it again")
+            raise UsageError(f"{where} says {name} {_plain(value)}, which must be from {low} to {high}; mend it")
         return value
 
     found = {
@@ -64,3 +68,33 @@ def _values(where: str, sample: dict) -> dict[str, Any]:
     if "num_sampling_steps" in sample:  # a number of points: one more than steps
         found["num_sampling_steps"] = int(number("num_sampling_steps", 2, 1001, 250)) - 1
     return found
+
+
+def _plain(value):
+    """Return a value as text; of lists and mappings, which in YAML can be huge, the type alone."""
+    return shown(str(value)) if isinstance(value, (str, int, float, bool)) else f"of type {type(value).__name__}"
+
+
+def _beside(path: Path) -> Path | None:
+    """Return the YAML file of a checkpoint: the file with its name, else the only one in its folder, else None."""
+    own = path.with_suffix(".yaml")
+    if own.is_file():
+        return own
+    others = sorted(path.parent.glob("*.yaml"))
+    if len(others) > 1:
+        print(f"{path.parent} has {len(others)} YAML files and none is called {own.name}: they are not read")
+    return others[0] if len(others) == 1 else None
+
+
+def _read(file: Path, path: Path) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node):
+            """No-op: merged mappings can grow without bound, and are then refused as unknown tags."""
+
+    try:
+        return yaml.load(read_small(file, LARGEST).decode(), Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise UsageError(f"`ckpt={path}`: {file.name} beside it cannot be read ({reason}); mend it") from None
