@@ -78,7 +78,7 @@ class Accelerated:
         state = reference_state(loaded, loaded.fit)
         with self._running():
             self.network = network = build(state, loaded.model, tier, device)
-            require_finite(network, loaded, state, tier)
+            require_finite(network, loaded, tier)
             if check:
                 require_same(network, loaded, tier)
             own = own_guidance(loaded) if check and guidance_channels is None else None
@@ -201,7 +201,7 @@ class Accelerated:
             new = build(state, loaded.model, self.precision, self.device, getattr(old, "tuner", None))
             old.exchange(new)
             try:
-                require_finite(old, loaded, state, self.precision)
+                require_finite(old, loaded, self.precision)
             except UsageError:
                 old.exchange(new)
                 raise

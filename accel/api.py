@@ -20,8 +20,8 @@ from accel.families.recognise import reference_state
 from accel.latents.autoencoder_kl import OF_LATENTS
 from accel.latents.files import FILES
 from accel.latents.pixels import to_grid
-from accel.loading import free_memory, load_network, overflows
-from accel.network import unwrapped
+from accel.loading import free_memory, load_network
+from accel.network import overflows, unwrapped
 from accel.precision import TIERS, alone, apply_precision
 from accel.progress import Stopwatch
 from accel.request import GridRequest
@@ -208,6 +208,9 @@ def _load_module(model, options, check):
         raise UsageError(f"`{wrong[0]}`: is for weights on disk, and the model was given; drop it")
     with alone():
         loaded = LoadedModule(model, copy=True)
+        if loaded.assumed:
+            family = loaded.fit.family
+            print(f"{loaded.name}: does not say its kind, taken for a {family.name} ({family.prediction})")
         if check and "guidance_channels" not in options:
             channels = own_guidance(loaded)
             if channels == OTHER:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
-from accel.network import BlockNetwork, Plain
-from accel.precision import TIERS, supports
+from accel.network import Batch, BlockNetwork, Plain, overflows, remedy
+from accel.precision import TIERS
 
 OTHER = 0  # guided channels of another kind of guidance
 # Relative error of an evaluation beyond which it is another function's, by tier and by the module's own dtype.
@@ -43,24 +43,11 @@ def _inputs(loaded, device, t=None):
     return x.to(device), torch.tensor([t], device=device), y.to(device)
 
 
-def require_finite(network: BlockNetwork, loaded: LoadedModule, state: dict[str, Tensor], tier: str) -> None:
-    """Raise UsageError, naming the tensor or layer, if the weights `state` or the network's values leave the tier's
-    range."""
-    if not TIERS[tier].accelerated:
-        return
-    device = next(network.parameters()).device
-    for inputs in (_inputs(loaded, device, t) for t in loaded.model.SOME_TIMES):
-        if network.forward(*inputs).isfinite().all():
-            continue
-        largest = torch.finfo(TIERS[tier].dtype).max
-        where = next((name for name, value in state.items() if not value.abs().amax() <= largest), None)
-        where = where or network.overflowed()
-        if where is None:
-            depths = range(1, network.depth + 1)
-            finite = (bool(network.shallow(depth).forward(*inputs).isfinite().all()) for depth in depths)
-            where = f"block {next((i for i, fine in enumerate(finite) if not fine), network.depth - 1)}"
-        other = "bf16" if tier == "fp16" and supports("bf16", device) else "fp32"
-        raise UsageError(f"`precision={tier}`: {where} gives values that it does not hold; use {other}")
+def require_finite(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
+    """Raise UsageError if the weights or the network's values leave the range of an accelerated tier."""
+    device, batch = next(network.parameters()).device, Batch([(1, 1)], loaded.fit.latent_size, loaded.fit.num_classes)
+    if TIERS[tier].accelerated and overflows(network, batch, device, loaded.model.SOME_TIMES):
+        raise UsageError(f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}")
 
 
 def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:

@@ -1,30 +1,21 @@
 """Load a network: weights, a tier and a device → a network that is ready to sample."""
 
 import gc
-from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
-from accel.families.recognise import Fit, reference_state
+from accel.families.recognise import Fit, reference_state, require_sinusoid
 from accel.gpu import missing_code
-from accel.network import WHOLE, Network, Part, Plain
+from accel.network import WHOLE, Batch, Network, Part, Plain, overflows, remedy
 from accel.precision import TIERS, apply_precision, supports
 from accel.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:  # chooses GEMMs: other tiers need not wait for it
     from accel.kernels.linear import Tuner
-
-
-class Batch(NamedTuple):
-    """The network evaluations for which a network is compiled, tuned and checked."""
-
-    rows: list[tuple[int, int]]  # every (latents, batch rows of each) that a rank evaluates, the most rows first
-    side: int  # of a latent
-    num_classes: int
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -96,6 +87,7 @@ def load_network(
     state = reference_state(weights, fit)
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
+        require_sinusoid(weights.name, state, fit, "sample at the size that it was trained at")
         state = {**state, "pos_embed": model.position_table()}
     if TIERS[tier].accelerated or part.ranks > 1:  # a reference network is never divided
         from accel import fast  # brings Triton; the other tiers need not wait for it
@@ -110,28 +102,6 @@ def load_network(
     state = {name: value.to(device).float() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return Plain(model.eval().requires_grad_(False))
-
-
-@torch.inference_mode()
-def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
-    """Return whether `network` returns infinities or NaN for noise at `times`."""
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    (n, copies), shape = batch.rows[0], (network.in_channels, batch.side, batch.side)
-    x = torch.randn(n, *shape, generator=generator, device=device)
-    y = torch.arange(n, device=device) % batch.num_classes
-    y = torch.cat([y, y.new_full((n * (copies - 1),), batch.num_classes)])  # the null label
-    # On the rows of the run: other shapes would be compiled and tuned for nothing.
-    outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
-    return not all(out.isfinite().all() for out in outputs)
-
-
-def remedy(network: Network, tier: str, device: torch.device) -> str:
-    """Return the remedy, in words, for a tier whose values are not finite."""
-    if layer := network.overflowed():
-        return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
-    if tier == "fp16" and supports("bf16", device):
-        return "use `precision=bf16`"
-    return "check the weights" if tier == "fp32" else "use `precision=fp32`"
 
 
 def free_memory(device: torch.device) -> None:

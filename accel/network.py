@@ -9,13 +9,13 @@ T = (H/p)² tokens, D width.
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import zip_longest
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from accel.graphs import Latest, Replayed
+from accel.precision import supports
 
 KEPT = 4  # graphs kept, one per (process, guidance)
 
@@ -52,6 +52,14 @@ class Part(NamedTuple):
 
 
 WHOLE = Part()
+
+
+class Batch(NamedTuple):
+    """The network evaluations for which a network is compiled, tuned and checked."""
+
+    rows: list[tuple[int, int]]  # every (latents, batch rows of each) that a rank evaluates, the most rows first
+    side: int  # of a latent
+    num_classes: int
 
 
 class Network(ABC):
@@ -116,13 +124,9 @@ class BlockNetwork(Network):
 
     @torch.no_grad()
     def exchange(self, other: "BlockNetwork") -> None:
-        """Exchange the weights with another network of the same tier, in place: captured graphs of both stay valid.
-        Raises ValueError for a network of another shape."""
-        pairs = list(zip_longest(self.parameters(), other.parameters()))
-        alike = all(None not in pair and pair[0].shape == pair[1].shape for pair in pairs)
-        if not alike or self.num_heads != other.num_heads:
-            raise ValueError("weights of another shape: depth, width, heads, patch, classes and channels must be equal")
-        for own, new in pairs:
+        """Exchange the weights with another network of the same tier and shape, in place: captured graphs of both stay
+        valid."""
+        for own, new in zip(self.parameters(), other.parameters(), strict=True):
             kept = own.clone()
             own.copy_(new)
             new.copy_(kept)
@@ -196,3 +200,25 @@ class Plain(BlockNetwork):
 
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> torch.Tensor:
         return self.model.head(self.model.transform(h, condition, attend, tokens, self.depth), condition)
+
+
+@torch.inference_mode()
+def overflows(network: Network, batch: Batch, device: torch.device, times: Sequence[float]) -> bool:
+    """Return whether `network` returns infinities or NaN for noise at `times`."""
+    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
+    (n, copies), shape = batch.rows[0], (network.in_channels, batch.side, batch.side)
+    x = torch.randn(n, *shape, generator=generator, device=device)
+    y = torch.arange(n, device=device) % batch.num_classes
+    y = torch.cat([y, y.new_full((n * (copies - 1),), batch.num_classes)])  # the null label
+    # On the rows of the run: other shapes would be compiled and tuned for nothing.
+    outputs = (network.tokens(x, torch.full(y.shape, t, device=device), y) for t in times)
+    return not all(out.isfinite().all() for out in outputs)
+
+
+def remedy(network: Network, tier: str, device: torch.device) -> str:
+    """Return the remedy, in words, for a tier whose values are not finite."""
+    if layer := network.overflowed():
+        return f"{layer} gives values beyond a high/low split; use `precision=fp32`"
+    if tier == "fp16" and supports("bf16", device):
+        return "use `precision=bf16`"
+    return "check the weights" if tier == "fp32" else "use `precision=fp32`"

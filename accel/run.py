@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from accel.errors import UsageError
-from accel.loading import remedy
-from accel.network import Network
+from accel.network import Network, remedy
 from accel.sampling import OnStep, denoise, initial_noise, moves_of, unlike, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process

@@ -20,18 +20,14 @@ from accel.command_line import OneLineParser, user_errors
 from accel.door.opening import fit_of
 from accel.errors import UsageError, shown
 from accel.families import family_of, model_names
-from accel.families.recognise import Fit, converted, recognise, reference_state
+from accel.families.recognise import Fit, ask, recognise, reference_state, require_sinusoid
 from accel.files import atomic_write
 from accel.latents.files import find
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers, weight_files
 from accel.weights.metadata import OWN, to_header
-from accel.weights.shapes import shapes_only
 from accel.weights.tensor_files import digest, mode_of
 
-# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors of 10,000 float32 roundings
-# add up to at most 6e-4 of a value near one.
-AVERAGED = 6e-4
 # DiT's diffusion process.
 SCHEDULER = {"_class_name": "DDIMScheduler", "beta_start": 0.0001, "beta_end": 0.02, "clip_sample": False}
 
@@ -90,7 +86,7 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
     fit = fit_of(weights, model)
     state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
     if target.suffix:
-        kept = converted(fit.family, state, weights.metadata, sampled=True)
+        kept = ask(fit.family, "sampled", state, weights.metadata)
         if dropped := state.keys() - kept.keys():
             print(f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such as {min(dropped)}")
         state = kept
@@ -118,16 +114,7 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
     if not fit.null_class:
         raise UsageError("`output`: diffusers' class has a null class, these weights have none; name a .safetensors")
     state = {name: tensor.contiguous() for name, tensor in reference_state(weights, fit).items()}
-    with shapes_only():
-        table = fit.build(input_size=fit.latent_size).position_table
-    table = torch.as_tensor(table())
-    off = float((state["pos_embed"].float() - table).abs().max())
-    rounding = max(AVERAGED, torch.finfo(state["pos_embed"].dtype).eps)
-    if not off <= rounding:
-        raise UsageError(
-            f"`ckpt={ckpt}`: its position table is up to {off:.2g} off the sine-cosine table that diffusers computes, "
-            f"more than the rounding of an average ({rounding:.1g}); name a .pt or .safetensors file"
-        )
+    off = require_sinusoid(ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file")
     if off:
         print(f"{shown(ckpt)}: its position table is up to {off:.1g} off the sine-cosine table, an average's rounding")
     return state

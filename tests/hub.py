@@ -1,4 +1,4 @@
-"""A local web server in the place of the model hub, for tests of what is fetched."""
+"""A local web server, and one in the place of the model hub, for tests of what is fetched."""
 
 import hashlib
 import http.server
@@ -10,7 +10,23 @@ from urllib.parse import urlparse
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class Hub:
+class Server:
+    """A local web server in a thread."""
+
+    def __init__(self, handler: type):
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Hub(Server):
     """Serves the files under `folder` as the repository `name`. `asked` lists the files that were sent."""
 
     def __init__(self, name: str, folder: Path):
@@ -62,13 +78,4 @@ class Hub:
             def log_message(self, *args):
                 pass
 
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__(Handler)

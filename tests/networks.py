@@ -33,6 +33,14 @@ def small(**changes):
     return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
 
 
+def with_norms(model):
+    """Random weights, those of the norms near one, as trained ones are."""
+    for name, value in fill(model).named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            value.data.add_(1)
+    return model
+
+
 def settings_of(request, weights=None):
     """Return the settings of a request as on a CPU with weights of its model."""
     known = implied(request)

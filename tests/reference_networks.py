@@ -35,16 +35,15 @@ def position_table(side, width):
     return table
 
 
-def rotary(x, head_dim):
-    """x (N, T, h·d): in every head the pairs (2i, 2i+1) are complex numbers, turned by position·10000^(-2i/d)."""
-    n, tokens, width = x.shape
-    numbers = torch.view_as_complex(x.reshape(n, tokens, width // head_dim, head_dim // 2, 2))
-    angles = torch.zeros(tokens, head_dim // 2, dtype=torch.float64)
-    for position in range(tokens):
-        for i in range(head_dim // 2):
-            angles[position, i] = position * 10000 ** (-2 * i / head_dim)
-    turned = numbers * torch.complex(angles.cos(), angles.sin())[None, :, None]
-    return torch.view_as_real(turned).reshape(n, tokens, width)
+def angles(positions, d):
+    """(T, d/2): position·10000^(-2i/d)."""
+    return torch.tensor([[p * 10000 ** (-2 * i / d) for i in range(d // 2)] for p in positions], dtype=torch.float64)
+
+
+def turned(x, angles):
+    """x (N, T, h·d): in every head the pairs (2i, 2i+1) are complex numbers, turned by angles (T, d/2)."""
+    numbers = torch.view_as_complex(x.reshape(*x.shape[:2], -1, angles.shape[1], 2))
+    return torch.view_as_real(numbers * torch.complex(angles.cos(), angles.sin())[None, :, None]).reshape(x.shape)
 
 
 def attention(q, k, v, d):
@@ -124,11 +123,9 @@ def dit(state, x, t, y, heads, patch):
 def large_dit(state, x, t, y, heads, patch=2):
     """state: a Large-DiT's state dict; x (N, C, H, W); t, y (N,) → (N, C', H, W) float64."""
     p = Weights(state)
-    tokens, condition, d = (
-        p.linear(cut(x, patch), "x_embedder"),
-        p.condition(t, y),
-        len(p["x_embedder.weight"]) // heads,
-    )
+    tokens, condition = p.linear(cut(x, patch), "x_embedder"), p.condition(t, y)
+    d = tokens.shape[2] // heads
+    rotation = angles(range(tokens.shape[1]), d)
     for b in range(p.depth("attention.wq.weight")):
         block = f"layers.{b}"
         m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None]
@@ -138,24 +135,12 @@ def large_dit(state, x, t, y, heads, patch=2):
         if f"{block}.attention.q_norm.weight" in p.state:
             norms = ([p[f"{block}.attention.{name}_norm.{kind}"] for kind in ("weight", "bias")] for name in "qk")
             q, k = (normed(one, 1e-5, *norm) for one, norm in zip((q, k), norms))
-        mixed = attention(rotary(q, d), rotary(k, d), v, d)
+        mixed = attention(turned(q, rotation), turned(k, rotation), v, d)
         tokens = tokens + gate1 * p.linear(mixed, f"{block}.attention.wo")
         h = normed(tokens, 1e-5, p[f"{block}.ffn_norm.weight"], centre=False) * (1 + scale2) + shift2
         hidden = silu(p.linear(h, f"{block}.feed_forward.w1")) * p.linear(h, f"{block}.feed_forward.w3")
         tokens = tokens + gate2 * p.linear(hidden, f"{block}.feed_forward.w2")
     return picture(p.last(tokens, condition), x, patch)
-
-
-def turned_by_axes(x, d, side):
-    """x (N, T, h·d): in every head the pairs (2i, 2i+1) are complex numbers, the first half of them turned by the
-    token's row times 10000^(-2i/(d/2)), the second by its column."""
-    numbers = torch.view_as_complex(x.reshape(*x.shape[:2], -1, d // 2, 2))
-    angles = torch.zeros(side * side, d // 2, dtype=torch.float64)
-    for token in range(side * side):
-        for i in range(d // 4):
-            frequency = 10000 ** (-2 * i / (d / 2))
-            angles[token, i], angles[token, d // 4 + i] = token // side * frequency, token % side * frequency
-    return torch.view_as_real(numbers * torch.complex(angles.cos(), angles.sin())[None, :, None]).reshape(x.shape)
 
 
 def lightning_dit(state, x, t, y):
@@ -164,6 +149,8 @@ def lightning_dit(state, x, t, y):
     kernel, condition, d = p["x_embedder.proj.weight"], p.condition(t, y), p["feat_rope.freqs_cos"].shape[1]
     tokens = cut(x, kernel.shape[-1]) @ kernel.flatten(1).T + p["x_embedder.proj.bias"] + p["pos_embed"]
     side, width = round(tokens.shape[1] ** 0.5), len(kernel)
+    rows, columns = zip(*(divmod(token, side) for token in range(side**2)))
+    rotation = torch.cat([angles(rows, d // 2), angles(columns, d // 2)], 1)  # the first half by row
     for b in range(p.depth("attn.qkv.weight")):
         block = f"blocks.{b}"
         m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None].split(width, -1)
@@ -177,7 +164,7 @@ def lightning_dit(state, x, t, y):
                 normed(one.unflatten(-1, (-1, d)), 1e-6, norm, centre=False).flatten(2)
                 for one, norm in zip((q, k), norms)
             )
-        mixed = attention(turned_by_axes(q, d, side), turned_by_axes(k, d, side), v, d)
+        mixed = attention(turned(q, rotation), turned(k, rotation), v, d)
         tokens = tokens + gate1 * p.linear(mixed, f"{block}.attn.proj")
         h = normed(tokens, 1e-6, p[f"{block}.norm2.weight"], centre=False) * (1 + scale2) + shift2
         first, second = p.linear(h, f"{block}.mlp.w12").chunk(2, -1)

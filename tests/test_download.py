@@ -1,12 +1,12 @@
 """What upstream's scripts import, where they import it from, and how published weights are fetched."""
 
 import http.server
-import threading
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
+from hub import Server
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -101,8 +101,8 @@ def test_names(module, tmp_path):
         published_name("SiT-XL/2", 256, 1000)
 
 
-class Server:
-    """A local web server that can promise more bytes than it sends."""
+class Published(Server):
+    """It has one file, and can promise more bytes than it sends."""
 
     def __init__(self, body, promised=None):
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -117,16 +117,7 @@ class Server:
             def log_message(self, *args):
                 pass
 
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self.url
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__(Handler)
 
 
 @pytest.fixture
@@ -142,8 +133,8 @@ def published(tmp_path, monkeypatch):
 
 def test_published_weights_are_fetched_once(published, monkeypatch):
     body, folder = published
-    with Server(body) as url:
-        monkeypatch.setattr(checkpoint, "BASE_URL", url)
+    with Published(body) as server:
+        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
         weights = checkpoint.Checkpoint(NAME)
         assert weights.path == folder / NAME and not weights.path.exists()
         want = download.download_model(NAME)
@@ -156,12 +147,12 @@ def test_published_weights_are_fetched_once(published, monkeypatch):
 
 def test_a_download_is_whole_or_absent(published, monkeypatch):
     body, folder = published
-    with Server(body) as url:
-        monkeypatch.setattr(checkpoint, "BASE_URL", url)
+    with Published(body) as server:
+        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
         with pytest.raises(UsageError, match="404"):
             download.find_model("DiT-XL-2-256x256.pt")
-    with Server(body[:-100], promised=len(body)) as url:
-        monkeypatch.setattr(checkpoint, "BASE_URL", url)
+    with Published(body[:-100], promised=len(body)) as server:
+        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
         with pytest.raises(UsageError, match=f"{len(body) - 100} of {len(body)}.*put it at {folder / NAME}"):
             download.find_model(NAME)
     with pytest.raises(UsageError, match="download failed"):
@@ -172,8 +163,8 @@ def test_a_download_is_whole_or_absent(published, monkeypatch):
 def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
     body, folder = published
     (folder / "DiT-XL-2-256x256.pt").write_bytes(body)
-    with Server(body) as url:
-        monkeypatch.setattr(checkpoint, "BASE_URL", url)
+    with Published(body) as server:
+        monkeypatch.setattr(checkpoint, "BASE_URL", f"{server.url}/")
         checkpoint.fetch_published()
     assert capsys.readouterr().out.split() == [str(folder / "DiT-XL-2-256x256.pt"), str(folder / NAME)]
 

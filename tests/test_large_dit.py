@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import fill
+from networks import with_norms
 from reference_networks import large_dit, relative_error
 
 from accel.families.large_dit import network as module
@@ -19,12 +19,7 @@ FORMS = (
 
 
 def build(**form):
-    """Norm weights near one, as trained ones are; else everything random."""
-    model = fill(DiT_Llama(**{**SMALL, **form}))
-    for name, value in model.named_parameters():
-        if "norm.weight" in name:
-            value.data.add_(1)
-    return model
+    return with_norms(DiT_Llama(**{**SMALL, **form}))
 
 
 def batch(model, n=4, seed=1):

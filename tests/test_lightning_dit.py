@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import fill
-from networks import error, fast_network, network_of
+from networks import error, fast_network, network_of, with_norms
 from reference_networks import lightning_dit, relative_error
 from torch import nn
 
@@ -26,11 +25,7 @@ FORMS = (
 
 
 def build(**form):
-    """Norm weights near one, as trained ones are; else everything random."""
-    model = fill(LightningDiT(**{**SMALL, **form}))
-    for name, value in model.named_parameters():
-        if "norm" in name:
-            value.data.add_(1)
+    model = with_norms(LightningDiT(**{**SMALL, **form}))
     model.final_layer.linear.weight.data.mul_(0.3)
     return model
 
@@ -108,15 +103,19 @@ def test_published_sizes():
 
 def test_what_is_not_computed_is_named():
     state = as_file(build())
-    for gone, words in (("feat_rope", "without rotation"), ("norm1", "without RMSNorm"), ("w12", "without SwiGLU")):
+    for gone, words in (
+        ("feat_rope", "is a LightningDiT without rotation, which is not computed"),
+        ("norm1", "is not a LightningDiT: no blocks.0.norm1.weight"),
+        ("w12", "is not a DiT: no blocks.0.mlp.fc1.weight"),
+    ):
         left = {name: value for name, value in state.items() if gone not in name}
-        with pytest.raises(UsageError, match=f"ckpt=x.pt: is a LightningDiT {words}, which [^\n]*$"):
+        with pytest.raises(UsageError, match=f"ckpt=x.pt: {words}[^\n]*$"):
             recognise("x.pt", left, {})
     with pytest.raises(UsageError, match="freqs_cos has other rotations [^\n]*$"):
         recognise("x.pt", state | {"feat_rope.freqs_cos": state["feat_rope.freqs_cos"].roll(1, 0)}, {})
     with pytest.raises(UsageError, match="q_norm.bias is no weight [^\n]*$"):
         recognise("x.pt", as_file(build(qk_norm=True)) | {"blocks.0.attn.q_norm.bias": torch.zeros(72)}, {})
-    with pytest.raises(UsageError, match="was trained as a LightningDiT [^\n]*, not as SiT-XL/2[^\n]*$"):
+    with pytest.raises(UsageError, match="is not a SiT but a LightningDiT; drop model$"):
         recognise("x.pt", state, {}, "SiT-XL/2")
 
 
@@ -171,10 +170,12 @@ class Original(nn.Module):
         return torch.cat([torch.cat([first[:, :3], one[:, 3:]], 1) for one in (cond, uncond)])
 
 
-def test_the_original_class_is_accelerated():
-    theirs = Original(build(qk_norm=True))
-    x, t, y = batch(build())
+def test_the_class_here_and_the_original_class_are_accelerated():
+    """The class here computes its rotations, the original keeps them."""
+    ours = build(qk_norm=True)
+    theirs, (x, t, y) = Original(ours), batch(ours)
     fast = accelerate(theirs, "fp32")
+    assert torch.equal(accelerate(ours, "fp32")(x, t, y), fast(x, t, y))
     assert error(fast(x, t=t, y=y), theirs(x, t, y).double()) < 1e-5
     for start in (0.1, 0.5, 0.9):
         t = torch.full((4,), 0.5)

@@ -21,8 +21,7 @@ from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.forecast import read_plan
 from accel.latents.decoder import Decoder
-from accel.loading import Batch
-from accel.network import WHOLE, Part
+from accel.network import WHOLE, Batch, Part
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
 from accel.progress import Stopwatch, step_bar

@@ -11,7 +11,7 @@ from accel import precision
 from accel.errors import UsageError
 from accel.families import families
 from accel.families.loaded_module import LoadedModule
-from accel.families.recognise import Fit, published_name, recognise
+from accel.families.recognise import Fit, ask, published_name, recognise
 from accel.latents import LatentSpace
 from accel.latents.files import PUBLISHED, find
 from accel.request import Request
@@ -111,8 +111,8 @@ def fit_of(weights: Checkpoint | LoadedModule, model: str | None = None, num_cla
             raise UsageError(f"{given}; drop it")
         return weights.fit
     fit = recognise(weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name))
-    recipe = getattr(fit.family.part("weights"), "recipe", lambda *_: {})
-    return fit._replace(recipe={**fit.recipe, **recipe(fit.model, weights.metadata, weights.path)})
+    recipe = ask(fit.family, "recipe", fit.model, weights.metadata, weights.path)
+    return fit._replace(recipe={**fit.recipe, **recipe})
 
 
 def shipped_as(name: str) -> str | None:

@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn, strided
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from accel.errors import UsageError, shown
+from accel.errors import UsageError
 from accel.families import Family, families
-from accel.families.recognise import converted, recognise, reference_state
+from accel.families.recognise import ask, families_with, recognise, reference_state
 from accel.network import unwrapped
-from accel.weights.shapes import require_fit, shapes_only
+from accel.weights.shapes import require_fit, shapes_of, shapes_only
+from accel.weights.tensor_files import require_floats
 
 COMPARED = "eps", "approximate"  # attributes that change a submodule's function and are in no state dict
 
@@ -71,6 +72,13 @@ class LoadedModule:
         require_fit(self.name, reference_state(self, self.fit), self.model)
         self._require_attributes()
 
+    @property
+    def assumed(self) -> bool:
+        """Whether other families have the module's entries too, and neither its class nor its entries name one."""
+        names = [kind.__name__ for kind in type(self.module).__mro__]
+        named = self.how.strength or any(self.how.family.name in name for name in names)
+        return not named and len(families_with(shapes_of(self.state))) > 1
+
     def _known_by(self, state):
         try:
             found = [how for family in families() if (how := family.part("weights").of_module(self.module, state))]
@@ -94,13 +102,8 @@ class LoadedModule:
         but dense tensors of floats by name."""
         if not isinstance(state, Mapping):
             raise UsageError(f"{self.name}: a state dict maps names to tensors, and this is a {type(state).__name__}")
-        for name, value in state.items():
-            if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout is not strided:
-                kind = f"{value.dtype}, {value.layout}" if isinstance(value, Tensor) else type(value).__name__
-                raise UsageError(f"{self.name}: {shown(name)} is {kind}; weights are dense tensors of floats")
-            if value.is_meta:
-                raise UsageError(f"{self.name}: {shown(name)} is on the meta device, without values; load them first")
-        return converted(self.how.family, self._raw(state), self.metadata)
+        require_floats(state, self.name)
+        return ask(self.how.family, "converted", self._raw(state), self.metadata)
 
     def _require_attributes(self):
         theirs = dict(self.module.named_modules())

@@ -3,7 +3,8 @@
 A family's weights.py has
 
     MODELS                         name of a model → constructor of the reference network
-    KEYS                           names of tensors that every file of the family has
+    KEYS                           names of tensors that every file of the family has; of families that share a file the
+                                   one with the most is meant
     LABELS                         the label table's name
     sizes(shapes, metadata)        (name, constructor, heads); raises KeyError for a missing entry, ValueError for
                                    unsupported weights
@@ -11,10 +12,9 @@ A family's weights.py has
 
 and, if the family differs from the default,
 
-    PARTS                          names of tensors; every file of the family has at least one of them
     claim(shapes, metadata)        (strength, reason) if other entries or metadata prove the family, or None
     converted(state, metadata)     state dict of the file → state dict of the reference network; default: unchanged
-    sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: as `converted`
+    sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: unchanged
     latent_size(state)             side of the latents that converted weights were trained on, or None
     recipe(model, metadata, path)  values of settings that a file at `path` implies
 """
@@ -34,6 +34,9 @@ from accel.families import Family, families, family_of
 from accel.weights.checkpoint import Checkpoint, pretrained_models
 from accel.weights.shapes import Shapes, require_fit, shapes_of, shapes_only
 
+# A moving average of a fixed table rounds at each step: with a decay of 0.9999 the errors of 10,000 float32 roundings
+# add up to at most 6e-4 of a value near one.
+AVERAGED = 6e-4
 # Strength of a claim: tensors or arguments that only this family's training leaves count more than a model's name.
 STRUCTURE, NAMED = 2, 1
 EXPLICIT = 3  # the family's name in metadata that this program wrote
@@ -70,7 +73,6 @@ class Fit(NamedTuple):
             "prediction": self.family.prediction,
             "model": self.model if self.model in self.family.models else None,
             "num_classes": self.num_classes,
-            "null_class": self.null_class,
             "num_heads": self.num_heads,
             "image_size": self.image_size,
             "class_names": list(self.class_names) or None,
@@ -101,7 +103,7 @@ def recognise(
         name, build, heads = weights.sizes(have, metadata)
         standard = name in family.models and weights.sizes(have, {})[2] == heads
         rows = have[weights.LABELS][0]
-        state = converted(family, state, metadata)
+        state = ask(family, "converted", state, metadata)
     except KeyError as missing:
         raise UsageError(f"`ckpt={source}`: is not a {family.name}: no {missing.args[0]}") from None
     except ValueError as error:
@@ -115,7 +117,8 @@ def recognise(
         raise UsageError(f"`ckpt={source}`: holds the weights of {name}, not of {model}; use `model={name}`")
     if assumed:
         _say_what_is_assumed(source, family, have, metadata)
-    if num_classes is None and "num_classes" not in metadata and classes not in (1000, _usual_classes(family, name)):
+    usual = family.models.get(name, family.recipe).num_classes
+    if num_classes is None and "num_classes" not in metadata and classes not in (1000, usual):
         print(f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? --num-classes {rows})")
     given = {key: metadata.get(key) for key in ("image_size", "vae", "schedule")}
     return Fit(
@@ -128,7 +131,7 @@ def recognise(
         classes,
         null_class,
         learn_sigma=network.out_channels == 2 * network.in_channels,
-        latent_size=_optional(family, "latent_size", lambda state: None)(state),
+        latent_size=ask(family, "latent_size", state),
         class_names=tuple(metadata.get("class_names", ())),
         usual=standard,
         recipe=_recipe(metadata),
@@ -146,20 +149,21 @@ def _recipe(metadata):
 
 def reference_state(weights: Any, fit: Fit) -> dict[str, torch.Tensor]:
     """Return the tensors of `weights`, a Checkpoint or a LoadedModule, under the names of their reference network."""
-    return converted(fit.family, weights.state, weights.metadata)
+    return ask(fit.family, "converted", weights.state, weights.metadata)
 
 
-def converted(
-    family: Family, state: dict[str, torch.Tensor], metadata: dict[str, Any], sampled: bool = False
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file under the names of their reference network. sampled: keep the file's names, and drop
-    tensors that only training needs."""
-    convert = _optional(family, "converted", lambda state, metadata: state)
-    return (_optional(family, "sampled", convert) if sampled else convert)(state, metadata)
+_DEFAULTS = {
+    "claim": lambda shapes, metadata: None,
+    "converted": lambda state, metadata: state,
+    "sampled": lambda state, metadata: state,
+    "latent_size": lambda state: None,
+    "recipe": lambda model, metadata, path: {},
+}
 
 
-def _optional(family, name, default):
-    return getattr(family.part("weights"), name, default)
+def ask(family: Family, function: str, *arguments: Any) -> Any:
+    """Call an optional function of a family's weights.py, or its default."""
+    return getattr(family.part("weights"), function, _DEFAULTS[function])(*arguments)
 
 
 def choose_family(
@@ -167,15 +171,14 @@ def choose_family(
 ) -> tuple[Family, bool]:
     """Return the family of weights with the shapes `have`, and whether it is an assumption: several families have these
     entries, and nothing names one. Other arguments: as for `recognise`. Raises UsageError as `recognise` does."""
-    alike = _alike(have)
+    alike = families_with(have)
     wanted = family_of(model) if model else None
     if not alike:
         likely = wanted or families()[0]
         missing = next(key for key in likely.part("weights").KEYS if key not in have)
         others = " or ".join(f"a {family.name}" for family in families() if family != likely)
         raise UsageError(f"`ckpt={source}`: is not a {likely.name}: no {missing}; nor is it {others}")
-    found = [(_optional(family, "claim", lambda *_: None)(have, metadata), family) for family in alike]
-    claims = [(*claim, family) for claim, family in found if claim]
+    claims = [(*claim, family) for family in alike if (claim := ask(family, "claim", have, metadata))]
     for name in (metadata.get("model"), shipped_as):
         claims += [(NAMED, f"model {name}", family) for family in alike if name in family.models]
     claims += [(EXPLICIT, f"family {family.name}", family) for family in alike if metadata.get("family") == family.name]
@@ -210,7 +213,7 @@ def _by_file_name(source, alike):
 def _say_what_is_assumed(source, family, have, metadata):
     """Print the assumed family of weights, and the flag for each other candidate."""
     others = []
-    for other in _alike(have):
+    for other in families_with(have):
         with suppress(ValueError):
             name = other.part("weights").sizes(have, metadata)[0]
             others += [f"--model {name}"] if name in other.models and other != family else []
@@ -218,39 +221,42 @@ def _say_what_is_assumed(source, family, have, metadata):
     print(f"{shown(source, 300)}: does not say its kind, taken for a {family.name} ({family.prediction}){remedy}")
 
 
-def _alike(have):
-    """Return the families whose KEYS are all in `have`, and one of their PARTS."""
-    found = [(family, family.part("weights")) for family in families()]
-    return [
-        family
-        for family, weights in found
-        if all(key in have for key in weights.KEYS) and any(name in have for name in getattr(weights, "PARTS", have))
-    ]
+def families_with(have: Shapes) -> list[Family]:
+    """Return the families whose KEYS are all in `have`; of them those with the most."""
+    found = [family for family in families() if have.keys() >= set(family.part("weights").KEYS)]
+    most = max((len(family.part("weights").KEYS) for family in found), default=0)
+    return [family for family in found if len(family.part("weights").KEYS) == most]
 
 
 def _classes(source, rows, metadata, wanted):
     """Return (number of classes, whether a null class follows them), from the rows of the label table."""
-    says = metadata.get("num_classes")
-    if wanted is None and says is not None:
-        null = metadata.get("null_class", rows == says + 1)
-        if rows != says + null:
-            raise UsageError(
-                f"`ckpt={source}`: says num_classes {says}, and its label table has {rows} rows; give `num_classes`"
-            )
-        return says, null
-    if wanted is not None:
-        if rows not in (wanted, wanted + 1):
-            known = f"`num_classes={rows - 1}`" if rows > 1 else "`num_classes=1`"
-            raise UsageError(
-                f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class and one for "
-                f"no class; use {known}"
-            )
-        return wanted, rows == wanted + 1
-    return (rows - 1, True) if rows > 1 else (1, False)
+    classes = metadata.get("num_classes", max(rows - 1, 1)) if wanted is None else wanted
+    if rows in (classes, classes + 1):
+        return classes, rows == classes + 1
+    if wanted is None:
+        raise UsageError(
+            f"`ckpt={source}`: says num_classes {classes}, and its label table has {rows} rows; give `num_classes`"
+        )
+    raise UsageError(
+        f"`num_classes={wanted}`: the label table in {source} has {rows} rows, one for each class and one for no "
+        f"class; use `num_classes={max(rows - 1, 1)}`"
+    )
 
 
-def _usual_classes(family, name):
-    return family.models[name].num_classes if name in family.models else None
+def require_sinusoid(source: str, state: dict[str, torch.Tensor], fit: Fit, remedy: str) -> float:
+    """Return how far the position table in `state` is from the sine-cosine table of its grid. Raises UsageError, with
+    `remedy`, for more than the rounding of a moving average: a table that was trained is no function of the grid."""
+    with shapes_only():
+        table = fit.build(input_size=fit.latent_size, num_classes=fit.num_classes).position_table
+    found = state["pos_embed"]
+    off = float((found.cpu().float() - torch.as_tensor(table())).abs().max())
+    rounding = max(AVERAGED, torch.finfo(found.dtype).eps)
+    if not off <= rounding:
+        raise UsageError(
+            f"`ckpt={source}`: its position table is up to {off:.2g} off the sine-cosine table of its grid, more than "
+            f"the rounding of an average ({rounding:.1g}); {remedy}"
+        )
+    return off
 
 
 def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
@@ -258,10 +264,10 @@ def find_model(name_or_path: str | Path) -> dict[str, torch.Tensor]:
     weights of no family are returned unchanged. name_or_path: as for Checkpoint. Raises UsageError."""
     checkpoint = Checkpoint(name_or_path)
     state, shapes = checkpoint.state, shapes_of(checkpoint.state)
-    if not _alike(shapes):
+    if not families_with(shapes):
         return state
     family, _ = choose_family(checkpoint.name, shapes, checkpoint.metadata, None, None)
-    return converted(family, state, checkpoint.metadata)
+    return ask(family, "converted", state, checkpoint.metadata)
 
 
 def download_model(name: str) -> dict[str, torch.Tensor]:

@@ -12,10 +12,11 @@ import torch
 
 from accel.errors import UsageError
 from accel.fast.network import FastNetwork
-from accel.fast.ops import Half, Split, of_tier
+from accel.fast.ops import Half, Split
 from accel.fast.reader import Reader
 from accel.kernels.linear import Tuner
 from accel.network import WHOLE, Part
+from accel.precision import TIERS
 
 
 def family_of(model: torch.nn.Module) -> ModuleType:
@@ -49,8 +50,10 @@ def build(
     gemm: str = "auto",
     part: Part = WHOLE,
 ) -> FastNetwork:
-    """Make the accelerated network as `laid_out` does, with the ops of a tier; arguments as ops.of_tier has them."""
-    return laid_out(state, model, of_tier(tier, device, tuner, gemm, part))
+    """Make the accelerated network as `laid_out` does, with the ops of a tier. tuner: chooses the GEMMs' algorithms;
+    gemm: their backend."""
+    ops = Split(device, gemm, part) if tier == "exact" else Half(TIERS[tier].dtype, device, tuner, gemm, part)
+    return laid_out(state, model, ops)
 
 
 def load(

@@ -23,7 +23,6 @@ from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import SplitLinear, balance, choose
 from accel.kernels.swiglu import swiglu, swiglu_split
 from accel.network import WHOLE, BlockNetwork, Part
-from accel.precision import TIERS
 
 Gemms = dict[str, tuple[Tensor, Tensor | None]]  # by name: weight (N, K) and bias (N,) of qkv, proj, fc1 and fc2
 
@@ -37,15 +36,16 @@ class Block(NamedTuple):
     norms: Tensor | None  # (2, 2, D): weight and bias of the norm of queries, then of keys
 
 
-def of_tier(
-    tier: str, device: torch.device, tuner: Tuner | None = None, gemm: str = "auto", part: Part = WHOLE
-) -> "Half | Split":
-    """The ops of an accelerated tier. tuner: chooses the GEMMs' algorithms. gemm: their backend."""
-    return Split(device, gemm, part) if tier == "exact" else Half(TIERS[tier].dtype, device, tuner, gemm, part)
+class Rotation(NamedTuple):
+    """The rotation of queries and keys, and their norm before it."""
+
+    table: Tensor  # (T, d/2, 2): cosine and sine
+    norms: Tensor | None = None  # as Block has them
+    rms_eps: float | None = None  # ε of RMSNorm over each head; None: LayerNorm over all
 
 
 class Half:
-    """Half precision with float32 sums."""
+    """Half precision with float32 sums. tuner: chooses the GEMMs' algorithms. gemm: their backend."""
 
     exchanges = BlockNetwork.exchanges
 
@@ -62,29 +62,19 @@ class Half:
         self.adaln, self.last_adaln = partial(adaln, dtype=dtype), partial(adaln, dtype=self.stream)
         self.attention = attention
 
-    def block(
-        self,
-        gemms: Gemms,
-        gated: bool = False,
-        rotation: Tensor | None = None,
-        norms: Tensor | None = None,
-        rms_eps: float | None = None,
-    ) -> Block:
-        """A block of a rank's part of four GEMMs.
-
-        gated: fc1 is two matrices one below the other, for SwiGLU in place of GELU. rotation (T, d/2, 2): of queries
-        and keys. norms: as Block has them. rms_eps: ε of RMSNorm over each head; None: LayerNorm over all.
-        """
+    def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
+        """Return a block of a rank's part of four GEMMs. gated: fc1 is two matrices one below the other, for SwiGLU in
+        place of GELU."""
         layers = tuple(
             Linear(weight, bias, gelu=index == 2 and not gated, tuner=self.tuner, backend=self.gemm)
             for index, (weight, bias) in enumerate(gemms.values())
         )
-        rotate = None if rotation is None else partial(self._rotate, rotation, norms, rms_eps)
-        return Block(layers, rotate, swiglu if gated else None, norms)
+        rotate = rotation and partial(self._rotate, rotation)
+        return Block(layers, rotate, swiglu if gated else None, rotation and rotation.norms)
 
-    def _rotate(self, rotation, norms, rms_eps, qkv, first):
-        norms = _norms_left(self.part, qkv, norms, rms_eps)
-        return qk_norm_rotary(qkv, rotation, first, norms, rms_eps=rms_eps)
+    def _rotate(self, rotation, qkv, first):
+        norms = _norms_left(self.part, qkv, rotation)
+        return qk_norm_rotary(qkv, rotation.table, first, norms, rms_eps=rotation.rms_eps)
 
     def overflowed(self) -> str | None:
         """None: what overflows is not finite in the output."""
@@ -103,14 +93,7 @@ class Split:
         self.adaln = partial(adaln_split, stack=self.gemm == "cublas")
         self.last_adaln, self.attention = partial(adaln, dtype=torch.float32), split_attention
 
-    def block(
-        self,
-        gemms: Gemms,
-        gated: bool = False,
-        rotation: Tensor | None = None,
-        norms: Tensor | None = None,
-        rms_eps: float | None = None,
-    ) -> Block:
+    def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
         """As Half.block. Raises ValueError, naming the layer, for weights that are not finite.
 
         Powers of two move between neighbouring GEMMs. They change no bit of the function, but bring what a high/low
@@ -122,10 +105,10 @@ class Split:
             (weight, weight.new_zeros(len(weight)) if bias is None else bias) for weight, bias in gemms.values()
         )
         overflow, rotate, activate = self._watch(names[0]), None, None
-        factor, norms = _balanced(qkv, bq, norms, rotation is not None)
+        factor, norms = _balanced(qkv, bq, rotation)
         result = dict(result="high_low", overflow=overflow)
-        if rotation is not None:  # its kernel splits and watches
-            rotate, result = partial(self._rotate, rotation, norms, rms_eps, overflow), {}
+        if rotation:  # its kernel splits and watches
+            rotate, result = partial(self._rotate, rotation._replace(norms=norms), overflow), {}
         attention = (
             layer(qkv * factor[:, None], bq * factor, name=names[0], **result),
             layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
@@ -141,9 +124,9 @@ class Split:
             )
         return Block((*attention, *mlp), rotate, activate, norms)
 
-    def _rotate(self, rotation, norms, rms_eps, overflow, qkv, first):
-        norms = _norms_left(self.part, qkv, norms, rms_eps)
-        return qk_norm_rotary_split(qkv, rotation, first, norms, overflow=overflow, rms_eps=rms_eps)
+    def _rotate(self, rotation, overflow, qkv, first):
+        norms = _norms_left(self.part, qkv, rotation)
+        return qk_norm_rotary_split(qkv, rotation.table, first, norms, overflow=overflow, rms_eps=rotation.rms_eps)
 
     def _watch(self, layer):
         """A flag that kernels set where a value of `layer` leaves float16's range."""
@@ -156,20 +139,21 @@ class Split:
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
 
-def _norms_left(part, qkv, norms, rms_eps):
+def _norms_left(part, qkv, rotation):
     """Return the norms for the rotation's kernel. Where ranks divide the heads that a norm is over, apply it here, by
     tensor operations with the statistics of all ranks, and return None."""
-    if norms is None or part.ranks == 1 or rms_eps:
-        return norms
-    normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
+    if rotation.norms is None or part.ranks == 1 or rotation.rms_eps:
+        return rotation.norms
+    normalise(qkv, rotation.norms, lambda mean: part.sum(mean) / part.ranks)
     return None
 
 
-def _balanced(qkv, bias, norms, rotated):
+def _balanced(qkv, bias, rotation):
     """Powers of two for the outputs of qkv (3·D,), and the norms with theirs. Outputs that are rotated into each other
     have the same."""
     q, k, v = balance(qkv, bias).chunk(3)  # each (D,)
-    if rotated:
+    norms = rotation and rotation.norms
+    if rotation:
         if norms is None:
             sources = list(zip(qkv.chunk(3), bias.chunk(3)))[:2]
         else:

@@ -1,5 +1,7 @@
 """The files of a decoder: a folder in diffusers' layout or a file in LDM's, given or fetched, opened once, checked."""
 
+import hashlib
+import json
 import stat
 from functools import lru_cache
 from pathlib import Path
@@ -12,15 +14,7 @@ from accel.latents.autoencoder_kl import KLDecoder, check_config, space_of
 from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
 from accel.weights.shapes import shapes_only
-from accel.weights.tensor_files import (
-    cached_digest,
-    digest_with,
-    file_stamps,
-    mode_of,
-    read_json,
-    read_tensors,
-    require_floats,
-)
+from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read_json, read_tensors, require_floats
 
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
@@ -65,11 +59,12 @@ def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
 
 
 def digest(space: LatentSpace) -> str:
-    """16 hex digits of all that turns latents of a space into pixels: the space's numbers, the entries of config.json
-    that the decoder takes, and its weights, whose own digest the cache folder keeps for later runs."""
+    """Return 16 hex digits of all that turns latents of a space into pixels: the space's numbers, the entries of
+    config.json that the decoder takes, and its weights, whose own digest the cache folder keeps for later runs."""
     folder, numbers = space.decoder, space._replace(decoder=None)._asdict()
     of_weights = cached_digest(file_stamps(_files(folder), "vae"), lambda: _open(folder)[1])
-    return digest_with({**_open(folder)[0], **numbers}, of_weights)
+    entries = json.dumps({**_open(folder)[0], **numbers}, sort_keys=True)
+    return hashlib.sha256(f"{of_weights} {entries}".encode()).hexdigest()[:16]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -102,7 +97,7 @@ def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch
         raise UsageError(f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL") from None
     for file in files[1:]:
         state |= read_tensors(file, "vae")
-    require_floats(state, "vae", files[-1])
+    require_floats(state, f"`vae={files[-1]}`")
     state, want = decoder.renamed(state), decoder.state_dict()
     wrong = [name for name in want if name not in state or state[name].shape != want[name].shape]
     if wrong:

@@ -27,7 +27,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     content = read_tensors(file, "vae")
     whole = content["state_dict"] if isinstance(content.get("state_dict"), dict) else content
     state = {name: value for name, value in whole.items() if re.match(r"decoder\.|post_quant_conv\.", str(name))}
-    require_floats(state, "vae", file)
+    require_floats(state, f"`vae={file}`")
     levels = sorted({int(found[1]) for name in state if (found := re.match(r"decoder\.up\.(\d+)\.", name))})
     blocks = sum(bool(re.fullmatch(r"decoder\.up\.0\.block\.\d+\.conv1\.weight", name)) for name in state)
     try:

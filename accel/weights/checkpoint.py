@@ -104,11 +104,9 @@ class Checkpoint:
         if self._digest is None:
             if "_opened" not in self.__dict__:
                 self._require_unchanged()
-            self._digest = cached_digest(self._stamps or self._stamp(), self._trained)
+            trained = lambda: {name: tensor for name, tensor in self.state.items() if name != "pos_embed"}
+            self._digest = cached_digest(self._stamps or self._stamp(), trained)
         return self._digest
-
-    def _trained(self):
-        return {name: tensor for name, tensor in self.state.items() if name != "pos_embed"}
 
     def _stamp(self):
         """Return the stamps of every file that the weights may come from."""

@@ -59,7 +59,7 @@ def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], di
     state = {}
     for file in weight_files(folder, "ckpt"):
         state |= read_tensors(file, "ckpt", mapped)
-    require_floats(state, "ckpt", folder)
+    require_floats(state, f"`ckpt={folder}`")
     config = read_json(folder / "config.json", "ckpt")
     try:
         state = from_diffusers(state)

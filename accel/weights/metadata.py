@@ -48,7 +48,6 @@ SCHEMA = {
     "num_heads": _whole(1, 1024),
     "patch_size": _whole(1, 64),
     "in_channels": _whole(1, 1024),  # of the latents
-    "null_class": _Entry(lambda value: isinstance(value, bool), "true or false"),  # whether the label table has its row
     "guidance_channels": _whole(1, 1024),
     "recipe": _Entry(_is_recipe, "values of settings by name"),
     "class_names": _Entry(_is_names, "a list of names"),

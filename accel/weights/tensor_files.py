@@ -6,7 +6,6 @@ allows it.
 
 import argparse
 import hashlib
-import json
 import pickle
 import re
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from accel.errors import UsageError, as_usage_error, path_errors
+from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.files import atomic_write, cache_folder, open_regular, read_small
 from accel.files import read_json as read_object
 
@@ -37,24 +36,29 @@ def mode_of(path: Path, parameter: str) -> int:
 def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     """Return the content of a .safetensors file or a pickle (.pt, .ckpt, .bin), on the CPU; mapped: not copied, where
     the format allows it. Raises UsageError about `parameter`."""
+    if path.suffix == ".safetensors":
+        return read_safetensors(path, parameter, mapped)[0]
     with _regular_file(path, parameter):
-        read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
-        content = read(path, parameter, mapped)
+        content = _read_pickle(path, parameter, mapped)
     if not isinstance(content, dict):
         raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not a state dict")
     return content
 
 
-def read_header(path: Path, parameter: str) -> dict[str, str]:
-    """Return the metadata of a .safetensors file. Raises UsageError about `parameter`."""
+def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return (tensors, metadata) of a .safetensors file; mapped: as for `read_tensors`. Raises UsageError about
+    `parameter`."""
     from safetensors import SafetensorError, safe_open
 
     with _regular_file(path, parameter):
         try:
             with safe_open(path, "pt") as file:
-                return file.metadata() or {}
-        except (SafetensorError, ValueError) as error:
-            raise _not_safetensors(path, parameter, error) from None
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata = file.metadata() or {}
+            return tensors if mapped else {name: value.clone() for name, value in tensors.items()}, metadata
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0][:120]
+            raise UsageError(f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again") from None
 
 
 def read_namespace(path: Path, parameter: str) -> dict:
@@ -76,20 +80,19 @@ def read_json(path: Path, parameter: str) -> dict:
             raise UsageError(f"`{parameter}={path}`: is not a JSON object; copy it again") from None
 
 
-def require_floats(state: dict, parameter: str, path: Path) -> None:
-    """Raise UsageError unless every entry of a state dict is a dense tensor of floats of at least one dimension."""
+def require_floats(state: dict, source: str) -> None:
+    """Raise UsageError about `source` unless every entry of a state dict is a dense tensor of floats, with values and
+    at least one dimension."""
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             kind = f"of type {type(tensor).__name__}"
-        elif tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        elif tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"{tensor.layout} on {tensor.device}"
         elif tensor.ndim and tensor.is_floating_point() and isinstance(name, str):
             continue
         else:
             kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        raise UsageError(
-            f"`{parameter}={path}`: {name} is {kind}; weights are dense tensors of floats, save them as such"
-        )
+        raise UsageError(f"{source}: {shown(name)} is {kind}; weights are dense tensors of floats, save them as such")
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -101,11 +104,6 @@ def digest(state: dict[str, torch.Tensor]) -> str:
         total.update(f"{name} {tuple(state[name].shape)}\n".encode())
         total.update(tensor.numpy())
     return total.hexdigest()[:16]
-
-
-def digest_with(entries: dict, of_tensors: str) -> str:
-    """Return 16 hex digits over the `digest` of tensors and plain entries that decide their function."""
-    return hashlib.sha256(f"{of_tensors} {json.dumps(entries, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
 def file_stamps(files: list[Path], parameter: str) -> list[tuple]:
@@ -143,22 +141,6 @@ def _regular_file(path: Path, parameter: str) -> Iterator[None]:
     with path_errors(parameter, path):
         open_regular(path).close()  # torch and safetensors have errors of their own for pipes and permissions
         yield
-
-
-def _read_safetensors(path: Path, parameter: str, mapped: bool) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors = load_file(path)
-        return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise _not_safetensors(path, parameter, error) from None
-
-
-def _not_safetensors(path, parameter, error):
-    reason = str(error).splitlines()[0][:120]
-    return UsageError(f"`{parameter}={path}`: truncated or not safetensors ({reason}); copy it again")
 
 
 def _read_pickle(path: Path, parameter: str, mapped: bool) -> object:

@@ -79,7 +79,6 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         (lambda fast, x, t, y: fast.to(torch.float16), "the precision is fp32; use accelerate"),
         (lambda fast, x, t, y: fast.train(), r"train\(\): this copy only evaluates; train the model"),
         (lambda fast, x, t, y: pickle.dumps(fast), "cannot be pickled or copied; pickle the model"),
-        (lambda fast, x, t, y: copy.deepcopy(fast), "cannot be pickled or copied; pickle the model"),
         (lambda fast, x, t, y: fast(x[:, :3], t, y), r"x is \(4, 3, 8, 8\), must be \(N, 4, 8, 8\)"),
         (lambda fast, x, t, y: fast.forward_with_cfg(x[:3], t, y, 4), r"x is \(3, 4, 8, 8\), must be \(2N, 4, 8, 8\)"),
         (lambda fast, x, t, y: fast(x, t[:2], y), r"t is \(2,\), must be \(4,\)"),
@@ -91,9 +90,7 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         (lambda fast, x, t, y: fast.load_state_dict({}), "load_state_dict: is not a DiT: no pos_embed .* differ"),
         (lambda fast, x, t, y: fast.load_state_dict({}, strict=False), "all weights are needed"),
         (lambda fast, x, t, y: fast.load_state_dict([]), "maps names to tensors, and this is a list"),
-        (lambda fast, x, t, y: fast.load_state_dict(with_last(lambda last: last.long())), "is torch.int64, torch.str"),
-        (lambda fast, x, t, y: fast.load_state_dict(with_last(torch.Tensor.to_sparse)), "are dense tensors of floats"),
-        (lambda fast, x, t, y: fast.load_state_dict(small().to("meta").state_dict()), "meta device, without values"),
+        (lambda fast, x, t, y: fast.load_state_dict(with_last(lambda last: last.long())), "is torch.int64 of shape"),
         (
             lambda fast, x, t, y: fast.load_state_dict(small(num_classes=9).state_dict()),
             r"embedding_table.weight is \(10, 144\), must be \(9, 144\)",
@@ -161,8 +158,8 @@ def test_shapes_of_the_callers_own(make):
     assert fast(x, t, y).shape == want.shape and error(fast(x, t, y), want) < 1e-5
 
 
-class OriginalSiT(DiT):
-    """DiT's keys; the half of the channels that learned sigma takes is dropped."""
+class Halved(DiT):
+    """The half of the channels that learned sigma takes is dropped."""
 
     def forward(self, x, t, y):
         return super().forward(x, t, y).chunk(2, dim=1)[0]
@@ -187,7 +184,7 @@ def changed(model, name, attribute, value):
 
 
 OTHERS = {
-    "SiT": (lambda: of_class(OriginalSiT), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
+    "fewer channels": (lambda: of_class(Halved), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
     "another function": (lambda: of_class(Otherwise), "another function .* relative error .*, 0.0001 is allowed"),
     "untrained": (lambda: shape_of(Otherwise), "another function .* relative error"),
     "a norm more": (
@@ -241,37 +238,20 @@ def test_the_module_stays_as_it_is(device):
 
 
 def test_a_device_that_lacks_the_tier_or_is_none():
-    for tier in ("fp16", "bf16", "exact", "tf32"):
-        with pytest.raises(ValueError, match=f"precision={tier}: cpu has no .*; choose fp32"):
-            accelerate(small(), tier)
+    with pytest.raises(UsageError, match="precision=fp16: cpu has no .*; choose fp32"):
+        accelerate(small(), "fp16")
     with pytest.raises(UsageError, match="device nonsense"):
         accelerate(small(), device="nonsense")
     with pytest.raises(UsageError, match="device meta: holds no values"):
         accelerate(DiT(input_size=8, depth=1).to("meta"))
 
 
-def times(name, factor):
-    model = small()
-    model.get_parameter(name).data.mul_(factor)
-    return model
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: large_inside(small()), "precision=fp16: blocks.0.mlp.fc1.weight gives .* does not hold; use "),
-        (lambda: times("blocks.1.mlp.fc1.weight", 5e4), "precision=fp16: block 1 gives .* does not hold; use "),
-        (
-            lambda: times("blocks.1.mlp.fc2.bias", 1e7),
-            "precision=fp16: blocks.1.mlp.fc2.bias gives .* does not hold; use ",
-        ),
-    ],
-)
-def test_weights_that_overflow_are_named(make, words):
+def test_weights_that_overflow_are_refused():
+    words = "precision=fp16: overflows on these weights; use precision="
     with pytest.raises(UsageError, match=words):
-        accelerate(make(), "fp16", "cuda")
-    fast, other = accelerate(small(), "fp16", "cuda"), make()
+        accelerate(large_inside(small()), "fp16", "cuda")
+    fast, other = accelerate(small(), "fp16", "cuda"), large_inside(small())
     x, t, y = inputs(other, 2, "cuda")
     want = fast(x, t, y)
     with pytest.raises(UsageError, match=words):

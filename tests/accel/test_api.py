@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, fill
 from diffusers import FlowMatchEulerDiscreteScheduler
-from networks import DEVICES, Original, guided, pipeline
+from networks import DEVICES, Original, guided, pipeline, small, upstream
 from PIL import Image
 from torch import nn
 
@@ -93,6 +93,29 @@ def test_a_class_of_the_callers_own():
         assert ours.latents([4]).shape == (1, 4, 8, 8) and torch.equal(ours.latents([4]), other.latents([4]))
     with Sampler(model, image_size=128, **how) as larger:
         assert larger.latents(range(5)).shape == (5, 4, 16, 16)
+
+
+def test_a_class_that_does_not_say_its_kind_is_taken_for_a_dit_aloud(capsys):
+    """Without sigma a flow has a DiT's entries and function: its class alone says that it is one."""
+    how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
+    for kind, sampler, words in (
+        (Original, "ddpm", "Original: does not say its kind, taken for a DiT (noise)"),
+        (type("MySiT", (Original,), {}), "sde", ""),
+        (DiT, "ddpm", ""),
+    ):
+        model = small(learn_sigma=False)
+        with Sampler(model if kind is DiT else kind(model), **how) as made:
+            assert made.settings.sampler == sampler and words in (out := capsys.readouterr().out)
+            assert bool(words) == ("its kind" in out)
+
+
+def test_a_position_table_that_was_trained_serves_its_own_size():
+    model, how = small(), dict(output_type="latent", device="cpu", num_sampling_steps=3)
+    model.pos_embed.data += 0.1
+    with Sampler(model, **how) as sampler:
+        assert torch.allclose(sampler.latents([4]), upstream(model, (4,), 0, 3), atol=1e-4)
+    with pytest.raises(UsageError, match="DiT: its position table is up to 0.1 off .*; sample at the size that it was"):
+        Sampler(model, image_size=128, **how)
 
 
 def test_close_frees_the_network():

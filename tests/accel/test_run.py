@@ -9,11 +9,11 @@ import pytest
 import torch
 from networks import build, fast_network, large_inside, settings_of, small
 
-from accel import door, loading
+from accel import door, network
 from accel.door import opening
 from accel.errors import UsageError
 from accel.families.dit.network import DiT, DiT_models
-from accel.loading import Batch, overflows
+from accel.network import Batch, overflows
 from accel.progress import Stopwatch
 from accel.request import FidRequest, GridRequest
 
@@ -96,7 +96,7 @@ def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
         run.latents((1,), 0)
     run = run._replace(tier="fp16")  # on a GPU, with bfloat16 and, like a V100, without
     for supported, remedy in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(loading, "supports", lambda tier, device, supported=supported: supported)
+        monkeypatch.setattr(network, "supports", lambda tier, device, supported=supported: supported)
         with pytest.raises(UsageError, match=f"fp16: .* not finite from step 3 of 5 on; use precision={remedy}"):
             run.latents((1,), 0)
 

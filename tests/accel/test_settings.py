@@ -26,7 +26,8 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
     assert (demo.vae, demo.ckpt) == (str(DEMO / "vae"), str(DEMO / "dit.safetensors"))
     other = implied(GridRequest(model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent"))
     assert (other.image_size, other.labels, other.vae, other.outputs) == (256, (3,), "mse", ("sample.npy",))
-    assert implied(GridRequest(model="SiT-XL/2")).image_size == 256
+    for model in "SiT-XL/2", "Large-DiT-3B/2":
+        assert implied(GridRequest(model=model)).image_size == 256
     assert implied(GridRequest(num_classes=12)).labels == tuple(range(8))
     assert xl.class_names[207] == "golden retriever" and demo.class_names[0] == "planet"
     for model in "DiT-S/8", "DiT-Demo/2":  # the demo's eight names are of eight classes

@@ -147,16 +147,8 @@ def test_a_picture_that_overflows_is_decoded_in_float32(capsys):
     assert torch.equal(got, torch.cat([decoder.decode(one) for one in latents.split(1)]))
     assert capsys.readouterr().out == ""  # said once
     plain.decoder.conv_out.bias[1] = float("nan")
-    with pytest.raises(UsageError, match="pixels that are not finite"):
+    with pytest.raises(UsageError, match="vae=.*decodes finite latents to pixels that are not finite"):
         decoder.decode(latents)
-
-
-def test_a_decoder_that_gives_nan_stops_the_run():
-    """As bytes, NaN would be black."""
-    decoder = Decoder(find(DEMO / "vae"), CPU)
-    decoder.load().network.decoder.conv_out.bias[1] = float("nan")
-    with pytest.raises(UsageError, match="vae=.*demo/vae: decodes finite latents to pixels that are not finite"):
-        decoder.decode(noise(1, 4))
 
 
 @pytest.mark.parametrize("name, flags", (("fp32", (False, False)), ("tf32", (True, True))))

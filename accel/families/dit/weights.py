@@ -42,14 +42,7 @@ def sizes_of(
     found = dict(depth=depth, hidden_size=width, patch_size=patch)
     known = {name: build.config for name, build in models.items() if found.items() <= build.config.items()}
     name, config = next(iter(known.items()), (f"{family}-{depth}x{width}/{patch}", {}))
-    heads = num_heads or config.get("num_heads")
-    if heads is None:
-        raise ValueError(
-            f"is a {family} of {depth} blocks of width {width}, and no tensor says how many heads it has; load it into "
-            "its class and use accel.Sampler(module)"
-        )
-    if width % heads:
-        raise ValueError(f"says {heads} heads, which do not divide its width {width}; correct its configuration")
+    heads = require_heads(num_heads or config.get("num_heads"), f"{family} of {depth} blocks", width)
     build = partial(
         network,
         **found,
@@ -62,6 +55,18 @@ def sizes_of(
     return name, build, heads
 
 
+def require_heads(heads: int | None, what: str, width: int) -> int:
+    """Return the number of heads. Raises ValueError if it is unknown, or does not divide the width."""
+    if heads is None:
+        raise ValueError(
+            f"is a {what} of width {width}, and no tensor says how many heads it has; load it into its class and use "
+            "accel.Sampler(module)"
+        )
+    if width % heads:
+        raise ValueError(f"says {heads} heads, which do not divide its width {width}; correct its configuration")
+    return heads
+
+
 def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return `state` with the position table, which diffusers' layout lacks, computed for the latent's side."""
     if "pos_embed" in state or "latent_size" not in metadata or PATCHES not in state:
@@ -69,6 +74,9 @@ def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[
     kernel = state[PATCHES]  # (D, C, p, p)
     table = get_2d_sincos_pos_embed(len(kernel), metadata["latent_size"] // kernel.shape[-1])
     return {**state, "pos_embed": torch.from_numpy(table).to(kernel.dtype).unsqueeze(0)}
+
+
+sampled = converted  # diffusers' layout has no position table, a file of ours has
 
 
 def latent_size(state: dict[str, torch.Tensor]) -> int:

@@ -11,7 +11,7 @@ import torch.nn as nn
 from accel.families.large_dit.network import rotation_table
 from accel.fast.conditioning import Conditioning
 from accel.fast.network import Layout
-from accel.fast.ops import Block, Half, Split
+from accel.fast.ops import Block, Half, Rotation, Split
 from accel.fast.reader import Reader
 
 RMS_EPS = 1e-5
@@ -54,7 +54,7 @@ def _block(read: Reader, name: str, heads: int, rotation: torch.Tensor, ops: Hal
         f"{mlp}.w1, w3": (torch.cat([w1, w3]), None),  # (2·F, D)
         f"{mlp}.w2": (read.columns(f"{mlp}.w2.weight", ops.dtype), None),
     }
-    return ops.block(gemms, True, rotation, _norms(read, attention, heads, size))
+    return ops.block(gemms, gated=True, rotation=Rotation(rotation, _norms(read, attention, heads, size)))
 
 
 def _norms(read, attention, heads, size):

@@ -25,11 +25,6 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def patchify(x: Tensor, patch_size: int) -> Tensor:
-    """Cut latents into patches: (N, C, H, W) → tokens (N, T, C·p·p) in raster order, each of order (C, p, p)."""
-    return F.pixel_unshuffle(x, patch_size).flatten(2).transpose(1, 2)
-
-
 @lru_cache(maxsize=None)
 def rotation_table(
     head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, theta: float = 10000.0
@@ -234,7 +229,8 @@ class DiT_Llama(dit.DiT):
         latents of another size."""
         if x.shape[-2:] != (self.input_size, self.input_size):
             raise ValueError(f"input of {tuple(x.shape[-2:])} given to a model built for {(self.input_size,) * 2}")
-        return self.x_embedder(patchify(x, self.patch_size)[:, tokens])
+        patches = F.pixel_unshuffle(x, self.patch_size).flatten(2).transpose(1, 2)  # (N, T, C·p·p), in raster order
+        return self.x_embedder(patches[:, tokens])
 
     def transform(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.families import large_dit
-from accel.families.dit.weights import LABELS, LAST
+from accel.families.dit.weights import LABELS, LAST, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
 from accel.families.loaded_module import OfModule
 from accel.weights.shapes import Shapes
@@ -27,46 +27,32 @@ def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., 
     depth and width gives the heads, and patch and channels are 2 and 4.
     """
     depth, dim = sum(name.endswith(".attention.wq.weight") for name in shapes), shapes[PATCHES][0]
-    known = {
-        name: build.config
-        for name, build in Large_DiT_models.items()
-        if (build.config["n_layers"], build.config["dim"]) == (depth, dim)
-    }
+    found = dict(n_layers=depth, dim=dim)
+    known = {name: build.config for name, build in MODELS.items() if found.items() <= build.config.items()}
     name, config = next(iter(known.items()), (f"{large_dit.FAMILY.name}-{depth}x{dim}/2", {}))
-    heads = metadata.get("num_heads") or config.get("n_heads")
-    if heads is None:
-        raise ValueError(
-            f"is a Large-DiT of {depth} blocks of width {dim}, and no tensor says how many heads it has; load it into "
-            "its class and use accel.Sampler(module)"
-        )
+    heads = require_heads(metadata.get("num_heads") or config.get("n_heads"), f"Large-DiT of {depth} blocks", dim)
     qk_norm = QK_NORM in shapes
     if "qk_norm" in metadata and bool(metadata["qk_norm"]) != qk_norm:
         raise ValueError(
             f"model_args.pth says {'no ' * (not metadata['qk_norm'])}qk_norm, and the weights "
             f"{'have it' if qk_norm else 'have none'}; they are of two runs: copy the folder again, or remove it"
         )
-    shape = dict(patch_size=metadata.get("patch_size", 2), in_channels=metadata.get("in_channels", 4), qk_norm=qk_norm)
-    shape["input_size"] = config.get("input_size", 32)
-    return name, partial(DiT_Llama, **_shape_of(shapes, heads, **shape)), heads
-
-
-def _shape_of(shapes, heads, patch_size, in_channels, **more):
-    """Return the constructor's arguments for these shapes. Raises ValueError for heads that do not divide the width."""
-    dim, hidden = shapes[PATCHES][0], shapes["layers.0.feed_forward.w1.weight"][0]
-    if dim % heads:
-        raise ValueError(f"says {heads} heads, which do not divide its width {dim}; correct its configuration")
-    return dict(
-        patch_size=patch_size,
-        in_channels=in_channels,
-        dim=dim,
+    patch, channels = metadata.get("patch_size", 2), metadata.get("in_channels", 4)
+    hidden = shapes["layers.0.feed_forward.w1.weight"][0]
+    build = partial(
+        DiT_Llama,
+        **found,
+        input_size=config.get("input_size", 32),
+        patch_size=patch,
+        in_channels=channels,
         n_heads=heads,
-        n_layers=sum(name.endswith(".attention.wq.weight") for name in shapes),
         n_kv_heads=shapes["layers.0.attention.wk.weight"][0] * heads // dim,
         multiple_of=1,
         ffn_dim_multiplier=(hidden + 0.5) / int(8 * dim / 3),
-        learn_sigma=shapes[LAST][0] == 2 * in_channels * patch_size**2,
-        **more,
+        learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
+        qk_norm=qk_norm,
     )
+    return name, build, heads
 
 
 def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel.families.dit import network as dit
 from accel.families.dit.network import _constructor, attention, modulate
-from accel.families.large_dit.network import RMSNorm, rotate
+from accel.families.large_dit.network import DiT_Llama, RMSNorm, rotate
 from accel.families.large_dit.network import rotation_table as axis_table
 from accel.families.sit.network import SiT
 
@@ -117,11 +117,7 @@ class LightningDiT(SiT):
         dtype = torch.promote_types(x.dtype, torch.float32)
         return rotation_table(x.shape[-1] // self.num_heads, self.x_embedder.grid_size[0], dtype, x.device)
 
-    def transform(self, x, c, attend=attention, tokens=slice(None), depth=None) -> Tensor:
-        rotation = self.rotation(x)[tokens]  # (T, d/2, 2)
-        for block in list(self.blocks)[:depth]:
-            x = block(x, c, rotation, attend)
-        return x
+    transform = DiT_Llama.transform  # its blocks take `rotation` too
 
 
 #################################################################################

@@ -15,27 +15,17 @@ from accel.families.loaded_module import OfModule
 from accel.families.recognise import STRUCTURE
 from accel.weights.shapes import Shapes
 
-__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "recipe", "sampled", "sizes"]
+__all__ = ["KEYS", "LABELS", "MODELS", "converted", "latent_size", "of_module", "recipe", "sizes"]
 MODELS = LightningDiT_models  # name → constructor
-KEYS = DIT_KEYS
+KEYS = *DIT_KEYS, "blocks.0.mlp.w12.weight"
 COS, SIN = "feat_rope.freqs_cos", "feat_rope.freqs_sin"  # each (T, d), every number twice
-PARTS = {  # entries that a DiT lacks → the layer that they belong to
-    "blocks.0.norm1.weight": "RMSNorm",
-    "blocks.0.mlp.w12.weight": "SwiGLU",
-    COS: "rotation",
-}
 MODULATION = ".adaLN_modulation.1."
-
-
-def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
-    """Return a claim if there are entries that a DiT lacks, else None."""
-    return next(((STRUCTURE, name) for name in PARTS if name in shapes), None)
 
 
 def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
     """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks."""
-    if lacking := [part for name, part in PARTS.items() if name not in shapes]:
-        raise ValueError(f"is a LightningDiT without {' and '.join(lacking)}, which is not computed here")
+    if COS not in shapes:
+        raise ValueError("is a LightningDiT without rotation, which is not computed here")
     width, hidden, head = shapes[PATCHES][0], shapes["blocks.0.mlp.w3.weight"][1], shapes[COS][-1]
     if shapes[SIN] != shapes[COS] or head % 4 or width % head:
         raise ValueError(f"{COS} is {shapes[COS]}, which is no table of heads of a width of {width}; save it again")
@@ -52,8 +42,7 @@ def converted(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, T
     kept = {name: value for name, value in state.items() if name not in (COS, SIN)}
     if COS in state and not state[COS].is_meta:
         tokens, head = state[COS].shape
-        table = rotation_table(head, round(tokens**0.5), torch.float32, "cpu").repeat_interleave(2, dim=1)
-        for name, want in zip((COS, SIN), table.unbind(-1)):
+        for name, want in rotations(head, round(tokens**0.5)).items():
             if want.shape != state[name].shape or (state[name].cpu().float() - want).abs().amax() > 0.02:
                 raise ValueError(f"{name} has other rotations than those by row and column that are computed here")
     for name, value in kept.items():
@@ -63,16 +52,22 @@ def converted(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, T
     return kept
 
 
-def sampled(state: dict[str, Tensor], metadata: dict[str, Any]) -> dict[str, Tensor]:
-    """Return `state` unchanged: sampling needs every entry. The table of rotations gives the head dim."""
-    return state
+def rotations(head: int, side: int) -> dict[str, Tensor]:
+    """Return a file's entries for heads of `head` channels on side² tokens."""
+    table = rotation_table(head, side, torch.float32, "cpu").repeat_interleave(2, dim=1)  # (T, d, 2)
+    return dict(zip((COS, SIN), table.unbind(-1)))
 
 
 def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
     """Return the rules to read a module with a LightningDiT's entries, or None for another module."""
-    if not all(name in state for name in PARTS):
+    if not state.keys() >= set(KEYS):
         return None
-    return of_dit(lightning_dit.FAMILY, module, state, strength=STRUCTURE, face=IntervalFace)
+    how = of_dit(lightning_dit.FAMILY, module, state, strength=STRUCTURE, face=IntervalFace)
+    if not isinstance(module, LightningDiT):
+        return how
+    # The class here computes its rotations; its state dict has none.
+    table = rotations(len(state[PATCHES]) // module.num_heads, module.x_embedder.grid_size[0])
+    return how._replace(read=lambda state: {**state, **table})
 
 
 class IntervalFace:

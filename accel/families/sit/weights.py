@@ -42,5 +42,5 @@ def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | N
 
 
 def is_sit(module: nn.Module) -> bool:
-    """Return whether the module's class or a base class is called SiT."""
-    return any(kind.__name__ == "SiT" for kind in type(module).__mro__)
+    """Return whether the name of the module's class or of a base class has SiT in it."""
+    return any("SiT" in kind.__name__ for kind in type(module).__mro__)
