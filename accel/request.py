@@ -201,9 +201,6 @@ class GridRequest(Request):
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
         ranks_only=True,
     )
-    decode: str = speed(
-        "each", "who decodes: each rank its own pictures, or rank0 all", choices=("each", "rank0"), ranks_only=True
-    )
     output: str = files(
         None,
         "file to write, its folders are made; a folder (FOLDER/) gets one PNG a picture, such as "
