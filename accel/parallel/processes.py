@@ -6,7 +6,6 @@ CPU tensors travel over gloo, CUDA tensors over NCCL. Progress and the request t
 
 import hashlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -209,28 +208,27 @@ def launched() -> tuple[int, int, int]:
         names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
     else:
         return 0, 1, 0
-    world = _variable(names[1], 1, 2**31)
-    return _variable(names[0], 0, world), world, _variable(names[2], 0, world) if names[2] else 0
+    rank, world, local_rank = (_variable(name) if name else 0 for name in names)
+    return rank, world, local_rank
 
 
-def _variable(name, least, end):
-    """Return an integer variable of the environment, least <= value < end."""
-    value = os.environ.get(name)
-    if value is None or not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) < end:
-        given = "is not set" if value is None else f"is {value[:40]!r}"
+def _variable(name):
+    """Return an integer variable of the environment."""
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
         raise UsageError(
-            f"the environment's {name} {given}, a launcher sets it to {least} … {end - 1}: start the ranks with "
-            "torchrun or srun, or unset RANK for one process"
-        )
-    return int(value)
+            f"the environment's {name} is {shown(os.environ.get(name, 'not set'))}, and a launcher sets a number: "
+            "start the ranks with torchrun or srun, or unset RANK for one process"
+        ) from None
 
 
 def _set_address(env):
     """Set the address under srun: the step's first host, and a port that no step of a neighbouring job uses."""
     if "SLURM_STEP_ID" in env and "MASTER_PORT" not in env:
-        job, step = (_variable(name, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job, step = (_variable(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         env["MASTER_PORT"] = str(12000 + (job * 16 + step % 16) % 20000)
-    _variable("MASTER_PORT", 1, 2**16)
+    _variable("MASTER_PORT")
     if "MASTER_ADDR" not in env:
         command = ["scontrol", "show", "hostnames", env.get("SLURM_STEP_NODELIST", "")]
         try:
@@ -239,13 +237,6 @@ def _set_address(env):
             raise UsageError(
                 f"srun: scontrol names no hosts ({error}); export MASTER_ADDR, the first of them"
             ) from None
-    try:
-        socket.getaddrinfo(env["MASTER_ADDR"], int(env["MASTER_PORT"]), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # torch would ask again for a minute
-        raise UsageError(
-            f"the environment's MASTER_ADDR {shown(env['MASTER_ADDR'])} is not the name of a host ({error}): start the "
-            "ranks with torchrun or srun, or export the first host's"
-        ) from None
 
 
 def _join():
@@ -282,8 +273,7 @@ def launched_job(program: str, worded: Callable[[UsageError], str] = str) -> Ite
     try:
         job = _join()
     except UsageError as error:
-        # Under srun every rank has the same line: print it on rank 0, or where the number itself is wrong.
-        if "SLURM_STEP_ID" not in os.environ or not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal():
+        if "SLURM_STEP_ID" not in os.environ or os.environ.get("SLURM_PROCID") == "0":  # all tasks have this line
             print(f"{program}: {worded(error)}", file=sys.stderr)
             record(f"{program}: {worded(error)}")
         _exit(USAGE)

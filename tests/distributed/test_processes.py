@@ -203,23 +203,12 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error
 
 
-HERE = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
-STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
-
-
 @pytest.mark.parametrize(
     "variables, words",
     [
-        ("RANK=x WORLD_SIZE=2", "RANK is 'x', a launcher sets it to 0 … 1"),
-        ("RANK=² WORLD_SIZE=2", "RANK is '²'"),
+        ("RANK=x WORLD_SIZE=2", "RANK is x, and a launcher sets a number"),
         ("RANK=0", "WORLD_SIZE is not set"),
-        (f"RANK=0 WORLD_SIZE={'9' * 5000}", "WORLD_SIZE is '999"),
-        (HERE, "MASTER_PORT is not set"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=", "MASTER_ADDR '' is not the name of a host"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=a..b", "MASTER_ADDR a..b is not the name of a host"),
-        (f"{HERE} MASTER_PORT=65536", "MASTER_PORT is '65536'"),
-        (f"{STEP} SLURM_STEP_ID=0 SLURM_PROCID=x", "SLURM_PROCID is 'x'"),
-        (f"{STEP} SLURM_STEP_ID=b SLURM_JOB_ID=1 SLURM_PROCID=0", "SLURM_STEP_ID is 'b'"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", "MASTER_PORT is not set"),
     ],
 )
 def test_an_environment_that_no_launcher_makes_is_one_line(variables, words, here, monkeypatch):
