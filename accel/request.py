@@ -214,8 +214,6 @@ class GridRequest(Request):
 
     def _check(self):
         super()._check()
-        if self.labels is not None and not self.labels:
-            raise UsageError("`labels`: give at least one")
         seeds = self.seed_list or ()
         if seeds and self.seed != 0:
             raise UsageError(f"`seed_list`: conflicts with `seed={self.seed}`; give one")
