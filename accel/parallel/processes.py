@@ -167,20 +167,16 @@ class Job:
         dist.destroy_process_group()
 
 
-def own_device(job: Job, wanted: str | None) -> str:
-    """Return the name of this rank's device: the CPU, or a GPU that no other rank has. Raises UsageError for a rank
-    without a GPU, for ranks that share one, and for other kinds of devices."""
+def own_device(job: Job, wanted: str | None) -> str | None:
+    """Return the name of this rank's device: of several ranks that take GPUs one that no other has, else `wanted`.
+    Raises UsageError for a rank without a GPU and for ranks that share one."""
     kind, _, number = (wanted or "cuda").partition(":")
-    if kind not in ("cuda", "cpu") or number and not number.isdecimal():
-        raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
-    if kind == "cpu":
-        return "cpu"
-    if number and job.world > 1:
+    if kind != "cuda" or job.world == 1:
+        return wanted
+    if number:
         raise UsageError(f"`device={wanted}`: every rank takes its own GPU; choose them with CUDA_VISIBLE_DEVICES")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = int(number or job.local_rank % max(visible, 1))  # srun may show a task its own GPU only, as number 0
-    if number and index >= visible:
-        raise UsageError(f"`device={wanted}`: this machine has {visible} GPU(s), counted from 0")
+    index = job.local_rank % max(visible, 1)  # srun may show a task its own GPU only, as number 0
     gpu = str(torch.cuda.get_device_properties(index).uuid) if visible else None
     gpus = job.all_gather_object((job.host, gpu))
     if not wanted and not any(gpu for _, gpu in gpus):
