@@ -108,7 +108,7 @@ class BlockNetwork(Network):
     num_heads: int
     dtype: torch.dtype
     attention: Callable
-    exchanges = ("push", "kv", "ulysses")
+    exchanges = ("push", "kv")
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.Tensor]:
