@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from accel.errors import INTERRUPTED, USAGE, UsageError, as_usage_error, printable
+from accel.errors import USAGE, UsageError, as_usage_error, printable
 from accel.flags import flag_names
 from accel.request import GridRequest, Request
 from accel.settings import implied
@@ -83,7 +83,7 @@ def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) ->
 
 @contextmanager
 def user_errors(parser: OneLineParser) -> Iterator[None]:
-    """Turn a UsageError, too little memory and a full disk into a line and status 2, Ctrl-C into a line and 130."""
+    """Turn a UsageError, too little memory and a full disk into a line and status 2."""
     try:
         yield
     except Exception as error:
@@ -91,6 +91,3 @@ def user_errors(parser: OneLineParser) -> Iterator[None]:
         if mistake is None:
             raise
         parser.exit(USAGE, f"{parser.prog}: {parser.worded(mistake)}\n")
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
