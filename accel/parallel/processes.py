@@ -233,6 +233,13 @@ def _set_address(env):
             raise UsageError(
                 f"srun: scontrol names no hosts ({error}); export MASTER_ADDR, the first of them"
             ) from None
+    try:
+        socket.getaddrinfo(env["MASTER_ADDR"], None)
+    except (OSError, UnicodeError) as error:  # torch would ask again for ten minutes
+        raise UsageError(
+            f"the environment's MASTER_ADDR {shown(env['MASTER_ADDR'])} is not the name of a host ({error}): export "
+            "the first host's"
+        ) from None
 
 
 def _join():

@@ -202,6 +202,7 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
         ("RANK=x WORLD_SIZE=2", "RANK is x, and a launcher sets a number"),
         ("RANK=0", "WORLD_SIZE is not set"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", "MASTER_PORT is not set"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=a..b", "MASTER_ADDR a..b is not the name of a host"),
     ],
 )
 def test_an_environment_that_no_launcher_makes_is_one_line(variables, words, here, monkeypatch):
