@@ -108,7 +108,7 @@ class BlockNetwork(Network):
     num_heads: int
     dtype: torch.dtype
     attention: Callable
-    exchanges = ("push", "kv")
+    exchanges = ("push", "kv", "ulysses")
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.Tensor]:

@@ -195,9 +195,10 @@ class GridRequest(Request):
     parallel: str = speed(
         "auto",
         "how GPUs share fewer pictures than there are of them. auto: the fastest layout, measured once a machine; "
-        "off: a GPU a picture; or a layout, rows=2,tokens=2: the rows that guidance doubles, and their tokens. "
-        "weights=4 divides every layer, for a network that does not fit in one GPU",
-        metavar="auto|off|rows=N,tokens=N|weights=N",
+        "off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, "
+        "and how tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in "
+        "one GPU",
+        metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
         ranks_only=True,
     )
     output: str = files(
@@ -226,6 +227,8 @@ class GridRequest(Request):
             raise UsageError(
                 f"`output={shown(self.output)}`: must end in {suffix} for `output_type={self.output_type}`{folder}"
             )
+        if self.layout is not None:
+            layouts.check(self.layout, self.tier)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -245,7 +248,7 @@ class GridRequest(Request):
         """Return the layout that `parallel` names; None to measure."""
         if self.parallel in ("auto", "off"):
             return OFF if self.parallel == "off" else None
-        return layouts.parse(self.parallel)
+        return layouts.parse(self.parallel, exchange="ulysses" if self.tier == "exact" else "kv")
 
 
 @dataclass(frozen=True)

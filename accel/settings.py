@@ -167,8 +167,8 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
         _check_weights(known, fit)
     if found and isinstance(request, GridRequest):
         _complete_grid(known, request, fit, found["class_names"])
-    if request.layout not in (None, OFF) and found:
-        layouts.check(request.layout, (known.image_size // factor // patch_size) ** 2)
+        if request.layout not in (None, OFF):
+            layouts.check(request.layout, request.tier, (known.image_size // factor // patch_size) ** 2)
     return known
 
 

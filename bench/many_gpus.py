@@ -29,7 +29,7 @@ from accel.kernels.linear import Tuner
 from accel.network import BlockNetwork, Network
 from accel.parallel import layouts, planner
 from accel.parallel.groups import Groups
-from accel.parallel.layouts import OFF, Layout
+from accel.parallel.layouts import EXCHANGES, OFF, Layout
 from accel.parallel.placement import Placement
 from accel.parallel.planner import Work
 from accel.parallel.processes import Job, launched, launched_job, own_device
@@ -37,7 +37,13 @@ from accel.sampling.guidance import Guidance
 from bench import harness
 from bench.steps import Judge
 
-PLANS = "rows=2", "tokens=2", "rows=4", "rows=2,tokens=2", "tokens=4"
+PLANS = (
+    "rows=2",
+    *(f"tokens=2,exchange={name}" for name in EXCHANGES),
+    "rows=4",
+    *(f"rows=2,tokens=2,exchange={name}" for name in EXCHANGES),
+    *(f"tokens=4,exchange={name}" for name in EXCHANGES),
+)
 NULL_LABEL, SCALE = 1000, Defaults().cfg_scale
 
 
@@ -63,7 +69,7 @@ def runnable(work: Work, heads: int, groups: Groups, wanted: list[Layout]) -> It
     """Yield the layouts that can run here."""
     for layout in dict.fromkeys(wanted):
         with suppress(UsageError):
-            layouts.check(layout, work.tokens, heads, groups.job.world, work.tier)
+            planner.check(layout, work.tokens, heads, groups)
             yield layout
 
 
@@ -178,7 +184,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
     parser.add_argument("--image-size", type=positive, nargs="+", help="sides in pixels (default: 512; the demo's own)")
     parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)")
-    plans = dict(nargs="*", default=PLANS, metavar="rows=N,tokens=N")
+    plans = dict(nargs="*", default=PLANS, metavar="rows=N,tokens=N,exchange=NAME")
     parser.add_argument("--plans", **plans, help="plans to time besides auto's choice")
     harness.add_seconds(parser, load=1.0, window=0.5)
     parser.add_argument("--gate", action="store_true", help="judge every plan on the demo's pictures too")

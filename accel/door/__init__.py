@@ -23,7 +23,6 @@ from accel.forecast import read_plan
 from accel.latents.decoder import Decoder
 from accel.loading import Batch
 from accel.network import WHOLE, Part
-from accel.parallel import layouts
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
 from accel.progress import Stopwatch, step_bar
@@ -211,13 +210,14 @@ def save(settings: GridSettings, path: str, content: Tensor, watch: Stopwatch, d
 def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | None]:
     """Return the process groups and the layout of a grid, None if it is to be measured. Raises UsageError for a layout
     that cannot run."""
-    from accel.parallel.groups import Groups  # brings torch.distributed
+    from accel.parallel import planner  # brings torch.distributed
+    from accel.parallel.groups import Groups
 
     groups, layout = Groups(job, settings.device), settings.layout
     if layout is None and len(settings.labels) >= job.world:  # with a picture for every GPU there is nothing to share
         layout = OFF
     if layout not in (None, OFF):
-        layouts.check(layout, settings.tokens, empty_model(settings).num_heads, job.world, settings.tier)
+        planner.check(layout, settings.tokens, empty_model(settings).num_heads, groups)
     return groups, layout
 
 

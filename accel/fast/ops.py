@@ -94,7 +94,7 @@ class Half:
 class Split:
     """High/low splits of float16."""
 
-    exchanges = ("ulysses",)  # the others' attention has no high/low splits
+    exchanges = ("ulysses",)  # the others' attention takes half precision
     dtype = stream = torch.float32
 
     def __init__(self, device: torch.device, gemm: str = "auto", part: Part = WHOLE):

@@ -1,10 +1,10 @@
-"""Attention between tokens on several GPUs: one exchange a layer. `Groups.exchange_of` chooses.
+"""Attention between tokens on several GPUs: one exchange a layer, by name.
 
 An exchange is called with a rank's packed projection qkv (N, t, 3·D) of its t = T / s tokens and returns their
 attention over all T (N, t, D). Bytes that a rank receives in a layer, with e bytes an element and s ranks:
 
-    push     keys and values, written over NVLink     2·N·(T−t)·D·e       no collective: one kernel
-    kv       the same by all-gather                   2·N·(T−t)·D·e       one collective
+    kv       all-gather of keys and values            2·N·(T−t)·D·e       one collective
+    push     the same, written over NVLink            2·N·(T−t)·D·e       no collective: one kernel
     ulysses  all-to-all over heads and back           4·N·t·D·e·(s−1)/s   two   (Jacobs et al. 2023, arXiv:2309.14509)
 """
 
@@ -43,14 +43,18 @@ class KeysValues(Exchange):
 class Ulysses(Exchange):
     """All-to-all: from a rank's tokens of all heads to all tokens of a rank's heads, and back.
 
-    The network's own attention runs, which keeps the exact tier's accuracy. High and low halves travel as batch rows.
+    The network's own attention runs, so this exchange keeps the exact tier's accuracy: the high and low halves of a
+    HighLow travel as batch rows.
     """
 
-    def __call__(self, qkv: HighLow, num_heads: int, attention: Callable) -> HighLow:
-        halves = qkv.pair.shape[:2]  # (2, N)
-        mine = self._to_heads(qkv.pair.flatten(0, 1)).unflatten(0, halves)  # (2, N, T, 3·D/s)
-        out = attention(HighLow(mine, None), num_heads // self.size)
-        return HighLow(self._to_tokens(out.pair.flatten(0, 1)).unflatten(0, halves), None)
+    def __call__(self, qkv: torch.Tensor | HighLow, num_heads: int, attention: Callable) -> torch.Tensor | HighLow:
+        heads = num_heads // self.size
+        if isinstance(qkv, HighLow):
+            halves = qkv.pair.shape[:2]  # (2, N)
+            mine = self._to_heads(qkv.pair.flatten(0, 1)).unflatten(0, halves)  # (2, N, T, 3·D/s)
+            out = attention(HighLow(mine, None), heads)
+            return HighLow(self._to_tokens(out.pair.flatten(0, 1)).unflatten(0, halves), None)
+        return self._to_tokens(attention(self._to_heads(qkv), heads))
 
     def _to_heads(self, qkv):
         """(N, t, 3·D), all heads → (N, T, 3·D/s), all tokens."""
@@ -111,4 +115,4 @@ class Push(Exchange):
         return self.buffers[key]
 
 
-EXCHANGES = {"push": Push, "kv": KeysValues, "ulysses": Ulysses}
+EXCHANGES = {"kv": KeysValues, "ulysses": Ulysses, "push": Push}

@@ -1,6 +1,6 @@
 """The process groups of layouts, and a network as the ranks of a layout evaluate it."""
 
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,23 +37,17 @@ class Groups:
         if layout.ranks == 1 or layout.weights > 1:
             return network
         everyone, size = self._group(range(layout.ranks)), layout.tokens
-        if size > 1:
-            name = self.exchange_of(network)
-            neighbours = [range(i, i + size) for i in range(0, layout.ranks, size)]  # on one host if they fit
-            groups = [self._group(ranks) for ranks in neighbours]
+        neighbours = [range(first, first + size) for first in range(0, layout.ranks, size)]  # on one host if they fit
+        groups = [self._group(ranks) for ranks in neighbours] if size > 1 else []
         if self.job.rank >= layout.ranks:
             return network
         if size == 1:
             return Sharded(network, everyone)
         row = self.job.rank // size
-        key = neighbours[row], name
+        key = neighbours[row], layout.exchange
         if key not in self._exchanges:  # one for all networks: it has buffers in its peers' memory
-            self._exchanges[key] = EXCHANGES[name](groups[row])
+            self._exchanges[key] = EXCHANGES[layout.exchange](groups[row])
         return Sharded(network, everyone, self._exchanges[key])
-
-    def exchange_of(self, network: BlockNetwork) -> str:
-        """Return the name of the fastest exchange of tokens that the network and these GPUs can use."""
-        return next(name for name in network.exchanges if name != "push" or self.peers)
 
     def _group(self, ranks):
         if len(ranks) == self.job.world:
@@ -63,9 +57,8 @@ class Groups:
             self._groups[ranks] = dist.new_group(list(ranks), backend=backend)
         return self._groups[ranks]
 
-    @cached_property
     def peers(self) -> bool:
-        """Whether every rank's GPU can write into every other's memory. All ranks ask at once for the first time."""
+        """Return whether every rank's GPU can write into every other's memory."""
         if self.device.type != "cuda":
             return False
         here, others = self.device.index or 0, range(torch.cuda.device_count())

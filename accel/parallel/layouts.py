@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from accel.errors import UsageError, shown
 
-TOGETHER = {"rows", "tokens"}, {"weights"}  # names that one layout may have
+EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
+TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # names that one layout may have
 
 
 class Layout(NamedTuple):
@@ -12,6 +13,7 @@ class Layout(NamedTuple):
 
     rows: int = 1  # ranks that divide the batch rows
     tokens: int = 1  # ranks that divide the tokens of each row
+    exchange: str = "kv"  # of tokens
     weights: int = 1  # ranks that divide every layer's weights; then neither rows nor tokens are divided
 
     @property
@@ -24,39 +26,50 @@ class Layout(NamedTuple):
             return "a GPU a picture"
         if self.weights > 1:
             return f"weights={self.weights}"
-        return f"rows={self.rows}" + (f",tokens={self.tokens}" if self.tokens > 1 else "")
+        return f"rows={self.rows}" + (f",tokens={self.tokens},exchange={self.exchange}" if self.tokens > 1 else "")
 
 
 OFF = Layout()
 
 
-def parse(text: str) -> Layout:
-    """Return the layout that users write as rows=2,tokens=2. Raises UsageError."""
+def parse(text: str, exchange: str = "kv") -> Layout:
+    """Return the layout that users write as rows=2,tokens=2,exchange=kv; exchange: the default. Raises UsageError."""
     items = [item.partition("=")[::2] for item in text.split(",")]
     given = dict(items)
     for name, value in items:
         number = value.isdecimal() and len(value) < 5 and int(value) > 0
-        if not number or len(given) < len(items) or not any(given.keys() <= names for names in TOGETHER):
+        valid = value in EXCHANGES if name == "exchange" else number
+        if not valid or len(given) < len(items) or not any(given.keys() <= names for names in TOGETHER):
             wrong = shown("=".join((name or "nothing", value)))
-            raise UsageError(f"`parallel={shown(text)}`: {wrong}: give auto, off, rows=N,tokens=N or weights=N")
-    layout = Layout(**{name: int(value) for name, value in items})
+            raise UsageError(
+                f"`parallel={shown(text)}`: {wrong}: give auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, "
+                "or weights=N"
+            )
+    if "exchange" in given and "tokens" not in given:
+        raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
+    numbers = {name: int(value) for name, value in items if name != "exchange"}
+    layout = Layout(**{"exchange": given.get("exchange", exchange), **numbers})
     return layout if layout.ranks > 1 else OFF
 
 
-def check(layout: Layout, tokens: int, heads: int = 0, world: int | None = None, tier: str | None = None) -> None:
+def check(
+    layout: Layout, tier: str | None, tokens: int | None = None, heads: int | None = None, world: int | None = None
+) -> None:
     """Raise UsageError if `layout` cannot run, by the values that are known so far.
 
     tokens: of a batch row; heads: of the network; world: number of ranks.
     """
-    problem = None
-    if world and layout.ranks > world:
+    problem, exchange = None, layout.exchange if layout.tokens > 1 else None
+    if exchange not in (None, "ulysses") and tier == "exact":
+        problem = f"exchange={exchange}`: keeps no float32 accuracy; take exchange=ulysses with `precision=exact`"
+    elif world and layout.ranks > world:
         problem = f"{layout}`: needs {layout.ranks} processes, there are {world}"
-    elif heads % layout.weights:
+    elif heads and heads % layout.weights:
         problem = f"weights={layout.weights}`: does not divide {heads} heads; {_divisors(heads, world)}"
-    elif tokens % layout.tokens:
+    elif tokens and tokens % layout.tokens:
         problem = f"tokens={layout.tokens}`: does not divide the {tokens} tokens of a row; {_divisors(tokens, world)}"
-    elif tier == "exact" and heads % layout.tokens:  # its exchange sends heads
-        problem = f"tokens={layout.tokens}`: does not divide {heads} heads, as exact does; {_divisors(heads, world)}"
+    elif heads and exchange == "ulysses" and heads % layout.tokens:
+        problem = f"tokens={layout.tokens},exchange=ulysses`: does not divide {heads} heads; take exchange=kv"
     if problem:
         raise UsageError(f"`parallel={problem}")
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from accel import kernels
+from accel.errors import UsageError
 from accel.files import cache_folder, read_json
 from accel.graphs import capture
 from accel.network import BlockNetwork, Network
@@ -53,11 +54,18 @@ class Work(NamedTuple):
         return sum(count * placement.row_tokens(*shape, self.tokens) for shape, count in shapes)
 
 
+def check(layout: Layout, tokens: int, heads: int, groups: Groups) -> None:
+    """Raise UsageError if the user's layout cannot run here. tokens: of a batch row; heads: of the network."""
+    layouts.check(layout, None, tokens, heads, groups.job.world)
+    if layout.tokens > 1 and layout.exchange == "push" and not groups.peers():
+        raise UsageError("`parallel=exchange=push`: needs NVLink between all these GPUs; take exchange=kv")
+
+
 def share_evaluations(
     network: BlockNetwork, work: Work, groups: Groups, layout: Layout | None
 ) -> tuple[Network, Placement]:
-    """Return (network as this rank evaluates it, this rank's placement); layout: one that can run, or None to choose.
-    The collectives must be open. An idle rank keeps its network."""
+    """Return (network as this rank evaluates it, this rank's placement); layout: one that `check` has passed, or None
+    to choose. The collectives must be open. An idle rank keeps its network."""
     job = groups.job
     if layout == OFF:
         return network, Placement(OFF, job.world, job.rank)
@@ -67,8 +75,7 @@ def share_evaluations(
         layout, reason = choose_once(network, work, groups)
     placement = Placement(layout, job.world, job.rank)
     busy = placement.busy if placement.shared else min(work.pictures, job.world)
-    by = f" by {groups.exchange_of(network)}" if layout.tokens > 1 else ""
-    print(f"parallel: {layout}{by}, {busy} of {job.world} GPUs: {reason}")
+    print(f"parallel: {layout}, {busy} of {job.world} GPUs: {reason}")
     shared = groups.apply(network, layout)
     tune(network, work, [placement])
     return shared, placement
@@ -122,9 +129,10 @@ def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
 
 def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
     """Return (the fastest of the candidates, its time and the others'), the same on every rank."""
-    job = groups.job
-    sends_heads = groups.exchange_of(network) == "ulysses"
-    found = candidates(work, job.all_gather_object(job.host), network.num_heads if sends_heads else 0)
+    job, peers = groups.job, groups.peers()
+    exchanges = [name for name in network.exchanges if peers or name != "push"]
+    hosts = job.all_gather_object(job.host)
+    found = candidates(work, network.num_heads, hosts, exchanges)
     tune(network, work, [Placement(layout, job.world) for layout in found])
     # The better of two passes: the first also warms up the GPU and the communicators.
     passes = [[milliseconds(network, work, groups, layout) for layout in found] for _ in range(2)]
@@ -134,9 +142,11 @@ def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, s
     return found[best], f"{times[best]:.2f} ms a step estimated" + (f"; {others}" if others else "")
 
 
-def candidates(work: Work, host_of: list[str], heads: int = 0) -> list[Layout]:
-    """Return the layouts worth timing, the least parallel first. host_of: each rank's host; heads: of the network if
-    its exchange of tokens sends heads."""
+def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[str]) -> list[Layout]:
+    """Return the layouts worth timing, the least parallel first.
+
+    host_of: each rank's host; exchanges: names of the token exchanges that the devices and the network support.
+    """
     world, tokens = len(host_of), work.tokens
 
     def load(layout):
@@ -144,7 +154,7 @@ def candidates(work: Work, host_of: list[str], heads: int = 0) -> list[Layout]:
 
     def fits(rows, size):  # tokens stay in a host
         hosts = [set(host_of[row * size : (row + 1) * size]) for row in range(rows)]
-        return tokens % size == heads % size == 0 and all(len(of_row) == 1 for of_row in hosts)
+        return tokens % size == 0 and all(len(of_row) == 1 for of_row in hosts)
 
     batch_rows = max(work.copies) * min(work.pictures, work.at_once or work.pictures)
     meshes = [
@@ -155,8 +165,13 @@ def candidates(work: Work, host_of: list[str], heads: int = 0) -> list[Layout]:
     ]
     found = [OFF]
     for layout in sorted(meshes, key=lambda layout: (layout.ranks, load(layout), layout.tokens)):
-        if load(layout) < load(found[-1]):
+        if load(layout) >= load(found[-1]):
+            continue
+        if layout.tokens == 1:
             found.append(layout)
+            continue
+        usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
+        found += [layout._replace(exchange=name) for name in usable]
     return found
 
 

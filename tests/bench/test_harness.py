@@ -45,7 +45,7 @@ REFUSED = [
     ("jobs", [], "one of the arguments --contest --gpus --fid is required"),
     ("many_gpus", [], "torchrun"),
     ("many_gpus", ["--model", "DiT-S/8", "--image-size", "144"], "--image-size 144: must be a multiple of 64"),
-    ("many_gpus", ["--plans", "tokens=two"], "--parallel tokens=two"),
+    ("many_gpus", ["--plans", "tokens=2,exchange=post"], "--parallel tokens=2,exchange=post"),
     ("many_gpus", ["--plans", "weights=2"], "--plans weights=N: divides a network while it is read"),
     ("sanitize", [], "--device cpu: a GPU's kernels are checked"),
 ]

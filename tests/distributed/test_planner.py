@@ -12,11 +12,11 @@ from accel.errors import UsageError
 from accel.families.dit.network import DiT
 from accel.kernels import FOLDER, version
 from accel.network import Plain
-from accel.parallel import planner
+from accel.parallel import exchanges, layouts, planner
 from accel.parallel.groups import Groups
-from accel.parallel.layouts import OFF, Layout, check
+from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
-from accel.parallel.planner import Work, candidates, choose_once, share_evaluations, situation
+from accel.parallel.planner import Work, candidates, check, choose_once, share_evaluations, situation
 from accel.parallel.processes import Job
 from accel.request import GridRequest
 
@@ -24,11 +24,11 @@ ONE_HOST = ["a"] * 4
 SIX_HEADS = 1024, 6  # tokens of a batch row, heads
 
 
-def wanted(parallel, precision=None):
-    """The layout of a grid at 512 px that four ranks share, as the command takes it."""
-    layout = GridRequest("DiT-S/2", parallel=parallel).layout
+def wanted(parallel, **more):
+    """The layout of a grid at 512 px that ranks on one host share, as the command takes it."""
+    layout = GridRequest("DiT-S/2", parallel=parallel, **more).layout
     if layout:
-        check(layout, *SIX_HEADS, 4, precision)
+        check(layout, *SIX_HEADS, groups_of(4))
     return layout
 
 
@@ -46,29 +46,42 @@ def groups_of(world):
     (
         ("rows=8", "--parallel rows=8: needs 8 processes, there are 4"),
         ("tokens=3", "--parallel tokens=3: does not divide the 1024 tokens of a row; try 1 or 2 or 4"),
-        ("tokens=4 exact", "--parallel tokens=4: does not divide 6 heads, as exact does; try 1 or 2 or 3"),
-        ("rows=0", "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N or weights=N"),
+        ("tokens=4,exchange=ulysses", "exchange=ulysses: does not divide 6 heads; take exchange=kv"),
+        ("tokens=2,exchange=push", "--parallel exchange=push: needs NVLink between all these GPUs; take exchange=kv"),
+        ("rows=0", "--parallel rows=0: rows=0: give auto, off, rows=N,tokens=N,exchange=kv|push|ulysses, or weights=N"),
         ("weights=4", "--parallel weights=4: does not divide 6 heads; try 1 or 2 or 3"),
         ("weights=2,rows=2", "weights=2: give"),
         ("row=2", "--parallel row=2: row=2: give"),
         ("rows=2,rows=4", "rows=2: give"),
+        ("rows=2,exchange=kv", "exchange=kv: exchange says how tokens are shared; add tokens=N"),
+        ("tokens=2,exchange=nvlink", "exchange=nvlink: give"),
         ("fast", "--parallel fast: fast=: give"),
+        ("tokens=2,exchange=kv exact", "exchange=kv: keeps no float32 accuracy; take exchange=ulysses"),
     ),
 )
 def test_refusals(text, message):
     parallel, _, precision = text.partition(" ")
     with pytest.raises(UsageError) as error:
-        wanted(parallel, precision)
+        wanted(parallel, precision=precision or None)
     assert message in error.value.by_flags()
 
 
 def test_what_is_wanted():
     """The layout that the user names; none where it is to be chosen; OFF where there is nothing to share."""
-    assert wanted("rows=2,tokens=2") == Layout(2, 2) and wanted("weights=2") == Layout(weights=2)
+    assert wanted("rows=2,tokens=2") == Layout(2, 2, "kv")
+    assert wanted("tokens=2", precision="exact") == Layout(1, 2, "ulysses")
     assert wanted("auto") is None and wanted("off") == OFF
 
 
-@pytest.mark.parametrize("text", ("rows=1", "tokens=1", "weights=1"))
+def test_the_flag_knows_what_there_is():
+    """accel/parallel/layouts.py is read before torch, so it has names of its own."""
+    assert set(layouts.EXCHANGES) == set(exchanges.EXCHANGES)
+    for name in Layout._fields:
+        text = "tokens=2,exchange=push" if name == "exchange" else f"{name}=2"
+        assert getattr(layouts.parse(text), name) != getattr(OFF, name)
+
+
+@pytest.mark.parametrize("text", ("rows=1", "tokens=1,exchange=ulysses", "weights=1"))
 def test_a_mesh_of_one_is_no_mesh(text):
     """Whatever else it names: one process opens no collectives, and a GPU a picture waits for none."""
     network = Plain(fill(DiT(input_size=16, hidden_size=24, depth=1, num_heads=6)))
@@ -129,20 +142,20 @@ def test_an_estimate_is_of_the_whole_network(monkeypatch):
 def test_candidates():
     """Never one that gives no rank less to do than another with fewer GPUs or without an exchange."""
 
-    def names(pictures, tokens, hosts, heads=0, **batch):
-        found = candidates(work(pictures, tokens, **batch), hosts, heads)
+    def names(pictures, tokens, heads, hosts, **batch):
+        found = candidates(work(pictures, tokens, **batch), heads, hosts, ("kv", "ulysses"))
         return [str(layout) if layout != OFF else "off" for layout in found]
 
-    three = ["off", "rows=2", "rows=2,tokens=2"]
-    assert names(1, 1024, ["a"] * 2) == ["off", "rows=2"]
-    assert names(1, 1024, ONE_HOST) == names(1, 1024, ONE_HOST, heads=16) == three
-    assert names(1, 1024, ONE_HOST, heads=3) == ["off", "rows=2"]  # which two ranks cannot divide
+    quartet = ["off", "rows=2", "rows=2,tokens=2,exchange=kv", "rows=2,tokens=2,exchange=ulysses"]
+    assert names(1, 1024, 16, ["a"] * 2) == ["off", "rows=2"]
+    assert names(1, 1024, 16, ONE_HOST) == quartet
+    assert names(1, 1024, 3, ONE_HOST) == quartet[:3]  # 3 heads
     # Two of six batch rows on four ranks are two on three.
-    assert names(3, 1024, ONE_HOST) == ["off", "rows=2,tokens=2"]
-    assert names(1, 1024, ["a", "b", "b", "c"]) == ["off", "rows=2"]  # tokens stay inside a host
-    assert names(1, 1024, ["a", "a", "b", "b"]) == three
-    assert names(1, 64, ["a"] * 8) == [*three, "rows=2,tokens=4"]
+    assert names(3, 1024, 3, ONE_HOST) == ["off", "rows=2,tokens=2,exchange=kv"]
+    assert names(1, 1024, 3, ["a", "b", "b", "c"]) == ["off", "rows=2"]  # tokens stay inside a host
+    assert names(1, 1024, 3, ["a", "a", "b", "b"]) == quartet[:3]
+    assert names(1, 64, 3, ["a"] * 8) == [*quartet[:3], "rows=2,tokens=4,exchange=kv"]
     # One picture at a time: a rank makes one alone, or a quarter of each of three.
-    assert names(3, 1024, ONE_HOST, at_once=1) == ["off", "rows=2,tokens=2"]
+    assert names(3, 1024, 3, ONE_HOST, at_once=1) == ["off", "rows=2,tokens=2,exchange=kv"]
     # Without guidance a picture is one batch row.
-    assert names(1, 1024, ["a"] * 2, copies=Counter({1: 10})) == ["off", "rows=1,tokens=2"]
+    assert names(1, 1024, 3, ["a"] * 2, copies=Counter({1: 10})) == ["off", "rows=1,tokens=2,exchange=kv"]

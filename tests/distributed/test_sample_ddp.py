@@ -76,8 +76,7 @@ def test_a_picture_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path):
         if layout == "off":
             assert np.array_equal(mine, expected)  # the same rows in the same GEMMs
         else:
-            by = " by kv" if "tokens" in layout else ""
-            assert f"parallel: {parse(layout)}{by}, {layout[-1]} of 4 GPUs: as it was asked for" in text
+            assert f"parallel: {parse(layout)}, {layout[-1]} of 4 GPUs: as it was asked for" in text
 
 
 def test_a_grid_on_ranks_is_that_of_one_process(grids, demo, here, tmp_path, monkeypatch):
