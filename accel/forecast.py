@@ -1,5 +1,5 @@
 """Plans, files that say at which steps of a run the network is evaluated. scripts/calibrate.py makes them,
-accel/sampling/strides.py has the mathematics."""
+diffusion/strides.py has the mathematics."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ from accel.errors import UsageError, shown
 from accel.files import atomic_write, read_json
 from accel.sampling.guidance import Guidance
 from accel.sampling.process import Kind
-from accel.sampling.strides import is_stride
 
 KIND = "forecast plan, version 3"
 # Defaults of entries that older plans lack.
@@ -34,7 +33,7 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
             what = "other weights" if key == "weights" else f"`{key}={shown(plan.get(key))}`, not {shown(value)}"
             raise UsageError(f"{where}: was made for {what}; {remedy}")
     strides = plan.get("strides")
-    if not isinstance(strides, list) or not all(_is_pair(item) and is_stride(*item) for item in strides):
+    if not isinstance(strides, list) or not all(map(_is_stride, strides)):
         raise UsageError(
             f"{where}: strides must be pairs [steps, evaluations], [1, 1] or up to two evaluations; {remedy}"
         )
@@ -44,8 +43,11 @@ def read_plan(path: Path, settings: dict) -> list[Kind]:
     return [tuple(stride) for stride in strides]
 
 
-def _is_pair(item):
-    return isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)
+def _is_stride(item):
+    if not (isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)):
+        return False
+    steps, evaluations = item
+    return item == [1, 1] or 1 <= evaluations <= 2 and evaluations < steps
 
 
 def write_plan(path: Path, settings: dict, strides: list[Kind], evidence: dict) -> None:

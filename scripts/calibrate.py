@@ -137,7 +137,7 @@ def record(bench: Bench, count: int) -> dict:
     draw = upstream_noise(z, bench.reference.guidance.copies, generator=generator)
     labels = torch.tensor(bench.labels(count), device=bench.device)
     stride, noises = bench.strides(labels, []), []
-    states = [(z, torch.zeros_like(z), torch.zeros_like(z))]
+    states = [(z, *Strides(bench.diffusion, []).start(z))]
     for i in tqdm(range(bench.diffusion.num_timesteps), desc="recording", unit="step", leave=False):
         noises.append(draw())
         states.append(stride(i, states[-1], noises[-1][None]))

@@ -87,7 +87,7 @@ def test_a_stride_starts_where_the_last_ended():
     model, plan, t = small(), Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)]), 9
     noise = torch.randn(10, *Z.shape, generator=torch.Generator().manual_seed(1))
     got = denoise(Plain(model), plan, Unguided(), Z, LABELS, iter(noise).__next__)
-    x, m, values, _ = plan.begin(Z)
+    x, m, values = Z, *plan.start(Z)
     with torch.no_grad():
         for k, evaluations in plan.moves:
             drawn, steps = noise[9 - t : 9 - t + k], torch.full((3,), t)

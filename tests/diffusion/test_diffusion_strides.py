@@ -6,8 +6,8 @@ import pytest
 import torch
 from reference import wavy
 
-from accel.diffusion import create_diffusion
-from accel.sampling.strides import Strides
+from diffusion import create_diffusion
+from diffusion.strides import Strides
 
 
 def by_hand(diffusion, x, t, m, values, noise, evaluations):
@@ -95,6 +95,9 @@ def test_what_is_not_a_stride_is_refused():
         Strides(create_diffusion("10", learn_sigma=False), [(2, 1)])
     with pytest.raises(ValueError, match="predicts the noise"):
         Strides(create_diffusion("10", predict_xstart=True), [(2, 1)])
+    for kind in ((2, 2), (0, 1), (4, 3), (1, 0)):
+        with pytest.raises(ValueError, match="is not a kind of stride"):
+            Strides(create_diffusion("10"), [kind])
 
 
 def test_a_variance_below_the_posteriors_says_nothing_about_x0():
