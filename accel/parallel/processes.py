@@ -6,6 +6,7 @@ CPU tensors travel over gloo, CUDA tensors over NCCL. Progress and the request t
 
 import hashlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -167,16 +168,20 @@ class Job:
         dist.destroy_process_group()
 
 
-def own_device(job: Job, wanted: str | None) -> str | None:
-    """Return the name of this rank's device: of several ranks that take GPUs one that no other has, else `wanted`.
-    Raises UsageError for a rank without a GPU and for ranks that share one."""
+def own_device(job: Job, wanted: str | None) -> str:
+    """Return the name of this rank's device: the CPU, or a GPU that no other rank has. Raises UsageError for a rank
+    without a GPU, for ranks that share one, and for other kinds of devices."""
     kind, _, number = (wanted or "cuda").partition(":")
-    if kind != "cuda" or job.world == 1:
-        return wanted
-    if number:
+    if kind not in ("cuda", "cpu") or number and not number.isdecimal():
+        raise UsageError(f"`device={wanted}`: ranks sample on cuda or cpu; choose one")
+    if kind == "cpu":
+        return "cpu"
+    if number and job.world > 1:
         raise UsageError(f"`device={wanted}`: every rank takes its own GPU; choose them with CUDA_VISIBLE_DEVICES")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = job.local_rank % max(visible, 1)  # srun may show a task its own GPU only, as number 0
+    index = int(number or job.local_rank % max(visible, 1))  # srun may show a task its own GPU only, as number 0
+    if number and index >= visible:
+        raise UsageError(f"`device={wanted}`: this machine has {visible} GPU(s), counted from 0")
     gpu = str(torch.cuda.get_device_properties(index).uuid) if visible else None
     gpus = job.all_gather_object((job.host, gpu))
     if not wanted and not any(gpu for _, gpu in gpus):
@@ -204,27 +209,28 @@ def launched() -> tuple[int, int, int]:
         names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
     else:
         return 0, 1, 0
-    rank, world, local_rank = (_variable(name) if name else 0 for name in names)
-    return rank, world, local_rank
+    world = _variable(names[1], 1, 2**31)
+    return _variable(names[0], 0, world), world, _variable(names[2], 0, world) if names[2] else 0
 
 
-def _variable(name):
-    """Return an integer variable of the environment."""
-    try:
-        return int(os.environ[name])
-    except (KeyError, ValueError):
+def _variable(name, least, end):
+    """Return an integer variable of the environment, least <= value < end."""
+    value = os.environ.get(name)
+    if value is None or not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) < end:
+        given = "is not set" if value is None else f"is {value[:40]!r}"
         raise UsageError(
-            f"the environment's {name} is {shown(os.environ.get(name, 'not set'))}, and a launcher sets a number: "
-            "start the ranks with torchrun or srun, or unset RANK for one process"
-        ) from None
+            f"the environment's {name} {given}, a launcher sets it to {least} … {end - 1}: start the ranks with "
+            "torchrun or srun, or unset RANK for one process"
+        )
+    return int(value)
 
 
 def _set_address(env):
     """Set the address under srun: the step's first host, and a port that no step of a neighbouring job uses."""
     if "SLURM_STEP_ID" in env and "MASTER_PORT" not in env:
-        job, step = (_variable(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job, step = (_variable(name, 0, 2**32) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         env["MASTER_PORT"] = str(12000 + (job * 16 + step % 16) % 20000)
-    _variable("MASTER_PORT")
+    _variable("MASTER_PORT", 1, 2**16)
     if "MASTER_ADDR" not in env:
         command = ["scontrol", "show", "hostnames", env.get("SLURM_STEP_NODELIST", "")]
         try:
@@ -234,11 +240,11 @@ def _set_address(env):
                 f"srun: scontrol names no hosts ({error}); export MASTER_ADDR, the first of them"
             ) from None
     try:
-        socket.getaddrinfo(env["MASTER_ADDR"], None)
-    except (OSError, UnicodeError) as error:  # torch would ask again for ten minutes
+        socket.getaddrinfo(env["MASTER_ADDR"], int(env["MASTER_PORT"]), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # torch would ask again for a minute
         raise UsageError(
-            f"the environment's MASTER_ADDR {shown(env['MASTER_ADDR'])} is not the name of a host ({error}): export "
-            "the first host's"
+            f"the environment's MASTER_ADDR {shown(env['MASTER_ADDR'])} is not the name of a host ({error}): start the "
+            "ranks with torchrun or srun, or export the first host's"
         ) from None
 
 
@@ -276,7 +282,8 @@ def launched_job(program: str, worded: Callable[[UsageError], str] = str) -> Ite
     try:
         job = _join()
     except UsageError as error:
-        if "SLURM_STEP_ID" not in os.environ or os.environ.get("SLURM_PROCID") == "0":  # all tasks have this line
+        # Under srun every rank has the same line: print it on rank 0, or where the number itself is wrong.
+        if "SLURM_STEP_ID" not in os.environ or not os.environ.get("SLURM_PROCID", "").lstrip("0").isdecimal():
             print(f"{program}: {worded(error)}", file=sys.stderr)
             record(f"{program}: {worded(error)}")
         _exit(USAGE)

@@ -13,9 +13,9 @@ import pytest
 from forks import ROOT
 from jobs import ENVIRONMENT
 
-from accel.errors import STOPPED, USAGE
+from accel.errors import STOPPED, USAGE, UsageError
 from accel.parallel import processes
-from accel.parallel.processes import Job
+from accel.parallel.processes import Job, own_device
 
 WORKER = Path(__file__).with_name("job_worker.py")
 
@@ -178,6 +178,13 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_what_is_not_a_device_is_refused_not_replaced():
+    for name in ("gpu7", "mps", "cuda:x"):
+        with pytest.raises(UsageError, match=f"device={name}: .* cuda or cpu"):
+            own_device(Job(), name)
+    assert own_device(Job(), "cpu") == "cpu"
+
+
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1))
 def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     """Queues take nodes away whenever they like: the batch file requeues on this status alone."""
@@ -196,13 +203,23 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error
 
 
+HERE = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
+STEP = "SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0"  # of srun's environment
+
+
 @pytest.mark.parametrize(
     "variables, words",
     [
-        ("RANK=x WORLD_SIZE=2", "RANK is x, and a launcher sets a number"),
+        ("RANK=x WORLD_SIZE=2", "RANK is 'x', a launcher sets it to 0 … 1"),
+        ("RANK=² WORLD_SIZE=2", "RANK is '²'"),
         ("RANK=0", "WORLD_SIZE is not set"),
-        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1", "MASTER_PORT is not set"),
+        (f"RANK=0 WORLD_SIZE={'9' * 5000}", "WORLD_SIZE is '999"),
+        (HERE, "MASTER_PORT is not set"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=", "MASTER_ADDR '' is not the name of a host"),
         ("RANK=0 WORLD_SIZE=2 MASTER_PORT=1234 MASTER_ADDR=a..b", "MASTER_ADDR a..b is not the name of a host"),
+        (f"{HERE} MASTER_PORT=65536", "MASTER_PORT is '65536'"),
+        (f"{STEP} SLURM_STEP_ID=0 SLURM_PROCID=x", "SLURM_PROCID is 'x'"),
+        (f"{STEP} SLURM_STEP_ID=b SLURM_JOB_ID=1 SLURM_PROCID=0", "SLURM_STEP_ID is 'b'"),
     ],
 )
 def test_an_environment_that_no_launcher_makes_is_one_line(variables, words, here, monkeypatch):
