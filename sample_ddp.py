@@ -110,8 +110,7 @@ def sample_grid(request: GridRequest, job: "Job") -> None:
         run, placement = door.place(settings, run, groups, layout)
 
     first, n = job.rank == 0, len(settings.labels)
-    each_decodes = settings.decode == "each"
-    decoder = door.decoder_of(settings) if first or each_decodes else None
+    decoder = door.decoder_of(settings)
     door.warm_up(settings, run, watch, placement)
     if decoder:
         decoder.load_ahead()
@@ -123,12 +122,12 @@ def sample_grid(request: GridRequest, job: "Job") -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     for path, latents in zip(settings.outputs, sampled, strict=True):
         own = placement.own(job, latents, n)
-        if decoder and each_decodes:
+        if decoder:
             own = door.decode(decoder, own, watch)
         with watch.phase("gather"):
             whole = placement.gather(job, own, n)
         if first:
-            door.save(settings, path, whole, watch, None if each_decodes else decoder)
+            door.save(settings, path, whole, watch)
     if first:
         print(f"{', '.join(settings.outputs)}: {watch} · {start.seconds():.2f} s since start")
 

@@ -29,7 +29,7 @@ from accel.run import Run
 from accel.weights.checkpoint import HUB_ID
 from accel.weights.shapes import require_fit
 
-NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel", "decode"
+NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel"
 Labels = int | str | Iterable[int | str]
 
 

@@ -1,46 +1,29 @@
 """Flags → requests, and errors → one line and an exit status."""
 
 import argparse
-import codecs
 import io
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 
-from accel.errors import INTERRUPTED, USAGE, UsageError, as_usage_error, printable
+from accel.errors import USAGE, UsageError, as_usage_error, printable
 from accel.flags import flag_names
 from accel.request import GridRequest, Request
 from accel.settings import implied
 
 OWN = "names", "ranks", "ranks_only", "group", "bounds", "convert"  # keys of a field that argparse does not know
-PLAIN = {"·": "-", "×": "x", "→": "->", "…": "..."}
-
-
-def _plain_characters(error: UnicodeEncodeError) -> tuple[str, int]:
-    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
-
-
-codecs.register_error("plain", _plain_characters)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with exit status 2. A terminal that cannot show a character shows a
-    plain one, in all output of the command."""
+    """An argument parser whose errors are one line, with exit status 2. All output of the command shows a question mark
+    for a character that the terminal cannot show."""
 
     def __init__(self, **options):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="plain")
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> tuple:
-        """Parse as argparse does, and refuse --flag=--, which argparse reads as a flag without value."""
-        args = list(sys.argv[1:] if args is None else args)
-        if given := next(filter(re.compile("--[a-z0-9-]+=--").fullmatch, args), None):
-            self.error(f"{given}: gives no value")
-        return super().parse_known_args(args, namespace)
+                stream.reconfigure(errors="replace")
 
     def error(self, message: str) -> None:
         self.exit(USAGE, f"{self.prog}: {printable(message)}\n")
@@ -100,7 +83,7 @@ def refuse_given(args: argparse.Namespace, kind: type, other: type, why: str) ->
 
 @contextmanager
 def user_errors(parser: OneLineParser) -> Iterator[None]:
-    """Turn a UsageError, too little memory and a full disk into a line and status 2, Ctrl-C into a line and 130."""
+    """Turn a UsageError, too little memory and a full disk into a line and status 2."""
     try:
         yield
     except Exception as error:
@@ -108,6 +91,3 @@ def user_errors(parser: OneLineParser) -> Iterator[None]:
         if mistake is None:
             raise
         parser.exit(USAGE, f"{parser.prog}: {parser.worded(mistake)}\n")
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)

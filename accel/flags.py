@@ -46,7 +46,9 @@ def checked(value: Any, item: Field) -> Any:
     if item.metadata.get("nargs"):
         if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
             raise UsageError(f"`{name}={shown(value)}`: must be several; give a list")
-        return tuple(_converted(name, one, kind, name == "labels") for one in value)
+        if not (values := tuple(_converted(name, one, kind, name == "labels") for one in value)):
+            raise UsageError(f"`{name}`: give at least one")
+        return values
     value = _converted(name, value, kind)
     if value == "":
         raise UsageError(f"`{name}`: is empty; give a value, or leave it out")

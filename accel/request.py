@@ -201,9 +201,6 @@ class GridRequest(Request):
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
         ranks_only=True,
     )
-    decode: str = speed(
-        "each", "who decodes: each rank its own pictures, or rank0 all", choices=("each", "rank0"), ranks_only=True
-    )
     output: str = files(
         None,
         "file to write, its folders are made; a folder (FOLDER/) gets one PNG a picture, such as "
@@ -217,8 +214,6 @@ class GridRequest(Request):
 
     def _check(self):
         super()._check()
-        if self.labels is not None and not self.labels:
-            raise UsageError("`labels`: give at least one")
         seeds = self.seed_list or ()
         if seeds and self.seed != 0:
             raise UsageError(f"`seed_list`: conflicts with `seed={self.seed}`; give one")

@@ -76,7 +76,6 @@ class GridSettings(Settings):
     batch_size: int | None  # None: all pictures at a time
     repeats: int
     layout: Layout | None  # None: to be measured
-    decode: str
 
     @property
     def guided(self) -> bool:

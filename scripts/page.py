@@ -55,7 +55,7 @@ except ImportError:  # main says so
     gr = None
 
 PLAN, MOST, PREVIEWS = "ddpm by its plan", 8, 6  # pictures at a time; estimates on the way, an evaluation more each
-LEFT_OUT = "output", "output_type", "seed_list", "repeats", "parallel", "decode", "batch_size", "eta", "tf32"
+LEFT_OUT = "output", "output_type", "seed_list", "repeats", "parallel", "batch_size", "eta", "tf32"
 NAMES = dict(labels="Classes", seed="Seed", num_sampling_steps="Steps", cfg_scale="Guidance", sampler="Sampler")
 NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic")
 QUEUED = dict(concurrency_id="one", concurrency_limit=1, trigger_mode="multiple", api_visibility="private")

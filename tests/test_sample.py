@@ -79,7 +79,7 @@ BAD = {
     "precision": (["--precision", "fp8"], "--precision", "fp32"),
     "typo": (["--lables", 3], "--lables", "unrecognized"),
     "empty": (["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
-    "dashes": (["--seeds=--"], "--seeds=--: gives no value"),
+    "no value": (["--seeds=--"], "--seeds: give at least one"),
     "classes": (["--num-classes", 5, "--labels", 1], "--num-classes 5", "8"),
     "plan": (["--forecast-plan", "x.json"], "--forecast-plan x.json", "add that or drop this"),
     "no plan": (["--forecast", "plan"], "--forecast-plan", "scripts/calibrate.py"),

@@ -27,15 +27,15 @@ class Archive:
         self.record = folder / ".job" / "npz.json"
 
     def problem(self) -> str | None:
-        """Why the file is not the archive as it was written, or None. Reads all of it."""
+        """Return why the file, which is there, is not the archive as it was written; or None. Reads all of it."""
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:
                 return None if record == {"sha256": sha256_of(file)} else "is not as it was written"
-        except FileNotFoundError as error:
-            return "has no record of its contents" if error.filename == str(self.record) else "is missing"
+        except FileNotFoundError:
+            return "has no record of its contents"
         except (OSError, ValueError) as error:
-            return f"or its record is damaged ({error})"
+            return f"cannot be read, or its record is damaged ({error})"
 
     def forget(self) -> None:
         """Remove the record: the archive will be written again."""

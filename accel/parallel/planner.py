@@ -6,9 +6,11 @@ its exchange differs from machine to machine, so each of these layouts evaluates
 milliseconds. Every rank makes the same calls.
 """
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from math import isqrt
@@ -19,9 +21,10 @@ import torch
 
 from accel import kernels
 from accel.errors import UsageError
+from accel.files import cache_folder, read_json
 from accel.graphs import capture
 from accel.network import BlockNetwork, Network
-from accel.parallel import choices, layouts
+from accel.parallel import layouts
 from accel.parallel.groups import Groups
 from accel.parallel.layouts import OFF, Layout
 from accel.parallel.placement import Placement
@@ -89,13 +92,25 @@ def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
 
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
     """Choose a layout and keep it on disk: equally fast layouts round differently, and two runs must agree."""
-    where = situation(network, work, groups)
-    if found := groups.job.from_rank_0(lambda: choices.known(where)):
-        return found[0], f"{found[1]}; measured before on this machine ({choices.file()})"
+    where, file = situation(network, work, groups), cache_folder() / "plans.json"
+    if found := groups.job.from_rank_0(lambda: _kept(file).get(where)):
+        with suppress(TypeError, ValueError):  # a damaged entry; a UsageError is a ValueError
+            text, reason = found
+            layout = OFF if text == "off" else layouts.parse(f"{text}")
+            return layout, f"{reason}; measured before on this machine ({file})"
     layout, reason = choose(network, work, groups)
     if groups.job.rank == 0:
-        choices.keep(where, layout, reason)
+        text = "off" if layout == OFF else str(layout)
+        kernels.keep(file, json.dumps({**_kept(file), where: [text, reason]}, indent=1).encode())
     return layout, reason
+
+
+def _kept(file):
+    """Return the layouts that were chosen earlier, by situation; none if the file is absent or damaged."""
+    try:
+        return read_json(file)
+    except (OSError, ValueError):
+        return {}
 
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:

@@ -46,16 +46,16 @@ class Euler(Process):
         even = (i / self.number for i in range(self.number, 0, -1))
         return [level / (self.shift - (self.shift - 1) * level) for level in even]
 
-    def lengths(self) -> list[float]:
-        """The length of the step of every evaluation, in order."""
+    def coefficients(self) -> list:
+        """Return the length of the step of every evaluation, in order."""
         ends = [self._shifted(i / self.number) for i in range(self.number + 1)]
         return [end - start for start, end in pairwise(ends)]
 
     def prepare(self, device) -> None:
-        _lengths(self, device)
+        _upload(self, device)
 
     def _step(self, x, at):
-        return 1 / self.number if self.shift == 1 else _lengths(self, x.device)[at, None, None, None]
+        return 1 / self.number if self.shift == 1 else _upload(self, x.device)[at, None, None, None]
 
     def move(self, kind, state, at, noise, evaluate) -> State:
         (x,) = state
@@ -76,8 +76,8 @@ class Heun(Euler):
     def levels(self) -> list[float]:
         return [level for level in super().levels() for _ in range(2)][:-1]
 
-    def lengths(self) -> list[float]:
-        return [length for length in super().lengths() for _ in range(2)][:-1]
+    def coefficients(self) -> list:
+        return [length for length in super().coefficients() for _ in range(2)][:-1]
 
     def move(self, kind, state, at, noise, evaluate) -> State:
         if kind[1] == 1:
@@ -102,12 +102,17 @@ class Sde(Euler):
     def levels(self) -> list[float]:
         return [1 - t for t in self.times()]
 
-    def prepare(self, device) -> None:
-        _coefficients(self, device)
+    def coefficients(self) -> list:
+        """Return the coefficients of x, v and the noise in the step of every evaluation, three lists."""
+        *starts, last = self.times()
+        step = (1 - LAST) / (self.number - 1)
+        steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]
+        steps.append((1 - LAST, LAST * (1 + last), 0.0))  # its noise is that of the step before, times zero
+        return [list(column) for column in zip(*steps)]
 
     def move(self, kind, state, at, noise, evaluate) -> State:
-        (x,), of_each = state, _coefficients(self, state[0].device)[:, at, None, None, None]
-        of_x, of_v, of_noise = of_each  # each (n, 1, 1, 1)
+        (x,) = state
+        of_x, of_v, of_noise = _upload(self, x.device)[:, at, None, None, None]  # each (n, 1, 1, 1)
         return (of_x * x + of_v * evaluate(x) + of_noise * noise[0],)
 
 
@@ -115,18 +120,7 @@ FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}
 
 
 @lru_cache(maxsize=16)
-def _lengths(process: Euler, device: torch.device) -> Tensor:
-    """Upload the length of the step of each evaluation (evaluations,), once a device."""
+def _upload(process: Euler, device: torch.device) -> Tensor:
+    """Upload the process's coefficients (…, evaluations), once a device."""
     with torch.inference_mode(False):  # later callers may be in another mode
-        return torch.tensor(process.lengths(), dtype=torch.float64).float().to(device)
-
-
-@lru_cache(maxsize=16)
-def _coefficients(process: Sde, device: torch.device) -> Tensor:
-    """Upload the coefficients of x, v and the noise (3, evaluations) in the step of each evaluation, once a device."""
-    *starts, last = process.times()
-    step = (1 - LAST) / (process.number - 1)
-    steps = [(1 - step, step * (1 + t), (2 * (1 - t) * step) ** 0.5) for t in starts]
-    steps.append((1 - LAST, LAST * (1 + last), 0.0))  # its noise is that of the step before, times zero
-    with torch.inference_mode(False):  # later callers may be in another mode
-        return torch.tensor(steps, dtype=torch.float64).T.float().to(device)
+        return torch.tensor(process.coefficients(), dtype=torch.float64).float().to(device)

@@ -96,16 +96,15 @@ class _NoGenerator:
 class Solver(ByValue, Process):
     """Sampling by a deterministic scheduler of diffusers that takes estimates of noise.
 
-    scheduler: it is copied, not changed. steps: its num_inference_steps. timesteps: in their place, if it takes them.
+    scheduler: it is copied, not changed. steps: its num_inference_steps.
     """
 
     draws, captured = 0, False
 
-    def __init__(self, scheduler: Any, steps: int, timesteps: list[int] | None = None):
+    def __init__(self, scheduler: Any, steps: int):
         require_scheduler(scheduler)
         require_schedule("sampler", scheduler.config, "`{}`")
-        self.scheduler = scheduler
-        self.given = dict(num_inference_steps=steps) if timesteps is None else dict(timesteps=timesteps)
+        self.scheduler, self.number = scheduler, steps
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters
         self.generator = dict(generator=_NoGenerator()) if takes_generator else {}
         self._times = self._begun().timesteps.tolist()
@@ -118,7 +117,7 @@ class Solver(ByValue, Process):
     def _begun(self):
         """Return a copy of the scheduler, at its first step."""
         scheduler = type(self.scheduler).from_config(self.scheduler.config)
-        scheduler.set_timesteps(**self.given)
+        scheduler.set_timesteps(self.number)
         return scheduler
 
     def times(self) -> list[float]:

@@ -19,7 +19,7 @@ from accel.families.sit.network import SiT, SiT_models
 from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
-from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint
 
 SHAPE = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
@@ -76,16 +76,6 @@ def test_latents_and_random_stream_are_sits(learn_sigma):
         got = denoise(network, process, Guidance(4.0, 8), Z, LABELS, None)
         assert error(got, ode(v, both, process.steps, heun)[:3]) < 1e-6
     assert Heun(9).evaluations == 17 and Heun(9).steps == 9 == Euler(9).evaluations
-
-
-def test_without_guidance_a_row_a_latent():
-    model = small()
-    v = velocity(model, scale=1.0)
-    torch.manual_seed(3)
-    noise = [torch.randn(3, 4, 8, 8).double() for _ in range(5)]
-    want = sde(v, torch.cat([Z, Z]).double(), 6, lambda: torch.cat([noise[0], noise.pop(0)]))[:3]
-    torch.manual_seed(3)
-    assert error(denoise(Plain(model), Sde(6), Unguided(), Z, LABELS, upstream_noise(Z, 1)), want) < 2e-6
 
 
 @pytest.mark.parametrize("process, heun", ((Euler(10), False), (Heun(10), True), (Sde(10), None)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import build, error, evaluate, fast_network, guided, inputs, network_of, sample, small, upstream
+from networks import build, error, evaluate, fast_network, inputs, network_of, sample, small, upstream
 from test_large_dit import build as build_large
 
 from accel.fast.conditioning import ConditioningTable
@@ -11,7 +11,7 @@ from accel.run import Run
 from accel.sampling import initial_noise
 from accel.sampling.ancestral import Ancestral, Ddim
 from accel.sampling.flow import Euler, Heun, Sde
-from accel.sampling.guidance import Guidance, Unguided
+from accel.sampling.guidance import Guidance
 from accel.sampling.solvers import Solver, make_scheduler
 from accel.sampling.strides import Strides
 from diffusion import create_diffusion
@@ -64,18 +64,6 @@ def test_the_plain_network_is_the_model_to_the_bit(make):
         assert torch.equal(network.forward(x, t, y), network.model(x, t, y))
         want = network.model.forward_with_cfg(x, t, y, 3.0)
         assert torch.equal(evaluate(network, x, t, y, 3.0), want[:2])
-
-
-def test_guidance():
-    """Three channels as published, or all; the ends of an interval belong to it."""
-    generator = torch.Generator().manual_seed(0)
-    out = torch.randn(6, 8, 4, 4, generator=generator)
-    assert torch.equal(Guidance(2.5, 9).combine(out), guided(out, 2.5)[:3])
-    every = Guidance(2.5, 9, channels=8).combine(out)
-    assert torch.equal(every, out[3:] + 2.5 * (out[:3] - out[3:]))
-    assert Guidance(2.5, 9).labels(torch.tensor([3, 1])).tolist() == [3, 1, 9, 9]
-    assert Unguided().combine(out) is out and Unguided().labels(out) is out
-    assert [Guidance(2.5, 9, interval=(0.3, 0.7)).at(level).copies for level in (0.29, 0.3, 0.7, 0.71)] == [1, 2, 2, 1]
 
 
 @pytest.mark.parametrize("name", PROCESSES)

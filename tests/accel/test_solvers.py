@@ -10,7 +10,7 @@ from accel.diffusion import create_diffusion
 from accel.errors import UsageError
 from accel.families.sit.network import SiT
 from accel.network import Plain
-from accel.sampling import denoise, flow, upstream_noise
+from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.solvers import Solver
@@ -83,14 +83,6 @@ def test_processes_are_values():
     assert first != second and first.setting != second.setting  # an FID folder tells plans apart by it
 
 
-def test_timesteps_of_the_users():
-    times, scheduler = [999, 700, 400, 100, 20], make("dpm++")
-    scheduler.set_timesteps(timesteps=times)
-    want = by_hand(scheduler, small(), 2.0, 3)
-    got = denoise(Plain(small()), Solver(make("dpm++"), 5, times), Guidance(2.0, 8), Z, LABELS, None)
-    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
-
-
 def test_a_stride_starts_where_the_last_ended():
     model, plan, t = small(), Strides(create_diffusion("10"), [(1, 1), (4, 2), (2, 1), (3, 1)]), 9
     noise = torch.randn(10, *Z.shape, generator=torch.Generator().manual_seed(1))
@@ -102,14 +94,6 @@ def test_a_stride_starts_where_the_last_ended():
             x, m, values = plan.stride(lambda x, t: model(x, t, LABELS), x, steps, m, values, drawn, evaluations)
             t -= k
     assert (got - x).abs().max() <= 1e-5 * x.abs().max()
-
-
-def test_a_flow_uploads_its_coefficients_before_a_move_is_captured():
-    process = flow.Sde(13)  # of no other test
-    process.prepare(CPU)
-    before = flow._coefficients.cache_info().misses
-    denoise(Plain(small(learn_sigma=False)), process, Unguided(), Z, LABELS, upstream_noise(Z, 1))
-    assert flow._coefficients.cache_info().misses == before
 
 
 @pytest.mark.parametrize("process", [Ancestral(create_diffusion("10")), Solver(make("dpm++"), 10)])

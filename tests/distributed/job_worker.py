@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -70,16 +71,13 @@ def alone(job):
     job.barrier()
 
 
-def crash(job):
-    if job.rank == 1:
-        raise ZeroDivisionError("of rank 1")
+def crash(job, rank=1):
+    if job.rank == rank:
+        raise ZeroDivisionError(f"of rank {rank}")
     job.barrier()
 
 
-def crash_on_0(job):
-    if job.rank == 0:
-        raise ZeroDivisionError("of rank 0")
-    job.barrier()
+crash_on_0 = partial(crash, rank=0)
 
 
 def killed(job):
