@@ -83,6 +83,7 @@ def test_impossible_processes_say_why():
     for betas in ([], [0.0, 0.1], [0.1, 1.5], [[0.1]], [float("nan")]):
         with pytest.raises(ValueError, match="betas"):
             gd.GaussianDiffusion(betas=betas, **kinds)
+    gd.GaussianDiffusion(betas=[0.1, 1.0], **kinds)  # ends in pure noise
     for kept in ([], [-1, 3], [3, 10]):
         with pytest.raises(ValueError, match="use_timesteps"):
             SpacedDiffusion(use_timesteps=kept, betas=linear_betas(100)[:10].numpy(), **kinds)
