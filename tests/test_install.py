@@ -89,13 +89,6 @@ def test_an_installation_takes_one_name_and_works_beside_any_checkout(how, files
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
-def test_this_checkout_serves_beside_a_foreign_one(tmp_path):
-    """As in a notebook, whose folder comes first on the path."""
-    folder = beside_others(tmp_path, "models.py", "diffusion/__init__.py", "download.py")
-    code = f"import sys; sys.path.append({str(ROOT)!r})\nfrom accel import accelerate, Sampler\nimport accel.door"
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
-
-
 @needs_setuptools
 def test_a_wheel_holds_what_the_code_reads_and_requires_what_make_installs(checkout):
     with zipfile.ZipFile(wheel_of(checkout)) as wheel:

@@ -62,10 +62,6 @@ def by_two(tree, *words, status=0):
     return "".join(errors)
 
 
-def test_it_is_small():
-    assert sum(len((ROOT / file).read_text().splitlines()) for file in tracked("tests/toy_family")) <= 120
-
-
 def test_a_picture_by_one_process_and_by_two(tree):
     assert "Toy/2" in succeeds(tree, "sample.py", "--help")
     for name, more in (("one.png", []), ("two.png", ["--gpus", 2])):

@@ -69,7 +69,7 @@ def test_device_follows_noise_or_parameters_and_progress_shows_a_bar(capsys):
     assert "3/3" in capsys.readouterr().err
 
 
-def test_argument_names_and_order_are_the_published_ones():
+def test_argument_names_order_and_defaults_are_the_published_ones():
     d, step = create_diffusion("2"), "model x t clip_denoised denoised_fn"
     loop = "model shape noise clip_denoised denoised_fn cond_fn model_kwargs device progress"
     for name, arguments in {
@@ -87,7 +87,9 @@ def test_argument_names_and_order_are_the_published_ones():
         "training_losses": "model x_start t model_kwargs noise",
         "calc_bpd_loop": "model x_start clip_denoised model_kwargs",
     }.items():
-        assert list(inspect.signature(getattr(d, name)).parameters) == arguments.split(), name
+        parameters = inspect.signature(getattr(d, name)).parameters
+        assert list(parameters) == arguments.split(), name
+        assert "clip_denoised" not in parameters or parameters["clip_denoised"].default is True, name
     names = "timestep_respacing noise_schedule use_kl sigma_small predict_xstart learn_sigma rescale_learned_sigmas"
     assert list(inspect.signature(create_diffusion).parameters) == [*names.split(), "diffusion_steps"]
 

@@ -81,7 +81,7 @@ def test_equations(steps, t, k, evaluations):
     diffusion = create_diffusion(str(steps))
     generator = torch.Generator().manual_seed(10 * t + k)
     x, m, values, *noise = (torch.randn(3, 4, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3 + k))
-    values = values.tanh()
+    values = 1.5 * values.tanh()  # below -1 a variance is less than x_0's certainty allows: its noise says nothing
     strides = Strides(diffusion, [(k, evaluations)])
     got = strides.stride(
         wavy, x.float(), torch.full((3,), t), m.float(), values.float(), torch.stack(noise).float(), evaluations
@@ -98,14 +98,3 @@ def test_what_is_not_a_stride_is_refused():
     for kind in ((2, 2), (0, 1), (4, 3), (1, 0)):
         with pytest.raises(ValueError, match="is not a kind of stride"):
             Strides(create_diffusion("10"), [kind])
-
-
-def test_a_variance_below_the_posteriors_says_nothing_about_x0():
-    """The network's values are not bounded: below -1 the learned variance is less than x_0's own certainty allows, and
-    the forecast of x_0 stays where it is."""
-    strides = Strides(create_diffusion("20"), [(3, 1)])
-    x, t = torch.ones(2, 1, 4, 4), torch.tensor([7, 12])
-    strides.prepare(x.device)
-    for value, moves in ((-3.0, False), (-1.0, False), (0.0, True)):
-        _, news = strides._advance(x, t, x, torch.full_like(x, value), x)
-        assert bool((news.abs() > 1e-6).any()) == moves

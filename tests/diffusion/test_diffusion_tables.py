@@ -1,25 +1,26 @@
+"""Schedules of betas, the timesteps that respacing keeps, and the tables of a process."""
+
 import copy
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from reference import Reference, cosine_betas, even_positions, linear_betas
+from reference import Reference, cosine_betas, linear_betas
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusion import create_diffusion, space_timesteps
 from diffusion import gaussian_diffusion as gd
 from diffusion.respace import SpacedDiffusion
 
-SCHEDULES = {"linear": linear_betas, "squaredcos_cap_v2": cosine_betas}
-
 
 @pytest.mark.parametrize("steps", [1000, 50])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_are_the_papers(schedule, steps):
+@pytest.mark.parametrize("schedule, betas", [("linear", linear_betas), ("squaredcos_cap_v2", cosine_betas)])
+def test_schedules_are_the_papers(schedule, betas, steps):
     d = create_diffusion("", noise_schedule=schedule, diffusion_steps=steps)
     assert d.num_timesteps == steps and d.posterior_mean_coef1.dtype == np.float64
-    np.testing.assert_allclose(d.betas, SCHEDULES[schedule](steps), rtol=1e-9)
+    np.testing.assert_allclose(d.betas, betas(steps), rtol=1e-9)
 
 
 def test_shapes_of_beta_schedules():
@@ -38,17 +39,19 @@ def test_shapes_of_beta_schedules():
 
 @pytest.mark.parametrize("respacing", ["250", "10,15,20", "7", "1", [5, 0, 3], "999"])
 def test_respacing(respacing):
-    """The nearest timesteps to even positions in each section; at a tie either neighbour."""
-    d = create_diffusion(respacing)
+    """Keeps the timesteps nearest to evenly spaced ones of each section, whose first and last it holds; at a tie either
+    neighbour. Exact fractions say where these lie."""
+    d, positions, start = create_diffusion(respacing), [], 0
     counts = [int(c) for c in respacing.split(",")] if isinstance(respacing, str) else respacing
-    sizes = [1000 // len(counts) + (i < 1000 % len(counts)) for i in range(len(counts))]
-    sections = zip(sizes, counts, (sum(sizes[:i]) for i in range(len(sizes))))
-    positions = [position for section in sections for position in even_positions(*section)]
+    for section, count in enumerate(counts):
+        size = 1000 // len(counts) + (section < 1000 % len(counts))
+        positions += [start + Fraction(k * (size - 1), max(count - 1, 1)) for k in range(count)]
+        start += size
     assert all(abs(t - p) <= 0.5 for t, p in zip(d.timestep_map, positions, strict=True))
     assert d.use_timesteps == set(d.timestep_map) and d.original_num_steps == 1000
-    ref = Reference(linear_betas(1000), d.timestep_map)
-    np.testing.assert_allclose(d.alphas_cumprod, ref.abars, rtol=1e-9)
-    np.testing.assert_allclose(d.betas, [ref.beta(t) for t in range(len(ref))], rtol=1e-6)
+    ref, t = Reference(linear_betas(1000), d.timestep_map), torch.arange(d.num_timesteps)
+    np.testing.assert_allclose(d.alphas_cumprod, ref.abar(t).flatten(), rtol=1e-9)
+    np.testing.assert_allclose(d.betas, ref.beta(t).flatten(), rtol=1e-6)
 
 
 def test_even_strides_and_ties_are_the_published_ones():
@@ -61,7 +64,7 @@ def test_even_strides_and_ties_are_the_published_ones():
     assert sorted(space_timesteps(1000, "7")) == [0, 166, 333, 500, 666, 832, 999]
 
 
-def test_impossible_respacing_says_why():
+def test_impossible_processes_say_why():
     for respacing, says in {
         "ddim333": "no integer stride gives 333 of 1000",
         "ddim": "expected a number",
@@ -74,18 +77,16 @@ def test_impossible_respacing_says_why():
         with pytest.raises(ValueError, match=says) as error:
             create_diffusion(respacing)
         assert str(respacing) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_bad_processes_say_why():
     kinds = dict(
         model_mean_type=gd.ModelMeanType.EPSILON, model_var_type=gd.ModelVarType.FIXED_SMALL, loss_type=gd.LossType.MSE
     )
     for betas in ([], [0.0, 0.1], [0.1, 1.5], [[0.1]], [float("nan")]):
         with pytest.raises(ValueError, match="betas"):
             gd.GaussianDiffusion(betas=betas, **kinds)
+    gd.GaussianDiffusion(betas=[0.1, 1.0], **kinds)  # ends in pure noise
     for kept in ([], [-1, 3], [3, 10]):
         with pytest.raises(ValueError, match="use_timesteps"):
-            SpacedDiffusion(use_timesteps=kept, betas=linear_betas(100)[:10], **kinds)
+            SpacedDiffusion(use_timesteps=kept, betas=linear_betas(100)[:10].numpy(), **kinds)
     with pytest.raises(ValueError, match="cosine"):
         create_diffusion("", noise_schedule="cosine")
 
@@ -102,13 +103,15 @@ def test_create_diffusion_chooses_kinds():
         assert (d.model_mean_type.name, d.model_var_type.name, d.loss_type.name) == (mean, variance, loss)
 
 
-def test_any_integer_t_and_copies_without_device_tables():
+def test_copies_are_equal_have_no_device_tables_and_take_any_integer_t():
     d, x = create_diffusion("25"), torch.randn(2, 4, 3, 3)
     used = d.q_sample(x, torch.tensor([0, 24]), noise=x)
-    assert torch.equal(d.q_sample(x, torch.tensor([0, 24], dtype=torch.uint8), noise=x), used)
     for other in (copy.deepcopy(d), pickle.loads(pickle.dumps(d)), copy.copy(d)):
-        assert not other._device_tables and other.timestep_map == d.timestep_map
-        assert torch.equal(other.q_sample(x, torch.tensor([0, 24]), noise=x), used)
+        assert not other._device_tables and other == d and hash(other) == hash(d)
+        assert torch.equal(other.q_sample(x, torch.tensor([0, 24], dtype=torch.uint8), noise=x), used)
+    for how in (dict(noise_schedule="squaredcos_cap_v2"), dict(learn_sigma=False), dict(predict_xstart=True)):
+        assert d != create_diffusion("25", **how)
+    assert d not in (create_diffusion("24"), create_diffusion("ddim25"), "25")
 
 
 def test_tables_first_used_in_inference_mode_train_later():
@@ -127,11 +130,3 @@ def test_tables_are_not_uploaded_into_a_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with FakeTensorMode(), pytest.raises(RuntimeError, match=r'prepare\("cuda:0"\)'):
         d.prepare("cuda")
-
-
-def test_processes_are_equal_by_value():
-    """Equal tables: what was captured of one serves the other."""
-    assert create_diffusion("25") == create_diffusion("25") and len({create_diffusion("5"), create_diffusion([5])}) == 1
-    for how in (dict(noise_schedule="squaredcos_cap_v2"), dict(learn_sigma=False), dict(predict_xstart=True)):
-        assert create_diffusion("25") != create_diffusion("25", **how)
-    assert create_diffusion("25") not in (create_diffusion("24"), create_diffusion("ddim25"), "25")
