@@ -25,7 +25,7 @@ from accel.door import opening
 from accel.families import ROOT, Defaults, Family, constructor_of, families, family_of, model_names
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
-from accel.kernels import adaln, attention, linear, patch_embed, split_attention, split_linear
+from accel.kernels import adaln, attention, linear, split_attention, split_linear
 from accel.kernels.linear import Tuner
 from accel.latents import LatentSpace
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
@@ -283,12 +283,12 @@ def random_decoder(device: torch.device) -> KLDecoder:
 
 
 HALF = tuple(name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32)
-SHARED = dict(adaln=adaln.BACKENDS, embed_update=patch_embed.BACKENDS)
+SHARED = dict(adaln=adaln.BACKENDS)
 BACKENDS = {  # of a tier's switches
     **dict.fromkeys(HALF, SHARED | dict(gemm=linear.BACKENDS, attention=attention.BACKENDS)),
     "exact": SHARED | dict(gemm=split_linear.BACKENDS, attention=split_attention.BACKENDS),
 }
-PLAIN = dict(hoist=False, adaln="torch", gemm="torch", embed_update="torch", graph=False)  # no optimisation
+PLAIN = dict(hoist=False, adaln="torch", gemm="torch", graph=False)  # no optimisation
 
 
 def build(
@@ -301,7 +301,6 @@ def build(
     adaln: str = "auto",
     attention: str = "auto",
     gemm: str = "auto",
-    embed_update: str = "auto",
     graph: bool = True,
 ) -> Network:
     """Build the network of a tier with the weights of `model`, a reference network, and set the tier's process-wide
@@ -316,7 +315,7 @@ def build(
         return Plain(model)
     network = fast.build(model.state_dict(), model, tier, device, tuner, gemm)
     network.hoists, network.captures = hoist, graph
-    ops = dict(adaln=adaln, last_adaln=adaln, attention=attention, patch_embed=embed_update)
+    ops = dict(adaln=adaln, last_adaln=adaln, attention=attention)
     for op, backend in ops.items():
         setattr(network, op, partial(getattr(network, op), backend=backend))
     return network

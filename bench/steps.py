@@ -46,7 +46,6 @@ STEPS = (  # rung → switches of harness.build; each adds one to the rung befor
     ("attention", dict(attention="auto")),
     ("GELU epilogue", dict(gemm="epilogue")),
     ("autotuned GEMMs", dict(gemm="auto")),
-    ("patch embedding and sampler update", dict(embed_update="auto")),
     ("CUDA graph", dict(graph=True)),
 )
 Rung = tuple[str, str, dict]  # name, tier, switches
@@ -234,7 +233,7 @@ def parse() -> tuple[OneLineParser, Namespace]:
     harness.add_arguments(parser)
     parser.add_argument("--precision", nargs="+", default=["fp16"], choices=HALF, help="half tiers")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs with such a word in their name")
-    what = "also these backends of a tier's gemm, attention, adaln or embed_update, the others as they are by default"
+    what = "also these backends of a tier's gemm, attention or adaln, the others as they are by default"
     form = "TIER:NAME=BACKEND,NAME=BACKEND"
     parser.add_argument("--backends", nargs="+", type=backends, default=[], metavar=form, help=what)
     what = f"the same weights in float16 as others run them: {', '.join(RIVALS)} (compile: torch.compile)"

@@ -22,7 +22,6 @@ from torch import Tensor
 from accel.fast.conditioning import Conditioning, ConditioningTable
 from accel.fast.ops import Block, Half, Split
 from accel.kernels.adaln import Modulation
-from accel.kernels.patch_embed import patch_embed
 from accel.kernels.split_linear import HighLow
 from accel.network import BlockNetwork
 from accel.precision import true_float32
@@ -51,7 +50,6 @@ class FastNetwork(BlockNetwork):
     """
 
     captures = hoists = True
-    patch_embed = staticmethod(patch_embed)
 
     def __init__(self, layout: Layout, ops: Half | Split):
         super().__init__()
@@ -76,9 +74,10 @@ class FastNetwork(BlockNetwork):
         return self.last_adaln(x, modulation, vector, vector + 1, branches, True, rms_eps=self.last_rms_eps)
 
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
-        x, first = x.to(self.position.dtype).contiguous(), tokens.start or 0
+        patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)  # (n, C·p·p, H/p, W/p)
         with true_float32():
-            return self.patch_embed(x, self.patches, self.position[tokens], first, copies)
+            h = F.linear(patches.flatten(2).transpose(1, 2)[:, tokens], self.patches)  # (n, t, D)
+        return (h.expand(copies, *h.shape) + self.position[tokens]).flatten(0, 1)
 
     def condition(self, t: Tensor, y: Tensor) -> Modulation:
         return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))

@@ -33,7 +33,7 @@ REFUSED = [
     ("steps", ["--backends", "exact:gemm=cublas", *NO_GPU], "--backends exact: cpu cannot run that tier"),
     ("steps", ["--backends", "fp32:gemm=torch"], "fp32:gemm=torch: begin with one of fp16, bf16, exact"),
     ("steps", ["--backends", "exact:gemm=cublaslt"], "exact:gemm=cublaslt: exact takes gemm=auto|hopper|cublas|torch"),
-    ("steps", ["--backends", "fp16:graph=torch"], "fp16:graph=torch: fp16 takes adaln=…, embed_update=…, gemm=…"),
+    ("steps", ["--backends", "fp16:graph=torch"], "fp16:graph=torch: fp16 takes adaln=…, gemm=…"),
     ("steps", ["--seen-as", "8"], "--seen-as: 8: must be a compute capability, as 8.0"),
     ("profile_step", ["--output", "x.txt"], "--output x.txt: must end in .json"),
     ("profile_step", ["--baseline", "--precision", "fp16", *NO_GPU], "--precision fp16: upstream samples in fp32"),
@@ -118,7 +118,7 @@ def test_a_switch_reaches_its_op(tier):
     network = harness.build(model, tier, cpu, **switches)
     assert (harness.guided(network, *run) - want).norm() / want.norm() < (1e-3 if tier == "fp16" else 2e-6)
     assert not network.hoists and not network.captures and harness.build(model, tier, cpu, gemm="torch").hoists
-    for switch in ("adaln", "attention", "gemm", "embed_update"):
+    for switch in ("adaln", "attention", "gemm"):
         with pytest.raises(ValueError, match="backend"):
             harness.guided(harness.build(model, tier, cpu, **switches | {switch: "none"}), *run)
 

@@ -9,14 +9,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from accel.kernels import patch_embed, push, qk_norm_rotary, swiglu
+from accel.kernels import push, qk_norm_rotary, swiglu
 from accel.kernels.adaln import triton as adaln
 from accel.kernels.attention import triton as attention
 from accel.kernels.group_norm import triton as group_norm
 from accel.kernels.split_attention import between
 from accel.kernels.split_linear import triton as split_linear
 
-LATENT = dict(CHANNELS=4, HEIGHT=64, WIDTH=64, PATCH=2)
 SUM = ("i32", "i32*16", "i32", "i32")
 JOIN = dict(IN_GROUP=16, ROWS=128, EPS=1e-6, num_warps=4)
 
@@ -43,11 +42,6 @@ VARIANTS = {
     "adaln_split": lambda capability: adaln_variant(capability, "fp32", "fp16", True),
     "adaln_stack": lambda capability: adaln_variant(capability, "fp32", "fp16", True, stack=True),
     "adaln_rms": lambda capability: adaln_variant(capability, "fp16", "fp16", False, 3072, False),
-    "patch_embed": lambda _: (
-        patch_embed._patch_embed,
-        ["*fp32"] * 4 + ["i32"] * 3,
-        dict(**LATENT, D=1152, COPIES=2, TOKENS=patch_embed.TOKENS, COLUMNS=patch_embed.COLUMNS),
-    ),
     "push": lambda _: (
         push._push,
         ["*i64", "*i64", "*i64", "i32", "i32*16", "i32", "i32", "i32*16"],
