@@ -107,8 +107,8 @@ def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
     # Each makes a tensor first: a thread has no CUDA context before its first operation of torch, which kernels of our
     # own ask for.
     return [
-        *(partial(network.adaptive_norm, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
-        lambda: network.last_norm(h.clone(), condition, 0, (branch, branch)),
+        *(partial(network.adaln, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
+        lambda: network.last_adaln(h.clone(), condition, 0, (branch, branch)),
         attend,
         *(partial(layer.prepare, rows * tokens) for layer in (qkv, proj, fc1, fc2)),
         *([lambda: activate(fc1.zeros(1, 1))] if activate else []),

@@ -22,7 +22,7 @@ try:
     import triton
     import triton.language as tl
 
-    from accel.kernels.split_linear.triton import beyond_float16, store_high_low
+    from accel.kernels.split_linear.triton import store_high_low
 except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
@@ -34,8 +34,8 @@ def qk_norm_rotary(
     rotation: Tensor,
     first: int = 0,
     norms: Tensor | None = None,
-    backend: str = "auto",
     rms_eps: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """qkv (N, t, 3·D): q, k, v side by side, each head-major; q and k are overwritten. Returns qkv.
 
@@ -54,11 +54,11 @@ def qk_norm_rotary(
 def qk_norm_rotary_split(
     qkv: Tensor,
     rotation: Tensor,
+    overflow: Tensor,
     first: int = 0,
     norms: Tensor | None = None,
-    backend: str = "auto",
-    overflow: Tensor | None = None,
     rms_eps: float | None = None,
+    backend: str = "auto",
 ) -> HighLow:
     """As `qk_norm_rotary` of a float32 projection, which may be overwritten → q, k and v (N, t, 3·D), split into high
     and low without scales.
@@ -70,8 +70,7 @@ def qk_norm_rotary_split(
         _triton(qkv, rotation, first, norms, rms_eps, pair, overflow)
         return HighLow(pair, None)
     _torch(qkv, rotation, first, norms, rms_eps)
-    if overflow is not None:
-        overflow |= (qkv.abs() > LARGEST).any().int()
+    overflow |= (qkv.abs() > LARGEST).any().int()
     return split(qkv, per_row=False)
 
 
@@ -104,8 +103,7 @@ def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
     """Launch the kernel, in place or into `pair`."""
     assert all(one is None or one.is_contiguous() for one in (qkv, rotation, norms))
     n, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    shape = config(width, 2 * rotation.shape[1], norms is not None, rms_eps)
-    shape |= dict(HIGH_LOW=pair is not None, WATCHED=overflow is not None)
+    shape = dict(HIGH_LOW=pair is not None, **config(width, 2 * rotation.shape[1], norms is not None, rms_eps))
     out, parts = (qkv, 2) if pair is None else (pair, 3)
     grid = n * tokens, parts * shape["HEADS"]
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
@@ -139,7 +137,6 @@ if triton:
         CENTRED: tl.constexpr,
         EPS: tl.constexpr,
         HIGH_LOW: tl.constexpr,
-        WATCHED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         token, part = tl.program_id(0), tl.program_id(1) // HEADS
@@ -164,7 +161,7 @@ if triton:
         if HIGH_LOW:
             value = tl.where(part < 2, turned, value)
             store_high_low(out_ptr + place, low, value, inside)
-            if WATCHED:
-                tl.store(overflow_ptr, 1, beyond_float16(value, inside) > 0)
+            beyond = tl.max((inside & (tl.abs(value) > 65504.0)).to(tl.int32), 0)
+            tl.store(overflow_ptr, 1, beyond > 0)
         else:
             tl.store(out_ptr + place, turned.to(out_ptr.dtype.element_ty), inside)

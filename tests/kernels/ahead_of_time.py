@@ -22,12 +22,12 @@ JOIN = dict(IN_GROUP=16, ROWS=128, EPS=1e-6, num_warps=4)
 
 def adaln_variant(capability, branch, out, high_low, width=1152, centre=True, stack=False):
     types = ["*fp32", f"*{branch}", f"*{branch}", f"*{out}", "*fp32", "*fp32", "*i64", "i32", "i32*16", *["i32"] * 5]
-    constants = dict(WIDTH=width, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, STACK=stack, EPS=1e-6, CENTRE=centre)
+    constants = dict(WIDTH=width, BRANCHES=2, HIGH_LOW=high_low, STACK=stack, EPS=1e-6, CENTRE=centre)
     return adaln._adaln, types, dict(**constants, **adaln.tile_config(width), START_NEXT=capability >= 90)
 
 
 def rotary_variant(pointers, width, head, high_low, rms_eps=None):
-    constants = dict(HIGH_LOW=high_low, WATCHED=high_low, **qk_norm_rotary.config(width, head, True, rms_eps))
+    constants = dict(HIGH_LOW=high_low, **qk_norm_rotary.config(width, head, True, rms_eps))
     return qk_norm_rotary._qk_norm_rotary, [*pointers, "i32", "i32", "i32"], constants
 
 
@@ -77,7 +77,7 @@ VARIANTS = {
     "split_finish": lambda _: (
         split_linear._finish,
         ["*fp32", "*fp16"] + ["*fp32"] * 4 + ["*i32", "i32", "i32*16", "i32*16", "i32*16"],
-        dict(SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
+        dict(SCALED=True, RESULT=2, **split_linear.TILE),
     ),
     "split_centre": lambda _: (
         between._attention_centre,
