@@ -11,7 +11,7 @@
 // the packed tensor: samples 0 to N - 1 high, N to 2N - 1 low), KEYS (keys of a tile), WARPGROUPS (consumers), STAGES
 // (tiles of keys and values held), Q_BUFFERS (tiles of queries held), BLOCKS (on a multiprocessor), PIPELINED (1: a
 // warpgroup computes a tile's weights during the previous tile's p·v, which takes registers), REGISTERS and
-// PRODUCER_REGISTERS (of a thread), multiply_qk, multiply_pv (wgmma), round_pair and widen.
+// PRODUCER_REGISTERS (of a thread), multiply_qk and multiply_pv (wgmma).
 
 constexpr int QUERIES = 64 * WARPGROUPS;
 constexpr int BOX = 32;                                     // tokens of one load
@@ -115,18 +115,18 @@ __device__ __forceinline__ float over_row(float x, bool maximum) {
     return maximum ? fmaxf(x, y) : x + y;
 }
 
-// Online softmax over tiles of TILE keys. Weights are scaled by 2^LIFT.
-template <int TILE, int LIFT> struct Softmax {
+// Online softmax over tiles of keys. Weights are scaled by 2^LIFT.
+template <int LIFT> struct Softmax {
     float top[2], sum[2];  // of each row: the maximum in use, this lane's share of the sum
 
     // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be multiplied by `factor`;
     // the same for a whole warp.
     template <bool FIRST>
-    __device__ __forceinline__ bool weigh(float (&s)[TILE / 2], float (&factor)[2], float scale, int inside,
+    __device__ __forceinline__ bool weigh(float (&s)[KEYS / 2], float (&factor)[2], float scale, int inside,
                                           int column) {
-        if (inside < TILE) {  // the last tile has fewer keys
+        if (inside < KEYS) {  // the last tile has fewer keys
             #pragma unroll
-            for (int i = 0; i < TILE / 2; i++)
+            for (int i = 0; i < KEYS / 2; i++)
                 if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
         }
         float high[2];  // over this lane's scores
@@ -134,7 +134,7 @@ template <int TILE, int LIFT> struct Softmax {
         for (int row = 0; row < 2; row++) {
             high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
             #pragma unroll
-            for (int i = 4; i < TILE / 2; i += 4)
+            for (int i = 4; i < KEYS / 2; i += 4)
                 high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
         }
         // A row's lanes exchange their maxima only when the one in use must change, which is seldom.
@@ -154,7 +154,7 @@ template <int TILE, int LIFT> struct Softmax {
         }
         const float offset[2] = {top[0] * scale - LIFT, top[1] * scale - LIFT};
         #pragma unroll
-        for (int i = 0; i < TILE / 2; i++) {
+        for (int i = 0; i < KEYS / 2; i++) {
             const int row = i / 2 % 2;
             s[i] = exp2_approx(fmaf(s[i], scale, -offset[row]));
             sum[row] += s[i];
@@ -203,7 +203,7 @@ __device__ __forceinline__ void attend(const Shared &at, int warp, int lane, con
     const int warpgroup = warp / 4, column = lane % 4 * 2;
     float s[KEYS / 2], o[HEAD / 2], factor[2];
     Arithmetic arithmetic;
-    Softmax<KEYS, Arithmetic::LIFT> softmax;
+    Softmax<Arithmetic::LIFT> softmax;
     for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
         const int block = item % blocks, head = item / blocks % heads, sample = item / blocks / heads;
         const int buffer = turn % Q_BUFFERS;
@@ -219,12 +219,23 @@ __device__ __forceinline__ void attend(const Shared &at, int warp, int lane, con
         for (int i = 0; i < HEAD / 2; i++) o[i] = 0;
 
         int stage = tile % STAGES, parity = tile / STAGES % 2;
-        wait(at.k_full + 8 * stage, parity);
-        wgmma_fence();
-        arithmetic.scores(s, q, q_rest, at.k_tiles + stage * K_BYTES);
-        wgmma_wait();
-        fence_registers(s);
-        if (lane == 0) arrive(at.k_empty + 8 * stage);
+        const auto compute_scores = [&] {
+            wait(at.k_full + 8 * stage, parity);
+            wgmma_fence();
+            arithmetic.scores(s, q, q_rest, at.k_tiles + stage * K_BYTES);
+            wgmma_wait();
+            fence_registers(s);
+            if (lane == 0) arrive(at.k_empty + 8 * stage);
+        };
+        const auto compute_output = [&] {
+            wait(at.v_full + 8 * stage, parity);
+            wgmma_fence();
+            arithmetic.output(o, at.v_tiles + stage * V_BYTES);
+            wgmma_wait();
+            arithmetic.fence(o);
+            if (lane == 0) arrive(at.v_empty + 8 * stage);
+        };
+        compute_scores();
         softmax.weigh<true>(s, factor, scale, tokens, column);
         arithmetic.pack(s);
         for (int i = 1; i < tiles; i++) {
@@ -246,19 +257,9 @@ __device__ __forceinline__ void attend(const Shared &at, int warp, int lane, con
             if (lane == 0) arrive(at.v_empty + 8 * stage);
             stage = next, parity = (tile + i) / STAGES % 2;
 #else
-            wait(at.v_full + 8 * stage, parity);
-            wgmma_fence();
-            arithmetic.output(o, at.v_tiles + stage * V_BYTES);
-            wgmma_wait();
-            arithmetic.fence(o);
-            if (lane == 0) arrive(at.v_empty + 8 * stage);
+            compute_output();
             stage = (tile + i) % STAGES, parity = (tile + i) / STAGES % 2;
-            wait(at.k_full + 8 * stage, parity);
-            wgmma_fence();
-            arithmetic.scores(s, q, q_rest, at.k_tiles + stage * K_BYTES);
-            wgmma_wait();
-            fence_registers(s);
-            if (lane == 0) arrive(at.k_empty + 8 * stage);
+            compute_scores();
             const bool rescale = softmax.weigh<false>(s, factor, scale, tokens - i * KEYS, column);
 #endif
             arithmetic.add(o);
@@ -269,12 +270,7 @@ __device__ __forceinline__ void attend(const Shared &at, int warp, int lane, con
             arithmetic.pack(s);
         }
         if (lane == 0) arrive(at.q_empty + 8 * buffer);
-        wait(at.v_full + 8 * stage, parity);
-        wgmma_fence();
-        arithmetic.output(o, at.v_tiles + stage * V_BYTES);
-        wgmma_wait();
-        arithmetic.fence(o);
-        if (lane == 0) arrive(at.v_empty + 8 * stage);
+        compute_output();
         arithmetic.add(o);
         tile += tiles;
 

@@ -62,14 +62,10 @@ def choose(heads: int, queries: int, multiprocessors: int) -> Config:
 
 def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
     """The whole CUDA text for one configuration and dtype. file: of the kernel's arithmetic."""
-    half = cuda.HALF[dtype]
-    functions = (
-        cuda.wgmma("multiply_qk", config.keys, half),
-        cuda.wgmma("multiply_pv", HEAD_DIM, half, a_in_registers=True, b_mn_major=True),
-        cuda.conversions(half),
-    )
+    half, files = cuda.HALF[dtype], (FILE.with_suffix(".cuh"), file)
+    multiply = cuda.wgmma("multiply_qk", config.keys, half) + cuda.wgmma("multiply_pv", HEAD_DIM, half, True)
     registers = cuda.registers(config.warpgroups, config.blocks)
-    return cuda.source((FILE.with_suffix(".cuh"), file), config, functions, HEAD=HEAD_DIM, **registers)
+    return cuda.source(files, config, multiply, half, HEAD=HEAD_DIM, **registers)
 
 
 @lru_cache(None)
