@@ -93,7 +93,7 @@ def load_network(
         from accel import fast  # brings Triton; the other tiers need not wait for it
 
         try:
-            return fast.load(state, model, tier, device, *batch.rows[0], tuner, part)
+            return fast.load(state, model, tier, device, prod(batch.rows[0]), tuner, part)
         except UsageError:
             raise
         except ValueError as error:

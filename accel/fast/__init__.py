@@ -61,15 +61,13 @@ def load(
     model: torch.nn.Module,
     tier: str,
     device: torch.device,
-    latents: int,
-    copies: int = 1,
+    rows: int,
     tuner: Tuner | None = None,
     part: Part = WHOLE,
 ) -> FastNetwork:
     """Make the accelerated network as `build` does. Compile its kernels while the weights are copied.
 
-    model: of the same shape, without values (on the meta device). latents: of one evaluation on this rank, each in
-    `copies` batch rows.
+    model: of the same shape, without values (on the meta device). rows: batch rows of one evaluation on this rank.
     """
     tuner = tuner or Tuner()
     zero = torch.zeros((), device=device)
@@ -80,7 +78,7 @@ def load(
     }
     alone = part._replace(all_reduce=lambda x: None)  # threads must not exchange anything
     shallow = build(zeros, model, tier, device, tuner, part=alone)
-    calls = kernel_calls(shallow, latents, copies)
+    calls = kernel_calls(shallow, rows)
 
     # The threads' tensors are freed below: in the order of this stream.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -98,13 +96,9 @@ def load(
     return network
 
 
-def kernel_calls(network: FastNetwork, latents: int, copies: int) -> list[Callable[[], object]]:
-    """Return calls of every kernel of a network evaluation, for warming up: on so many latents in `copies` batch rows
-    each."""
-    rows, tokens = latents * copies, len(network.position)
-    side = round(tokens**0.5) * network.patch_size
-    x = network.position.new_zeros(latents, network.in_channels, side, side)
-    t = torch.zeros(rows, dtype=torch.int64, device=x.device)
+def kernel_calls(network: FastNetwork, rows: int) -> list[Callable[[], object]]:
+    """Return calls of every kernel of a network evaluation of so many batch rows, for warming up."""
+    tokens, t = len(network.position), torch.zeros(rows, dtype=torch.int64, device=network.position.device)
     h = network.position.repeat(rows, 1, 1)  # (N, T, D)
     branch, condition = (h.to(network.dtype), 0), network.condition(t, t)
     (qkv, proj, fc1, fc2), rotate, activate, _ = network.blocks[0]
@@ -116,9 +110,8 @@ def kernel_calls(network: FastNetwork, latents: int, copies: int) -> list[Callab
     # Each makes a tensor first: a thread has no CUDA context before its first operation of torch, which kernels of our
     # own ask for.
     return [
-        partial(network.embed, x, copies=copies),
-        *(partial(network.adaptive_norm, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
-        lambda: network.last_norm(h.clone(), condition, 0, (branch, branch)),
+        *(partial(network.adaln, h.clone(), condition, 0, (branch,) * count) for count in range(3)),
+        lambda: network.last_adaln(h.clone(), condition, 0, (branch, branch)),
         attend,
         *(partial(layer.prepare, rows * tokens) for layer in (qkv, proj, fc1, fc2)),
         *([lambda: activate(fc1.zeros(1, 1))] if activate else []),

@@ -13,6 +13,7 @@ Ranks that divide the weights sum a and m.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,6 @@ from torch import Tensor
 from accel.fast.conditioning import Conditioning, ConditioningTable
 from accel.fast.ops import Block, Half, Split
 from accel.kernels.adaln import Modulation
-from accel.kernels.patch_embed import patch_embed
-from accel.kernels.split_linear import HighLow
 from accel.network import BlockNetwork
 from accel.precision import true_float32
 
@@ -51,41 +50,32 @@ class FastNetwork(BlockNetwork):
     """
 
     captures = hoists = True
-    patch_embed = staticmethod(patch_embed)
 
     def __init__(self, layout: Layout, ops: Half | Split):
         super().__init__()
         self.patch_size, self.in_channels = layout.patch_size, layout.in_channels
         self.patches, self.position, self.final = layout.patches, layout.position, layout.final
         self.blocks, self.conditioning = layout.blocks, layout.conditioning
-        self.rms_eps, self.last_rms_eps = layout.rms_eps, layout.last_rms_eps
         self.depth, self.width, self.num_heads = len(self.blocks), len(self.patches), layout.num_heads // ops.part.ranks
         self.ops, self.part, self.dtype, self.device = ops, ops.part, ops.dtype, ops.device
-        self.adaln, self.last_adaln, self.attention = ops.adaln, ops.last_adaln, ops.attention
+        self.adaln = partial(ops.adaln, rms_eps=layout.rms_eps)
+        self.last_adaln = partial(ops.last_adaln, rms_eps=layout.last_rms_eps)
+        self.attention = ops.attention
         self.tuner, self.exchanges = ops.tuner, ops.exchanges
         self.table = None  # of sampling runs
 
-    def adaptive_norm(self, x, modulation, vector, branches=()) -> Tensor | HighLow:
-        """The input of a GEMM: adaLN of x + Σ gate·branch with shift and scale from `vector` on. Two branches end a
-        block: then x is updated."""
-        update = len(branches) == 2
-        return self.adaln(x, modulation, vector, vector + 1, branches, update, rms_eps=self.rms_eps)
-
-    def last_norm(self, x, modulation, vector, branches) -> Tensor:
-        """The norm before the final layer."""
-        return self.last_adaln(x, modulation, vector, vector + 1, branches, True, rms_eps=self.last_rms_eps)
-
     def embed(self, x: Tensor, tokens: slice = slice(None), copies: int = 1) -> Tensor:
-        x, first = x.to(self.position.dtype).contiguous(), tokens.start or 0
+        patches = F.pixel_unshuffle(x.to(self.position.dtype), self.patch_size)  # (n, C·p·p, H/p, W/p)
         with true_float32():
-            return self.patch_embed(x, self.patches, self.position[tokens], first, copies)
+            h = F.linear(patches.flatten(2).transpose(1, 2)[:, tokens], self.patches)  # (n, t, D)
+        return (h.expand(copies, *h.shape) + self.position[tokens]).flatten(0, 1)
 
     def condition(self, t: Tensor, y: Tensor) -> Modulation:
         return Modulation(self.conditioning(t, y), torch.arange(len(t), device=t.device))
 
     def forward_blocks(self, h, condition, attend, tokens=slice(None)) -> Tensor:
         x, first, total = h, tokens.start or 0, self.part.sum
-        h = self.adaptive_norm(x, condition, 0)  # (N, t, D)
+        h = self.adaln(x, condition, 0)  # (N, t, D)
         for i in range(self.depth):
             (qkv, proj, fc1, fc2), rotate, activate, _ = self.blocks[i]
             gate_msa, shift_mlp, gate_mlp, following = (6 * i + vector for vector in (2, 3, 5, 6))
@@ -93,16 +83,16 @@ class FastNetwork(BlockNetwork):
             if rotate:
                 packed = rotate(packed, first)
             a = total(proj(attend(packed, self.num_heads)))  # (N, t, D)
-            h = self.adaptive_norm(x, condition, shift_mlp, ((a, gate_msa),))
+            h = self.adaln(x, condition, shift_mlp, ((a, gate_msa),))
             hidden = fc1(h)
             if activate:
                 hidden = activate(hidden)
             m = total(fc2(hidden))  # (N, t, D)
             branches = (a, gate_msa), (m, gate_mlp)
             if i + 1 < self.depth:
-                h = self.adaptive_norm(x, condition, following, branches)
+                h = self.adaln(x, condition, following, branches)
         with true_float32():
-            return F.linear(self.last_norm(x, condition, following, branches), *self.final)  # (N, t, p·p·C')
+            return F.linear(self.last_adaln(x, condition, following, branches), *self.final)  # (N, t, p·p·C')
 
     def schedule(self, times, labels, at_once=1) -> tuple[BlockNetwork, Callable[..., None]]:
         if not self.hoists:

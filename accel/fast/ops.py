@@ -74,7 +74,7 @@ class Half:
 
     def _rotate(self, rotation, qkv, first):
         norms = _norms_left(self.part, qkv, rotation)
-        return qk_norm_rotary(qkv, rotation.table, first, norms, rms_eps=rotation.rms_eps)
+        return qk_norm_rotary(qkv, rotation.table, first, norms, rotation.rms_eps)
 
     def overflowed(self) -> str | None:
         """None: what overflows is not finite in the output."""
@@ -106,27 +106,26 @@ class Split:
         )
         overflow, rotate, activate = self._watch(names[0]), None, None
         factor, norms = _balanced(qkv, bq, rotation)
-        result = dict(result="high_low", overflow=overflow)
         if rotation:  # its kernel splits and watches
-            rotate, result = partial(self._rotate, rotation._replace(norms=norms), overflow), {}
+            rotate, overflow = partial(self._rotate, rotation._replace(norms=norms), overflow), None
         attention = (
-            layer(qkv * factor[:, None], bq * factor, name=names[0], **result),
+            layer(qkv * factor[:, None], bq * factor, overflow=overflow, name=names[0]),
             layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
         )
         if gated:
             activate = partial(swiglu_split, stack=self.gemm == "cublas")
             mlp = layer(fc1, b1, name=names[2]), layer(fc2, b2, name=names[3])
         else:
-            after, result = balance(fc1, b1), dict(result="high_low", overflow=self._watch(names[2]))
+            after = balance(fc1, b1)
             mlp = (
-                layer(fc1, b1, gelu=True, after=after, name=names[2], **result),
+                layer(fc1, b1, overflow=self._watch(names[2]), after=after, name=names[2]),
                 layer(fc2 / after, b2, scaled=False, name=names[3]),
             )
         return Block((*attention, *mlp), rotate, activate, norms)
 
     def _rotate(self, rotation, overflow, qkv, first):
         norms = _norms_left(self.part, qkv, rotation)
-        return qk_norm_rotary_split(qkv, rotation.table, first, norms, overflow=overflow, rms_eps=rotation.rms_eps)
+        return qk_norm_rotary_split(qkv, rotation.table, overflow, first, norms, rotation.rms_eps)
 
     def _watch(self, layer):
         """A flag that kernels set where a value of `layer` leaves float16's range."""

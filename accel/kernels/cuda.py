@@ -92,10 +92,10 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 #################################################################################
 
 
-def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False, b_mn_major: bool = False) -> str:
+def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> str:
     """CUDA text of a function around one warpgroup MMA, 64 × columns × 16: (d, a, b, accumulate).
 
-    Inline assembly must name every register. b_mn_major: B lies column by column.
+    Inline assembly must name every register. a_in_registers: A is in registers and B lies column by column.
     """
     count = columns // 2
     a = [f"unsigned a{i}" for i in range(4)] if a_in_registers else ["unsigned long long a"]
@@ -105,25 +105,11 @@ def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False, b_mn
     d = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     operands = ", ".join(f'"{"l" if "long" in one else "r"}"({one.split()[-1]})' for one in inputs)
-    layouts = f"{int(b_mn_major)}" if a_in_registers else f"0, {int(b_mn_major)}"
+    layouts = "1" if a_in_registers else "0, 0"
     return f"""__device__ __forceinline__ void {name}(float (&d)[{count}], {", ".join(inputs)}) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, {condition}, 0; "
                  "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half} "
                  "{{{d}}}, {a_operand}, {b_number}, p, 1, 1, {layouts}; }}" : {outputs} : {operands});
-}}
-"""
-
-
-def conversions(half: str) -> str:
-    """CUDA text of round_pair (two floats to two halves in a register) and widen (back)."""
-    to_float = "cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;" if half == "f16" else "mov.b32 %0, {z, a}; mov.b32 %1, {z, b};"
-    return f"""__device__ __forceinline__ unsigned round_pair(float low, float high) {{
-    unsigned pair;
-    asm("cvt.rn.{half}x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}}
-__device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {{
-    asm("{{ .reg .b16 a, b, z; mov.b16 z, 0; mov.b32 {{a, b}}, %2; {to_float} }}" : "=f"(low), "=f"(high) : "r"(pair));
 }}
 """
 
@@ -138,13 +124,14 @@ def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
     return dict(REGISTERS=min(240, (pool - producer) // consumers // 8 * 8), PRODUCER_REGISTERS=producer)
 
 
-def source(files: tuple[Path, ...], config: NamedTuple, functions: tuple[str, ...], **constants: Any) -> str:
+def source(files: tuple[Path, ...], config: NamedTuple, functions: str, half: str, **constants: int) -> str:
     """Return a kernel's whole text: the fields of `config` and the constants as macros, generated functions,
-    hopper.cuh, and its own files."""
-    macros = {**{name.upper(): value for name, value in config._asdict().items()}, **constants}
-    defines = [f"#define {name} {int(value) if isinstance(value, bool) else value}\n" for name, value in macros.items()]
+    hopper.cuh, and its own files. half: the operands' type, as PTX names it."""
+    macros = {name.upper(): int(value) for name, value in config._asdict().items()} | constants
+    macros["HALF"] = f'"{half}"'
+    defines = [f"#define {name} {value}\n" for name, value in macros.items()]
     shared = Path(__file__).with_name("hopper.cuh")
-    return "".join([*defines, *functions, *(file.read_text() for file in (shared, *files))])
+    return "".join([*defines, functions, *(file.read_text() for file in (shared, *files))])
 
 
 #################################################################################
@@ -240,7 +227,7 @@ def tensor_map(
     """Describe a half tensor's memory to TMA.
 
     sizes: in elements, innermost first. strides: in bytes, of all dimensions but the innermost. box: the size of one
-    copy. swizzle: bytes that the box's lines are swizzled over, 0 for none.
+    copy. swizzle: bytes that the box's lines are swizzled over.
     """
     driver = _bindings("driver")
     if tensor.dtype not in HALF or not tensor.is_contiguous() or tensor.data_ptr() % 16:
@@ -256,7 +243,7 @@ def tensor_map(
         [driver.cuuint32_t(side) for side in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -1,4 +1,5 @@
-// Device code that the kernels for Hopper share: barriers, warpgroup MMA (wgmma), dependent launch.
+// Device code that the kernels for Hopper share: barriers, warpgroup MMA (wgmma), conversions, dependent launch. HALF is
+// "f16" or "bf16".
 
 struct alignas(64) TensorMap { unsigned char opaque[128]; };
 
@@ -33,12 +34,25 @@ template <int N> __device__ __forceinline__ void fence_registers(float (&d)[N]) 
 }
 
 // TMA's swizzles as wgmma descriptors name them.
-constexpr unsigned long long SWIZZLE_128 = 1ull << 62, SWIZZLE_64 = 2ull << 62, SWIZZLE_32 = 3ull << 62;
+constexpr unsigned long long SWIZZLE_128 = 1ull << 62, SWIZZLE_32 = 3ull << 62;
 
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, unsigned leading, unsigned stride,
                                                          unsigned long long swizzle) {
     return (unsigned long long)((address & 0x3FFFF) >> 4) | (unsigned long long)(leading >> 4) << 16 |
            (unsigned long long)(stride >> 4) << 32 | swizzle;
+}
+
+// Two floats to two halves in a register.
+__device__ __forceinline__ unsigned round_pair(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// Two float16 in a register to two floats.
+__device__ __forceinline__ void widen(unsigned pair, float &low, float &high) {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+        : "=f"(low), "=f"(high) : "r"(pair));
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

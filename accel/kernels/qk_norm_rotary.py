@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.kernels import check_backend, cuda
+from accel.kernels import cuda
 from accel.kernels.split_linear import HighLow, split
 from accel.kernels.split_linear.high_low import LARGEST
 
@@ -22,11 +22,10 @@ try:
     import triton
     import triton.language as tl
 
-    from accel.kernels.split_linear.triton import beyond_float16, store_high_low
+    from accel.kernels.split_linear.triton import store_high_low
 except ImportError:  # on Windows and macOS: the reference is then the only backend
     triton = None
 
-BACKENDS = ("auto", "triton", "torch")
 EPS = 1e-5
 
 
@@ -35,18 +34,18 @@ def qk_norm_rotary(
     rotation: Tensor,
     first: int = 0,
     norms: Tensor | None = None,
-    backend: str = "auto",
     rms_eps: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """qkv (N, t, 3·D): q, k, v side by side, each head-major; q and k are overwritten. Returns qkv.
 
     rotation (T, d/2, 2): cosines and sines of every position; the t tokens are those from `first` on. norms (2, 2, D):
     of q, then of k, weight and bias; None: no norm. rms_eps: RMSNorm over each head with this ε in LayerNorm's place.
-    backend: "triton" (qkv half precision or float32, the others float32, all contiguous), "torch" (the reference, any
-    dtype), or "auto": triton on a GPU.
+    Triton's kernel takes qkv in half precision or float32, the others in float32, all contiguous; the reference any
+    dtype.
     """
-    if _chosen("qk_norm_rotary", backend, qkv) == "triton":
-        _triton("qk_norm_rotary", qkv, rotation, first, norms, rms_eps, (*cuda.HALF, torch.float32))
+    if cuda.by_triton("qk_norm_rotary", backend, qkv):
+        _triton(qkv, rotation, first, norms, rms_eps)
     else:
         _torch(qkv, rotation, first, norms, rms_eps)
     return qkv
@@ -55,33 +54,24 @@ def qk_norm_rotary(
 def qk_norm_rotary_split(
     qkv: Tensor,
     rotation: Tensor,
+    overflow: Tensor,
     first: int = 0,
     norms: Tensor | None = None,
-    backend: str = "auto",
-    overflow: Tensor | None = None,
     rms_eps: float | None = None,
+    backend: str = "auto",
 ) -> HighLow:
     """As `qk_norm_rotary` of a float32 projection, which may be overwritten → q, k and v (N, t, 3·D), split into high
     and low without scales.
 
     overflow: an int32 tensor of one element, set to 1 where a value is too large for float16.
     """
-    if _chosen("qk_norm_rotary_split", backend, qkv) == "triton":
+    if cuda.by_triton("qk_norm_rotary_split", backend, qkv):
         pair = torch.empty(2, *qkv.shape, dtype=torch.float16, device=qkv.device)
-        _triton("qk_norm_rotary_split", qkv, rotation, first, norms, rms_eps, (torch.float32,), pair, overflow)
+        _triton(qkv, rotation, first, norms, rms_eps, pair, overflow)
         return HighLow(pair, None)
     _torch(qkv, rotation, first, norms, rms_eps)
-    if overflow is not None:
-        overflow |= (qkv.abs() > LARGEST).any().int()
+    overflow |= (qkv.abs() > LARGEST).any().int()
     return split(qkv, per_row=False)
-
-
-def _chosen(op, backend, qkv):
-    """The backend's name, also for "auto"."""
-    check_backend(op, backend, BACKENDS)
-    if backend == "auto":
-        return "triton" if triton and qkv.is_cuda and qkv.dtype != torch.float64 else "torch"
-    return backend
 
 
 def normalise(qkv: Tensor, norms: Tensor, average: Callable[[Tensor], Tensor]) -> None:
@@ -109,16 +99,11 @@ def _torch(qkv, rotation, first, norms, rms_eps):
         x.copy_(turned.flatten(2))
 
 
-def _triton(op, qkv, rotation, first, norms, rms_eps, dtypes, pair=None, overflow=None):
-    """In place, or into `pair`."""
-    others = [rotation] if norms is None else [rotation, norms]
-    if qkv.dtype not in dtypes or any(one.dtype != torch.float32 for one in others):
-        raise TypeError(f"{op}: backend 'triton' takes qkv in {' or '.join(map(str, dtypes))}, all else in float32")
-    if not all(one.is_contiguous() for one in (qkv, *others)):
-        raise ValueError(f"{op}: backend 'triton' takes contiguous tensors")
+def _triton(qkv, rotation, first, norms, rms_eps, pair=None, overflow=None):
+    """Launch the kernel, in place or into `pair`."""
+    assert all(one is None or one.is_contiguous() for one in (qkv, rotation, norms))
     n, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    shape = config(width, 2 * rotation.shape[1], norms is not None, rms_eps)
-    shape |= dict(HIGH_LOW=pair is not None, WATCHED=overflow is not None)
+    shape = dict(HIGH_LOW=pair is not None, **config(width, 2 * rotation.shape[1], norms is not None, rms_eps))
     out, parts = (qkv, 2) if pair is None else (pair, 3)
     grid = n * tokens, parts * shape["HEADS"]
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU
@@ -152,7 +137,6 @@ if triton:
         CENTRED: tl.constexpr,
         EPS: tl.constexpr,
         HIGH_LOW: tl.constexpr,
-        WATCHED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         token, part = tl.program_id(0), tl.program_id(1) // HEADS
@@ -177,7 +161,7 @@ if triton:
         if HIGH_LOW:
             value = tl.where(part < 2, turned, value)
             store_high_low(out_ptr + place, low, value, inside)
-            if WATCHED:
-                tl.store(overflow_ptr, 1, beyond_float16(value, inside) > 0)
+            beyond = tl.max((inside & (tl.abs(value) > 65504.0)).to(tl.int32), 0)
+            tl.store(overflow_ptr, 1, beyond > 0)
         else:
             tl.store(out_ptr + place, turned.to(out_ptr.dtype.element_ty), inside)

@@ -1,138 +1,115 @@
-"""Compile Triton kernels for one GPU architecture, on a machine that need not have a GPU: python ahead_of_time.py
-CAPABILITY NAME …, names of VARIANTS. Prints what came out, as JSON. A process for each architecture: Triton keeps a
-target's state."""
+"""Compile the Triton kernels that ops launch for one GPU architecture, on a machine that need not have a GPU: python
+ahead_of_time.py CAPABILITY NAME …, names of CALLS. Prints a report of each kernel, as JSON. A process for each
+architecture: Triton keeps a target's state."""
 
 import json
 import sys
 
+import torch
 import triton
+from torch import float16, float32, int32, int64, zeros
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from accel.kernels import patch_embed, push, qk_norm_rotary, swiglu
-from accel.kernels.adaln import triton as adaln
-from accel.kernels.attention import triton as attention
-from accel.kernels.group_norm import triton as group_norm
-from accel.kernels.split_attention import between
-from accel.kernels.split_linear import triton as split_linear
-
-LATENT = dict(CHANNELS=4, HEIGHT=64, WIDTH=64, PATCH=2)
-SUM = ("i32", "i32*16", "i32", "i32")
-JOIN = dict(IN_GROUP=16, ROWS=128, EPS=1e-6, num_warps=4)
-
-
-def adaln_variant(capability, branch, out, high_low, width=1152, centre=True, stack=False):
-    types = ["*fp32", f"*{branch}", f"*{branch}", f"*{out}", "*fp32", "*fp32", "*i64", "i32", "i32*16", *["i32"] * 5]
-    constants = dict(WIDTH=width, BRANCHES=2, UPDATE=True, HIGH_LOW=high_low, STACK=stack, EPS=1e-6, CENTRE=centre)
-    return adaln._adaln, types, dict(**constants, **adaln.tile_config(width), START_NEXT=capability >= 90)
+from accel.kernels import cuda, push
+from accel.kernels.adaln import Modulation, adaln, adaln_split
+from accel.kernels.attention import attention
+from accel.kernels.group_norm import add, group_norm
+from accel.kernels.qk_norm_rotary import qk_norm_rotary, qk_norm_rotary_split
+from accel.kernels.split_attention import cublas as split_attention_gemms
+from accel.kernels.split_attention import split_attention
+from accel.kernels.split_linear import SplitLinear, split
+from accel.kernels.split_linear import cublas as split_linear_gemms
+from accel.kernels.swiglu import swiglu, swiglu_split
 
 
-def rotary_variant(pointers, width, head, high_low, rms_eps=None):
-    constants = dict(HIGH_LOW=high_low, WATCHED=high_low, **qk_norm_rotary.config(width, head, True, rms_eps))
-    return qk_norm_rotary._qk_norm_rotary, [*pointers, "i32", "i32", "i32"], constants
+class Driver:
+    """A GPU that is not there."""
+
+    def __init__(self, capability):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
 
 
-def group_norm_sum(x, out, forms):
-    types = [f"*{x}", "*fp16", "*fp32", f"*{out}", "*fp32", *SUM]
-    return group_norm._add, types, dict(zip(("BRANCH", "WRITE", "STATISTICS"), forms), **group_norm.TILE)
+def norm(op, width, branch, **options):
+    x, modulation = zeros(1, 2048, width), Modulation(zeros(1, 6, width), zeros(1, dtype=int64))
+    op(x, modulation, 0, ((x.to(branch), 2),) * 2, backend="triton", **options)
 
 
-# Name → (kernel, types of its arguments that are no constants, constants and launch options). "*16": multiples of 16.
-VARIANTS = {
-    "adaln": lambda capability: adaln_variant(capability, "fp16", "fp16", False),
-    "adaln_split": lambda capability: adaln_variant(capability, "fp32", "fp16", True),
-    "adaln_stack": lambda capability: adaln_variant(capability, "fp32", "fp16", True, stack=True),
-    "adaln_rms": lambda capability: adaln_variant(capability, "fp16", "fp16", False, 3072, False),
-    "patch_embed": lambda _: (
-        patch_embed._patch_embed,
-        ["*fp32"] * 4 + ["i32"] * 3,
-        dict(**LATENT, D=1152, COPIES=2, TOKENS=patch_embed.TOKENS, COLUMNS=patch_embed.COLUMNS),
-    ),
-    "push": lambda _: (
-        push._push,
-        ["*i64", "*i64", "*i64", "i32", "i32*16", "i32", "i32", "i32*16"],
-        dict(WIDTH=576, WORLD=4, BLOCK=push.BLOCK, TURNS=5, num_warps=push.WARPS),
-    ),
-    "adaln_split_rms": lambda capability: adaln_variant(capability, "fp32", "fp16", True, 4096, False, stack=True),
-    "swiglu_split": lambda _: (
-        swiglu._swiglu_split,
-        ["*fp32", "*fp16", "*fp32", "i32"],
-        dict(STACK=True, **swiglu.split_config(11008)),
-    ),
-    "qk_norm_rotary_split": lambda _: rotary_variant(["*fp32", "*fp16", "*fp32", "*fp32", "*i32"], 4096, 128, True),
-    "swiglu": lambda capability: (
-        swiglu._swiglu,
-        ["*fp16", "*fp16"],
-        dict(WIDTH=11008, BLOCK=swiglu.BLOCK, START_NEXT=capability >= 90),
-    ),
-    "qk_norm_rotary": lambda _: rotary_variant(["*fp16", "*fp16", "*fp32", "*fp32", "*i32"], 3072, 96, False),
-    "qk_norm_rotary_rms": lambda _: rotary_variant(["*fp16", "*fp16", "*fp32", "*fp32", "*i32"], 1152, 72, False, 1e-6),
-    "statistics": lambda _: group_norm_sum("fp16", "fp16", (False, False, True)),
-    "residual": lambda _: group_norm_sum("fp32", "fp32", (True, True, True)),
-    "join": lambda _: (group_norm._join, ["*fp32"] * 4 + ["i32"] * 5 + ["fp32"], JOIN),
-    "normalise": lambda _: (
-        group_norm._normalise,
-        ["*fp32", "*fp32", "*fp32", "*fp16", "i32", "i32*16", "i32"],
-        group_norm.TILE,
-    ),
-    "attention": lambda _: (
-        attention._attention,
-        ["*fp16", "*fp16", "*fp16", "i32*16", "i32*16", "i32*16", "i32*16", "fp32"],
-        dict(TOKENS=1024, **attention.TILE),
-    ),
-    "split_finish": lambda _: (
-        split_linear._finish,
-        ["*fp32", "*fp16"] + ["*fp32"] * 4 + ["*i32", "i32", "i32*16", "i32*16", "i32*16"],
-        dict(SCALED=True, RESULT=2, WATCHED=True, **split_linear.TILE),
-    ),
-    "split_centre": lambda _: (
-        between._attention_centre,
-        ["*fp16", "*fp32", "i32*16"],
-        dict(TOKENS=1024, **{**between.tile(72), **between.CENTRE}),
-    ),
-    "split_operands": lambda _: (
-        between._attention_operands,
-        ["*fp16", "*fp32", "*fp16", "*fp16", "*fp16", "i32*16", "i32*16", "i32", "i32*16"],
-        dict(SCALE=0.5, **between.tile(72)),
-    ),
-    "split_softmax": lambda _: (
-        between._attention_softmax,
-        ["*fp32", "*fp16", "i32*16", "fp32"],
-        dict(LIFT=2.0**15, BLOCK=1024, num_warps=between.warps(1024)),
-    ),
-    "split_merge": lambda _: (
-        between._attention_merge,
-        ["*fp32", "*fp32", "*fp16", "i32*16", "i32*16", "i32"],
-        dict(SCALE=2.0**-14, **between.tile(72)),
-    ),
+def rotate(op, width, head, dtype, *overflow, rms_eps=None):
+    qkv, rotation, norms = zeros(1, 16, 3 * width, dtype=dtype), zeros(16, head // 2, 2), zeros(2, 2, width)
+    op(qkv, rotation, *overflow, norms=norms, rms_eps=rms_eps, backend="triton")
+
+
+def decode():
+    """The sums and norms of a residual block in float16."""
+    x, bias = zeros(1, 128, 64, 64).to(memory_format=torch.channels_last), zeros(128)
+    for total in (add(x.half(), bias, backend="triton"), add(x, bias, x.half(), float32, backend="triton")):
+        group_norm(total, bias, bias, 32, backend="triton")
+    add(x, bias, x.half(), float16, statistics=False, backend="triton")
+
+
+def split_layers():
+    """A float32 result, a high/low split, and GELU's."""
+    flag, one = zeros(1, dtype=int32), torch.ones(4608)
+    for options in ({}, dict(overflow=flag), dict(overflow=flag, after=one)):
+        SplitLinear(torch.ones(4608, 1152), one, backend="cublas", **options)(split(torch.ones(16, 1152)))
+
+
+CALLS = {
+    "adaln": lambda: norm(adaln, 1152, float16, dtype=float16),
+    "adaln_rms": lambda: norm(adaln, 3072, float16, dtype=float16, rms_eps=1e-5),
+    "adaln_split": lambda: norm(adaln_split, 1152, float32),
+    "adaln_stack": lambda: norm(adaln_split, 4096, float32, rms_eps=1e-5, stack=True),
+    "qk_norm_rotary": lambda: rotate(qk_norm_rotary, 3072, 96, float16),
+    "qk_norm_rotary_rms": lambda: rotate(qk_norm_rotary, 1152, 72, float16, rms_eps=1e-6),
+    "qk_norm_rotary_split": lambda: rotate(qk_norm_rotary_split, 4096, 128, float32, zeros(1, dtype=int32)),
+    "swiglu": lambda: swiglu(zeros(1, 16, 2 * 11008, dtype=float16), "triton"),
+    "swiglu_split": lambda: swiglu_split(zeros(1, 16, 2 * 11008), "triton", stack=True),
+    "group_norm": decode,
+    "attention": lambda: attention(zeros(1, 1024, 3 * 1152, dtype=float16), 16, "triton"),
+    "split_linear": split_layers,
+    "split_attention": lambda: split_attention(split(zeros(1, 1024, 3 * 1152), per_row=False), 16, "cublas"),
+    "push": lambda: push.push(zeros(2, 256, 2304, dtype=float16), *zeros(2, 4, dtype=int64), rank=0, offset=0),
 }
 
 
-def compile_variant(capability, kernel, types, constants):
-    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
-    constants = {name: value for name, value in constants.items() if name not in options}
-    names = [name for name in kernel.arg_names if name not in constants]
-    given = dict(zip(names, types, strict=True))
-    signature = {name: given.get(name, "constexpr").removesuffix("*16") for name in kernel.arg_names}
-    aligned = [name for name, kind in given.items() if kind.startswith("*") or kind.endswith("*16")]
-    divisible = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, constants, divisible)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+def kernels_of(name):
+    """Return the kernels that a call launches, compiled and not launched."""
+    compiled = []
+
+    def compile_only(kernel, grid):
+        return lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
+
+    triton.runtime.JITFunction.__getitem__ = compile_only
+    CALLS[name]()
+    return compiled
+
+
+def report(kernel):
+    ptx = kernel.asm["ptx"]
+    return dict(
+        name=kernel.name,
+        target=ptx.split(".target ")[1].split()[0],
+        tensor_core=sum(map(ptx.count, ("mma.sync", "wgmma.mma_async", "tcgen05.mma"))),
+        tf32=ptx.count("tf32"),
+        spills=ptx.count(".local"),
+        shared=kernel.metadata.shared,
+        releases=ptx.count("release.sys"),
+        acquires=ptx.count("acquire.sys"),
+    )
 
 
 if __name__ == "__main__":
-    capability, reports = int(sys.argv[1]), {}
-    for name in sys.argv[2:]:
-        compiled = compile_variant(capability, *VARIANTS[name](capability))
-        ptx = compiled.asm["ptx"]
-        reports[name] = dict(
-            target=ptx.split(".target ")[1].split()[0],
-            tensor_core=sum(map(ptx.count, ("mma.sync", "wgmma.mma_async", "tcgen05.mma"))),
-            tf32=ptx.count("tf32"),
-            bf16="bf16" in ptx,
-            wide=ptx.count("global.v4") + ptx.count("global.v2"),
-            spills=ptx.count(".local"),
-            shared=compiled.metadata.shared,
-            ptx=ptx if name == "push" else None,
-        )
-    print(json.dumps(reports))
+    capability = int(sys.argv[1])
+    triton.runtime.driver.set_active(Driver(capability))
+    cuda.capability = lambda device: divmod(capability, 10)
+    split_linear_gemms.multiply_add = split_attention_gemms.multiply_add = lambda *operands: None
+    print(json.dumps({name: [report(kernel) for kernel in kernels_of(name)] for name in sys.argv[2:]}))

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import forks
@@ -45,10 +46,10 @@ def interpreted(call):
 
 
 def compiled_for(capability, names, tmp_path):
-    """Reports of ahead_of_time.py, by name, after what holds for all kernels: the right target and no spills."""
+    """Return the reports of ahead_of_time.py: by call, of each kernel. Checks the target, and that nothing spills."""
     script = str(HERE / "ahead_of_time.py")
     reports = json.loads(fresh_process(script, str(capability), *names, TRITON_CACHE_DIR=str(tmp_path)))
-    for report in reports.values():
+    for report in chain(*reports.values()):
         assert report["target"].startswith(f"sm_{capability}") and report["spills"] == 0
     return reports
 

@@ -1,5 +1,4 @@
-"""The push kernel: its protocol between real processes through shared memory, its machine code, and on GPUs through
-NVLink."""
+"""The push kernel: its protocol between real processes through shared memory, and the order of memory on a GPU."""
 
 import os
 
@@ -46,10 +45,7 @@ def test_between_processes():
     interpreted("test_push.interpret()")
 
 
-def test_machine_code(tmp_path, world=4):
-    """16 bytes a store, to every peer; flags with release and acquire over the whole system, each rank's at each
-    peer."""
-    text = compiled_for(90, ["push"], tmp_path)["push"]["ptx"]
-    assert text.count("st.global.v2.b64") == world * module.BLOCK // (2 * 32 * module.WARPS)
-    assert "st.global.b64" not in text
-    assert text.count("release.sys") == text.count("acquire.sys") == world - 1
+def test_flags_order_memory_over_the_system(tmp_path):
+    """An interpreter orders all memory: compiled, flags go up with release and down with acquire, each peer's."""
+    [report] = compiled_for(90, ["push"], tmp_path)["push"]
+    assert report["releases"] == report["acquires"] == 3

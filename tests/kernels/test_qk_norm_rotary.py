@@ -28,9 +28,9 @@ def check(device, cases=CASES):
                 for first, eps in ((0, None), (31, 1e-6)):
                     one = qkv.to(dtype)
                     wide = None if norm is None else norm.double()
-                    want = qk_norm_rotary(one.double(), rotation.double(), first, wide, "torch", eps)
+                    want = qk_norm_rotary(one.double(), rotation.double(), first, wide, eps, "torch")
                     before = one.clone()
-                    got = qk_norm_rotary(one, rotation, first, norm, "triton", eps)
+                    got = qk_norm_rotary(one, rotation, first, norm, eps, "triton")
                     assert got is one and error(got, want) <= tolerance
                     v = 2 * qkv.shape[-1] // 3
                     assert torch.equal(got[..., v:], before[..., v:])  # values are not touched
@@ -42,11 +42,11 @@ def check_split(device, backend="triton", cases=CASES):
         qkv, rotation, norms = case(*shape, device)
         for norm, first, eps in ((norms, 31, None), (norms, 0, 1e-6), (None, 0, None)):
             wide = None if norm is None else norm.double()
-            want = qk_norm_rotary(qkv.double(), rotation.double(), first, wide, "torch", eps)
+            want = qk_norm_rotary(qkv.double(), rotation.double(), first, wide, eps, "torch")
             for large in (False, True):
                 given, overflow = qkv.clone(), torch.zeros(1, dtype=torch.int32, device=device)
                 given[-1, -1, -1] += 1e6 * large
-                got = qk_norm_rotary_split(given, rotation, first, norm, backend, overflow, eps)
+                got = qk_norm_rotary_split(given, rotation, overflow, first, norm, eps, backend)
                 assert got.scale is None and got.pair.shape == (2, *qkv.shape) and int(overflow) == large
                 assert bool(got.pair.isfinite().all()) != large
                 assert large or error(got.value(torch.float64), want) <= 1e-6

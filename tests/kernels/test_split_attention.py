@@ -73,7 +73,7 @@ def test_interpreted_kernel():
 def test_machine_code():
     """Three warpgroup MMAs each, not awaited one by one, and no register spilled."""
     config = hopper.CONFIG
-    code = disassemble(cuda.compile_cubin(hopper.source(config), "split_attention"))
+    code = disassemble(cuda.compile_cubin(hopper.source(), "split_attention"))
     shapes = re.findall(r"HGMMA\.(64x\d+x16)\.F32", code)
     assert shapes.count(f"64x{config.keys}x16") == 2 * 15 and shapes.count("64x72x16") == 2 * 3 * config.keys // 16
     assert len(shapes) == 2 * 15 + 2 * 3 * config.keys // 16

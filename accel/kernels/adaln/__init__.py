@@ -30,20 +30,18 @@ def adaln(
     x: Tensor,
     modulation: Modulation,
     shift: int,
-    scale: int,
     branches: Branches = (),
-    update: bool = False,
+    rms_eps: float | None = None,
     dtype: torch.dtype | None = None,
     backend: str = "auto",
-    rms_eps: float | None = None,
 ) -> Tensor:
     """LayerNorm(x + Σ gate·branch)·(1 + scale) + shift → (N, T, D) in `dtype`, x's if not given.
 
-    x (N, T, D): the residual stream. branches: up to two pairs (branch (N, T, D), index of its gate). shift, scale and
-    the gates are vector indices into the modulation's table. update: the sum is written back to x. All are contiguous.
-    rms_eps: RMSNorm with this ε in LayerNorm's place.
+    x (N, T, D): the residual stream. branches: up to two pairs (branch (N, T, D), index of its gate). Two end a block
+    of the network: then the sum is written back to x. shift and the gates are vector indices into the modulation's
+    table; scale follows shift there. All are contiguous. rms_eps: RMSNorm with this ε in LayerNorm's place.
     """
-    arguments = x, modulation, shift, scale, branches, update, rms_eps
+    arguments = x, modulation, shift, branches, rms_eps
     if not cuda.by_triton("adaln", backend, x):
         return reference.adaln(*arguments).to(dtype or x.dtype)
     from accel.kernels.adaln import triton
@@ -57,16 +55,14 @@ def adaln_split(
     x: Tensor,
     modulation: Modulation,
     shift: int,
-    scale: int,
     branches: Branches = (),
-    update: bool = False,
-    backend: str = "auto",
     rms_eps: float | None = None,
     stack: bool = False,
+    backend: str = "auto",
 ) -> HighLow:
     """As `adaln`, x float32, the result split into high and low with a power of two a token. stack: in the layout that
     cuBLAS's split GEMM takes."""
-    arguments = x, modulation, shift, scale, branches, update, rms_eps
+    arguments = x, modulation, shift, branches, rms_eps
     if not cuda.by_triton("adaln_split", backend, x):
         return split(reference.adaln(*arguments))
     from accel.kernels.adaln import triton

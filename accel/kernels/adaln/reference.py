@@ -17,16 +17,8 @@ class Modulation(NamedTuple):
     entry: Tensor  # (N,) int64, on the table's device
 
 
-def adaln(
-    x: Tensor,
-    modulation: Modulation,
-    shift: int,
-    scale: int,
-    branches: Branches,
-    update: bool,
-    rms_eps: float | None = None,
-) -> Tensor:
-    """x (N, T, D), overwritten with the sum on `update` → (N, T, D) in x's dtype."""
+def adaln(x: Tensor, modulation: Modulation, shift: int, branches: Branches, rms_eps: float | None) -> Tensor:
+    """As accel.kernels.adaln.adaln, in x's dtype."""
 
     def vector(index):
         return modulation.table[modulation.entry, index].unsqueeze(1)  # (N, 1, D)
@@ -34,8 +26,8 @@ def adaln(
     total = x
     for branch, gate in branches:
         total = torch.addcmul(total, vector(gate), branch.to(x.dtype))
-    if update:
+    if len(branches) == 2:
         x.copy_(total)
     width = total.shape[-1:]
     normed = F.layer_norm(total, width, eps=EPS) if rms_eps is None else F.rms_norm(total, width, eps=rms_eps)
-    return torch.addcmul(vector(shift), normed, 1 + vector(scale))
+    return torch.addcmul(vector(shift), normed, 1 + vector(shift + 1))

@@ -15,9 +15,7 @@ def launch(
     x: Tensor,
     modulation: Modulation,
     shift: int,
-    scale: int,
     branches: Branches,
-    update: bool,
     rms_eps: float | None,
     out: Tensor,
     scales: Tensor | None = None,
@@ -31,9 +29,9 @@ def launch(
     n, tokens, width = x.shape
     (first, gate1), (second, gate2) = (*branches, (x, 0), (x, 0))[:2]
     tensors = x, first, second, out, out if scales is None else scales, table, entry
-    numbers = tokens, table.stride(0), n * tokens * width, shift, scale, gate1, gate2
+    numbers = tokens, table.stride(0), n * tokens * width, shift, shift + 1, gate1, gate2
     norm = dict(EPS=EPS, CENTRE=True) if rms_eps is None else dict(EPS=rms_eps, CENTRE=False)
-    variant = dict(WIDTH=width, BRANCHES=len(branches), UPDATE=update, HIGH_LOW=scales is not None, STACK=stack, **norm)
+    variant = dict(WIDTH=width, BRANCHES=len(branches), HIGH_LOW=scales is not None, STACK=stack, **norm)
     config = tile_config(width, n * tokens)
     start_next = cuda.capability(x.device) >= (9, 0)  # programmatic dependent launch
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -97,7 +95,6 @@ def _adaln(
     gate2,
     WIDTH: tl.constexpr,
     BRANCHES: tl.constexpr,
-    UPDATE: tl.constexpr,
     HIGH_LOW: tl.constexpr,
     STACK: tl.constexpr,
     EPS: tl.constexpr,
@@ -128,7 +125,7 @@ def _adaln(
             here_t = in_tail & (token < tokens)
             x_t = _sum(x_ptr, first_ptr, second_ptr, row + tail, here_t, gate1_t, gate2_t, BRANCHES)
             total += tl.sum(x_t, 0)
-        if UPDATE:
+        if BRANCHES == 2:
             tl.store(x_ptr + row + main, x, here_m)
             if TAIL:
                 tl.store(x_ptr + row + tail, x_t, here_t)

@@ -34,30 +34,11 @@ MAJOR = {"hopper": (9,), "triton": (8, 0)}  # of the capabilities that our kerne
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
     """Self-attention: qkv (N, T, 3·D), q, k and v side by side, each head-major → (N, T, D), same dtype."""
-    return _attend(qkv, None, num_heads, backend)
+    return attention_to(qkv, None, num_heads, backend)
 
 
-def attention_to(qkv: Tensor, kv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
+def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = "auto") -> Tensor:
     """The queries of qkv (N, t, 3·D) attend to other keys and values, kv (N, T, 2·D) side by side → (N, t, D)."""
-    return _attend(qkv, kv, num_heads, backend)
-
-
-def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """The backend that "auto" takes."""
-    capability = cuda.capability(device)
-    if device.type != "cuda":
-        return "flash"
-    if dtype == torch.float64:
-        return "torch"
-    if dtype not in cuda.HALF or capability < (8, 0):
-        return "efficient"
-    ours = dim == hopper.HEAD_DIM  # libraries pad it to 96
-    if capability == (9, 0):
-        return "hopper" if ours else "cudnn" if dim <= 128 and dim % 8 == 0 else "flash"
-    return "triton" if ours and capability[0] == 8 and cuda.HAS_TRITON else "flash"
-
-
-def _attend(qkv, kv, num_heads, backend):
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
@@ -78,6 +59,21 @@ def _attend(qkv, kv, num_heads, backend):
         with sdpa_kernel(SDPA[backend]):
             out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
+
+
+def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
+    """The backend that "auto" takes."""
+    capability = cuda.capability(device)
+    if device.type != "cuda":
+        return "flash"
+    if dtype == torch.float64:
+        return "torch"
+    if dtype not in cuda.HALF or capability < (8, 0):
+        return "efficient"
+    ours = dim == hopper.HEAD_DIM  # libraries pad it to 96
+    if capability == (9, 0):
+        return "hopper" if ours else "cudnn" if dim <= 128 and dim % 8 == 0 else "flash"
+    return "triton" if ours and capability[0] == 8 and cuda.HAS_TRITON else "flash"
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

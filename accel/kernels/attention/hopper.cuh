@@ -1,7 +1,17 @@
-// Shared by both attention kernels for Hopper: the layout of shared memory, the producer, softmax.
+// softmax(q·kᵀ/√d)·v on Hopper (sm_90a), shared by half precision (hopper.cu) and high/low splits
+// (split_attention/hopper.cu).
 //
-// PARTS is 1 for half precision and 2 for a high/low split, whose parts are planes of the packed tensor: samples 0 to N
-// - 1 high, N to 2N - 1 low.
+// wgmma takes the inner dimension in 16s and the columns in 8s: d = 72 costs 80 in q·kᵀ and exactly 72 in p·v. TMA
+// loads a tile as 64 columns and the rest: of q and k 16 more, of v what a second tile of 64 would hold. It fills with
+// zeros what lies beyond the head and beyond the sample. One warpgroup loads (the producer), the others compute (the
+// consumers). A block stays on its multiprocessor and computes 64 · WARPGROUPS queries of one head after another; loads
+// run ahead across heads. A warpgroup alternates between MMA and exponentials, and the others fill its gaps.
+//
+// Defined before this text: HEAD (d), PARTS (1 for half precision and 2 for a high/low split, whose parts are planes of
+// the packed tensor: samples 0 to N - 1 high, N to 2N - 1 low), KEYS (keys of a tile), WARPGROUPS (consumers), STAGES
+// (tiles of keys and values held), Q_BUFFERS (tiles of queries held), BLOCKS (on a multiprocessor), PIPELINED (1: a
+// warpgroup computes a tile's weights during the previous tile's p·v, which takes registers), REGISTERS and
+// PRODUCER_REGISTERS (of a thread), multiply_qk and multiply_pv (wgmma).
 
 constexpr int QUERIES = 64 * WARPGROUPS;
 constexpr int BOX = 32;                                     // tokens of one load
@@ -105,18 +115,18 @@ __device__ __forceinline__ float over_row(float x, bool maximum) {
     return maximum ? fmaxf(x, y) : x + y;
 }
 
-// Online softmax over tiles of TILE keys. Weights are scaled by 2^LIFT.
-template <int TILE, int LIFT> struct Softmax {
+// Online softmax over tiles of keys. Weights are scaled by 2^LIFT.
+template <int LIFT> struct Softmax {
     float top[2], sum[2];  // of each row: the maximum in use, this lane's share of the sum
 
     // Scores → weights 2^(scale · (score − top)), in place. Returns whether the sums must be multiplied by `factor`;
     // the same for a whole warp.
     template <bool FIRST>
-    __device__ __forceinline__ bool weigh(float (&s)[TILE / 2], float (&factor)[2], float scale, int inside,
+    __device__ __forceinline__ bool weigh(float (&s)[KEYS / 2], float (&factor)[2], float scale, int inside,
                                           int column) {
-        if (inside < TILE) {  // the last tile has fewer keys
+        if (inside < KEYS) {  // the last tile has fewer keys
             #pragma unroll
-            for (int i = 0; i < TILE / 2; i++)
+            for (int i = 0; i < KEYS / 2; i++)
                 if (i / 4 * 8 + column + i % 2 >= inside) s[i] = __int_as_float(0xff800000);
         }
         float high[2];  // over this lane's scores
@@ -124,7 +134,7 @@ template <int TILE, int LIFT> struct Softmax {
         for (int row = 0; row < 2; row++) {
             high[row] = fmaxf(s[2 * row], s[2 * row + 1]);
             #pragma unroll
-            for (int i = 4; i < TILE / 2; i += 4)
+            for (int i = 4; i < KEYS / 2; i += 4)
                 high[row] = fmaxf(high[row], fmaxf(s[i + 2 * row], s[i + 2 * row + 1]));
         }
         // A row's lanes exchange their maxima only when the one in use must change, which is seldom.
@@ -144,7 +154,7 @@ template <int TILE, int LIFT> struct Softmax {
         }
         const float offset[2] = {top[0] * scale - LIFT, top[1] * scale - LIFT};
         #pragma unroll
-        for (int i = 0; i < TILE / 2; i++) {
+        for (int i = 0; i < KEYS / 2; i++) {
             const int row = i / 2 % 2;
             s[i] = exp2_approx(fmaf(s[i], scale, -offset[row]));
             sum[row] += s[i];
@@ -152,3 +162,129 @@ template <int TILE, int LIFT> struct Softmax {
         return rescale;
     }
 };
+
+// A tile's scores, by one GEMM.
+__device__ __forceinline__ void multiply_scores(float (&s)[KEYS / 2], unsigned q, unsigned q_rest, unsigned k,
+                                                int accumulate) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+        multiply_qk(s, descriptor(q + 32 * i, 0, 1024, SWIZZLE_128), descriptor(k + 32 * i, 0, 1024, SWIZZLE_128),
+                    accumulate + i > 0);
+    multiply_qk(s, descriptor(q_rest, 0, 256, SWIZZLE_32), descriptor(k + K_REST, 0, 256, SWIZZLE_32), 1);
+}
+
+// A tile's p·v, by one GEMM.
+__device__ __forceinline__ void multiply_values(float (&o)[HEAD / 2], const unsigned (&p)[KEYS / 4], unsigned v,
+                                                int accumulate) {
+    #pragma unroll
+    for (int i = 0; i < KEYS / 16; i++)
+        multiply_pv(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
+                    descriptor(v + 2048 * i, 128 * KEYS, 1024, SWIZZLE_128), accumulate + i > 0);
+}
+
+// The kernel but for its parameters. Arithmetic holds the weights of a tile: `pack` makes them of scores. `scores` and
+// `output` issue MMAs; no read of output's result may move above `fence`, and `add` adds it where the MMAs have not.
+template <class Arithmetic>
+__device__ __forceinline__ void attend(const Shared &at, int warp, int lane, const TensorMap &q_main,
+                                       const TensorMap &q_rest_map, const TensorMap &main, const TensorMap &rest,
+                                       unsigned short *out, int queries, int tokens, int heads, int first_key,
+                                       int samples, int items, float scale) {
+    const int blocks = (queries + QUERIES - 1) / QUERIES, tiles = (tokens + KEYS - 1) / KEYS;
+    int tile = 0, turn = 0;  // of keys and of queries so far
+
+    if (warp >= 4 * WARPGROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(PRODUCER_REGISTERS));
+        if (threadIdx.x == 128 * WARPGROUPS)
+            produce(at, q_main, q_rest_map, main, rest, blocks, tiles, heads, first_key, samples, items, turn, tile);
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+    const int warpgroup = warp / 4, column = lane % 4 * 2;
+    float s[KEYS / 2], o[HEAD / 2], factor[2];
+    Arithmetic arithmetic;
+    Softmax<Arithmetic::LIFT> softmax;
+    for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
+        const int block = item % blocks, head = item / blocks % heads, sample = item / blocks / heads;
+        const int buffer = turn % Q_BUFFERS;
+        const unsigned q = at.q_tiles + buffer * Q_BYTES + warpgroup * 8192;
+        const unsigned q_rest = at.q_tiles + buffer * Q_BYTES + Q_REST + warpgroup * 2048;
+        const int query = block * QUERIES + warpgroup * 64 + warp % 4 * 16 + lane / 4;
+        wait(at.q_full + 8 * buffer, turn / Q_BUFFERS % 2);
+        if (block * QUERIES + warpgroup * 64 >= queries) {
+            at.release(buffer, tile, tiles, lane);
+            continue;
+        }
+        #pragma unroll
+        for (int i = 0; i < HEAD / 2; i++) o[i] = 0;
+
+        int stage = tile % STAGES, parity = tile / STAGES % 2;
+        const auto compute_scores = [&] {
+            wait(at.k_full + 8 * stage, parity);
+            wgmma_fence();
+            arithmetic.scores(s, q, q_rest, at.k_tiles + stage * K_BYTES);
+            wgmma_wait();
+            fence_registers(s);
+            if (lane == 0) arrive(at.k_empty + 8 * stage);
+        };
+        const auto compute_output = [&] {
+            wait(at.v_full + 8 * stage, parity);
+            wgmma_fence();
+            arithmetic.output(o, at.v_tiles + stage * V_BYTES);
+            wgmma_wait();
+            arithmetic.fence(o);
+            if (lane == 0) arrive(at.v_empty + 8 * stage);
+        };
+        compute_scores();
+        softmax.weigh<true>(s, factor, scale, tokens, column);
+        arithmetic.pack(s);
+        for (int i = 1; i < tiles; i++) {
+#if PIPELINED
+            // This tile's scores are issued first, then the previous tile's p·v, which runs during this tile's softmax.
+            const int next = (tile + i) % STAGES;
+            wait(at.v_full + 8 * stage, parity);
+            wait(at.k_full + 8 * next, (tile + i) / STAGES % 2);
+            wgmma_fence();
+            arithmetic.scores(s, q, q_rest, at.k_tiles + next * K_BYTES);
+            if (PARTS == 2) wgmma_fence();  // as measured
+            arithmetic.output(o, at.v_tiles + stage * V_BYTES);
+            wgmma_wait_but_last();
+            fence_registers(s);
+            if (lane == 0) arrive(at.k_empty + 8 * next);
+            const bool rescale = softmax.weigh<false>(s, factor, scale, tokens - i * KEYS, column);
+            wgmma_wait();
+            arithmetic.fence(o);
+            if (lane == 0) arrive(at.v_empty + 8 * stage);
+            stage = next, parity = (tile + i) / STAGES % 2;
+#else
+            compute_output();
+            stage = (tile + i) % STAGES, parity = (tile + i) / STAGES % 2;
+            compute_scores();
+            const bool rescale = softmax.weigh<false>(s, factor, scale, tokens - i * KEYS, column);
+#endif
+            arithmetic.add(o);
+            if (rescale) {
+                #pragma unroll
+                for (int j = 0; j < HEAD / 2; j++) o[j] *= factor[j / 2 % 2];
+            }
+            arithmetic.pack(s);
+        }
+        if (lane == 0) arrive(at.q_empty + 8 * buffer);
+        compute_output();
+        arithmetic.add(o);
+        tile += tiles;
+
+        #pragma unroll
+        for (int row = 0; row < 2; row++) {
+            const int token = query + 8 * row;
+            const float inverse = 1 / over_row(softmax.sum[row], false);
+            if (token >= queries) continue;
+            const long long line = ((long long)sample * queries + token) * heads + head;
+            unsigned *to = reinterpret_cast<unsigned *>(out + line * HEAD + column);
+            #pragma unroll
+            for (int j = 0; j < HEAD / 8; j++)
+                Arithmetic::store(to + 4 * j, (long long)samples * queries * heads * (HEAD / 2),
+                                  o[4 * j + 2 * row] * inverse, o[4 * j + 2 * row + 1] * inverse);
+        }
+    }
+}

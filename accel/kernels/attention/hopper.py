@@ -10,14 +10,14 @@ from torch import Tensor
 
 from accel.kernels import cuda
 
-FILES = Path(__file__).with_suffix(".cuh"), Path(__file__).with_suffix(".cu")
+FILE = Path(__file__).with_suffix(".cu")
 HEAD_DIM = 72
 SCORE_SCALE = 1 / (math.sqrt(HEAD_DIM) * math.log(2))  # of a score in powers of two
 BOX_TOKENS = 32
 
 
 class Config(NamedTuple):
-    """Compile-time shape of the kernel; hopper.cu says what each means."""
+    """Compile-time shape of a kernel; hopper.cuh says what each means."""
 
     warpgroups: int
     keys: int
@@ -25,6 +25,7 @@ class Config(NamedTuple):
     blocks: int
     pipelined: bool = False
     q_buffers: int = 2
+    parts: int = 1
 
     @property
     def threads(self) -> int:
@@ -32,8 +33,9 @@ class Config(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Barriers, two tiles of queries, and the stages of keys and values."""
-        return 1024 + self.q_buffers * 64 * self.warpgroups * 160 + self.stages * self.keys * (160 + 256)
+        """Barriers, the tiles of queries, and the stages of keys and values."""
+        queries, keys = self.q_buffers * 64 * self.warpgroups, self.stages * self.keys
+        return 1024 + self.parts * (queries * 160 + keys * (160 + 256))
 
 
 # Measured on an H200 (log/attention-h200.json, log/products-few-rows-h200.json). Blocks of 256 queries read keys and
@@ -58,16 +60,12 @@ def choose(heads: int, queries: int, multiprocessors: int) -> Config:
     return SHORT if enough(SHORT) else SINGLE
 
 
-def source(config: Config, dtype: torch.dtype) -> str:
-    """The whole CUDA text for one configuration and dtype."""
-    half = cuda.HALF[dtype]
-    functions = (
-        cuda.wgmma("multiply_qk", config.keys, half),
-        cuda.wgmma("multiply_pv", HEAD_DIM, half, a_in_registers=True, b_mn_major=True),
-        cuda.conversions(half),
-    )
-    registers = cuda.registers(config.warpgroups, blocks=config.blocks)
-    return cuda.source(FILES, config, functions, HEAD=HEAD_DIM, PARTS=1, **registers)
+def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
+    """The whole CUDA text for one configuration and dtype. file: of the kernel's arithmetic."""
+    half, files = cuda.HALF[dtype], (FILE.with_suffix(".cuh"), file)
+    multiply = cuda.wgmma("multiply_qk", config.keys, half) + cuda.wgmma("multiply_pv", HEAD_DIM, half, True)
+    registers = cuda.registers(config.warpgroups, config.blocks)
+    return cuda.source(files, config, multiply, half, HEAD=HEAD_DIM, **registers)
 
 
 @lru_cache(None)

@@ -138,10 +138,6 @@ class Gemm:
                     seen.append(configuration(algorithm))
         return [algorithm for algorithm in found if algorithm.workspace <= _WORKSPACE_BYTES]
 
-    def find(self, wanted: list[int]) -> Algorithm | None:
-        """The candidate with this `configuration`, if there is one."""
-        return next((algorithm for algorithm in self.candidates() if configuration(algorithm) == wanted), None)
-
     def run(self, algorithm: Algorithm, x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
         """Launch one of the candidates on the current stream. Operands: contiguous, of this shape, dtype and device."""
         one, zero = ctypes.c_float(1), ctypes.c_float(0)

@@ -103,9 +103,10 @@ def _known(gemm):
     """Return the choice that won on this kind of GPU under long load, if measured."""
     *shape, gelu, _, device = gemm
     wanted = KNOWN.get(gpu.name(device), {}).get(f"{_name(*shape)}{' gelu' * gelu}")
-    known = wanted and cublaslt.Gemm(*gemm)
-    algorithm = known and known.find(wanted)
-    return algorithm and Choice(known, algorithm)
+    if wanted is None:
+        return None
+    one = cublaslt.Gemm(*gemm)
+    return next((Choice(one, each) for each in one.candidates() if cublaslt.configuration(each) == wanted), None)
 
 
 def _kept(files, name, gemm):

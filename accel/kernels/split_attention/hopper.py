@@ -2,51 +2,26 @@
 
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel.kernels import cuda
 from accel.kernels.attention import hopper
-from accel.kernels.attention.hopper import HEAD_DIM, SCORE_SCALE, head_maps
+from accel.kernels.attention.hopper import HEAD_DIM, SCORE_SCALE, Config, head_maps
 
-FILES = Path(hopper.__file__).with_suffix(".cuh"), Path(__file__).with_suffix(".cu")
-
-
-class Config(NamedTuple):
-    """Compile-time shape of the kernel; hopper.cu says what each means."""
-
-    warpgroups: int
-    keys: int
-    stages: int
-    q_buffers: int
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        return 1024 + self.q_buffers * 2 * 64 * self.warpgroups * 160 + self.stages * 2 * self.keys * (160 + 256)
+# Measured: log/split-kernels-h200.json.
+CONFIG = Config(warpgroups=2, keys=64, stages=3, blocks=1, pipelined=True, q_buffers=1, parts=2)
 
 
-CONFIG = Config(warpgroups=2, keys=64, stages=3, q_buffers=1)  # measured: log/split-kernels-h200.json
-
-
-def source(config: Config) -> str:
+def source() -> str:
     """The whole CUDA text."""
-    functions = (
-        cuda.wgmma("multiply_qk", config.keys, "f16"),
-        cuda.wgmma("multiply_pv", HEAD_DIM, "f16", a_in_registers=True, b_mn_major=True),
-        cuda.conversions("f16"),
-    )
-    return cuda.source(FILES, config, functions, HEAD=HEAD_DIM, PARTS=2, **cuda.registers(config.warpgroups))
+    return hopper.source(CONFIG, torch.float16, Path(__file__).with_suffix(".cu"))
 
 
 @lru_cache(None)
 def _kernel(device):
-    return cuda.Kernel(source(CONFIG), "split_attention", CONFIG.threads, CONFIG.shared_bytes, device)
+    return cuda.Kernel(source(), "split_attention", CONFIG.threads, CONFIG.shared_bytes, device)
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:

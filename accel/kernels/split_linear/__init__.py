@@ -37,12 +37,11 @@ def choose(device: torch.device) -> str:
 class SplitLinear:
     """A layer x (…, K) → (…, N) at float32 accuracy.
 
-    weight (N, K), bias (N,) float32, on the device to run on. gelu: GELU in its tanh form follows, then a
-    multiplication by the powers of two `after` (N,); the next layer has their inverse in its weights (`balance`).
-    scaled: whether inputs have scales, for `prepare`.
-    result: "float32", or "high_low" for HighLow without scales, which gelu asks for. overflow: an int32 tensor of one
-    element, set to 1 where a high_low result is too large for float16. name: of the layer, for errors. Raises
-    ValueError, naming the layer, for weights that are not finite.
+    weight (N, K), bias (N,) float32, on the device to run on. overflow: an int32 tensor of one element. With it the
+    result is HighLow without scales, and it is set to 1 where a value is too large for float16; without it the result
+    is float32. after (N,), with overflow: GELU in its tanh form follows, then a multiplication by these powers of two;
+    the next layer has their inverse in its weights (`balance`). scaled: whether inputs have scales, for `prepare`.
+    name: of the layer, for errors. Raises ValueError, naming the layer, for weights that are not finite.
     """
 
     def __init__(
@@ -50,22 +49,20 @@ class SplitLinear:
         weight: Tensor,
         bias: Tensor,
         *,
-        after: Tensor | None = None,
-        gelu: bool = False,
-        scaled: bool = True,
-        result: str = "float32",
         overflow: Tensor | None = None,
+        after: Tensor | None = None,
+        scaled: bool = True,
         name: str = "",
         backend: str = "auto",
     ):
         check_backend("split_linear", backend, BACKENDS)
-        assert gelu == (after is not None) and (result == "high_low" or not gelu)
+        assert after is None or overflow is not None
         self.name, self.backend = name, choose(weight.device) if backend == "auto" else backend
         if not bool(weight.isfinite().all() & bias.isfinite().all()):
             raise ValueError(f"{name}: has weights that are not finite")
         self.columns, self.depth = weight.shape
         self.bias, self.after, self.overflow = bias.contiguous(), after, overflow
-        self.gelu, self.high_low, self.scaled = gelu, result == "high_low", scaled
+        self.gelu, self.high_low, self.scaled = after is not None, overflow is not None, scaled
         self.pair, self.scale = split(weight)  # (2, N, K), (N,)
         if self.backend == "hopper":
             self.pair, _ = split(hopper.arrange(weight))
@@ -88,7 +85,7 @@ class SplitLinear:
         return self.bias.new_zeros(*shape, self.columns)
 
     def __call__(self, x: HighLow) -> Tensor | HighLow:
-        """x (…, K) → (…, N) as the layer's `result` says."""
+        """x (…, K) → (…, N), float32 or HighLow."""
         if self.backend == "torch":
             return reference.linear(self, x)
         if self.backend == "cublas":

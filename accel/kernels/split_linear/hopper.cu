@@ -3,20 +3,18 @@
 //     x·w ≈ low·high + high·low + high·high        (low·low lies below float32's last bit)
 //
 // A tensor core truncates where it adds to its accumulator, always towards zero, so that the error of one long sum
-// grows with its length. An accumulator here lives for PROMOTE stages of DEPTH only. The small GEMMs go first, while it
-// is small. It is then added to the sum with float32's own rounding. One warpgroup loads (the producer), the others
+// grows with its length. An accumulator here lives for one stage of DEPTH only. The small GEMMs go first, while it is
+// small. It is then added to the sum with float32's own rounding. One warpgroup loads (the producer), the others
 // (consumers) compute 64 rows each; while one adds and stores, the others multiply.
 //
-// Defined before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, PROMOTE, RESULT (0: float32; 1: high and low;
-// 2: GELU, high and low), REGISTERS and PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16),
-// round_pair and widen.
+// Defined before this text: ROWS, COLUMNS, DEPTH (of a tile), STAGES, RESULT (0: float32; 1: high and low;
+// 2: GELU, high and low), REGISTERS and PRODUCER_REGISTERS (of a thread), multiply (wgmma, 64 × COLUMNS × 16).
 
 constexpr int WARPGROUPS = ROWS / 64;
 constexpr int THREADS = WARPGROUPS * 128 + 128;
-constexpr int LINE = DEPTH * 2;  // bytes of a tile's row, over which TMA swizzles
+constexpr int LINE = DEPTH * 2;  // bytes of a tile's row: 128, over which TMA swizzles
 constexpr int A_LOW = ROWS * LINE, B_LOW = COLUMNS * LINE, STAGE = 2 * (A_LOW + B_LOW);  // where low parts begin
 constexpr int HEADER = 1024;
-constexpr unsigned long long SWIZZLE = LINE == 128 ? SWIZZLE_128 : SWIZZLE_64;
 constexpr float LARGEST = 65504;  // of float16
 
 __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int column, int row, unsigned barrier) {
@@ -29,8 +27,8 @@ __device__ __forceinline__ void load(unsigned to, const TensorMap &map, int colu
 __device__ __forceinline__ void issue(float (&part)[COLUMNS / 2], unsigned a, unsigned b, bool accumulate) {
     #pragma unroll
     for (int i = 0; i < DEPTH / 16; i++)
-        multiply(part, descriptor(a + 32 * i, 0, 8 * LINE, SWIZZLE), descriptor(b + 32 * i, 0, 8 * LINE, SWIZZLE),
-                 accumulate || i > 0);
+        multiply(part, descriptor(a + 32 * i, 0, 8 * LINE, SWIZZLE_128),
+                 descriptor(b + 32 * i, 0, 8 * LINE, SWIZZLE_128), accumulate || i > 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -75,24 +73,19 @@ split_linear(const __grid_constant__ TensorMap a, const __grid_constant__ Tensor
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++) sum[i] = 0;
-        for (int step = 0; step < steps; step += PROMOTE) {
-            #pragma unroll
-            for (int inner = 0; inner < PROMOTE; inner++) {
-                if (PROMOTE > 1 && step + inner >= steps) break;
-                const int stage = turn % STAGES;
-                wait(full + 8 * stage, turn / STAGES % 2);
-                const unsigned high = stages + stage * STAGE + warpgroup * 64 * LINE, low = high + A_LOW;
-                const unsigned b_high = stages + stage * STAGE + 2 * A_LOW, b_low = b_high + B_LOW;
-                wgmma_fence();
-                issue(part, low, b_high, inner > 0);
-                issue(part, high, b_low, true);
-                issue(part, high, b_high, true);
-                wgmma_commit();
-                wgmma_wait();
-                fence_registers(part);
-                if (lane == 0) arrive(empty + 8 * stage);
-                turn++;
-            }
+        for (int step = 0; step < steps; step++, turn++) {
+            const int stage = turn % STAGES;
+            wait(full + 8 * stage, turn / STAGES % 2);
+            const unsigned high = stages + stage * STAGE + warpgroup * 64 * LINE, low = high + A_LOW;
+            const unsigned b_high = stages + stage * STAGE + 2 * A_LOW, b_low = b_high + B_LOW;
+            wgmma_fence();
+            issue(part, low, b_high, false);
+            issue(part, high, b_low, true);
+            issue(part, high, b_high, true);
+            wgmma_commit();
+            wgmma_wait();
+            fence_registers(part);
+            if (lane == 0) arrive(empty + 8 * stage);
             #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++) sum[i] += part[i];
         }

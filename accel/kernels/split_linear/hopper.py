@@ -20,7 +20,6 @@ class Tile(NamedTuple):
     columns: int
     depth: int
     stages: int
-    promote: int
 
     @property
     def threads(self) -> int:
@@ -31,18 +30,18 @@ class Tile(NamedTuple):
         return 1024 + self.stages * 4 * self.depth * (self.rows + self.columns)
 
 
-TILE = Tile(rows=128, columns=192, depth=64, stages=2, promote=1)  # measured: log/split-kernels-h200.json
+TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-kernels-h200.json
 
 
-def source(tile: Tile, result: int) -> str:
+def source(result: int) -> str:
     """The whole CUDA text of a variant; result: 0 float32, 1 high and low, 2 GELU, high and low."""
-    functions = cuda.wgmma("multiply", tile.columns, "f16"), cuda.conversions("f16")
-    return cuda.source((FILE,), tile, functions, RESULT=result, **cuda.registers(tile.rows // 64))
+    multiply = cuda.wgmma("multiply", TILE.columns, "f16")
+    return cuda.source((FILE,), TILE, multiply, "f16", RESULT=result, **cuda.registers(TILE.rows // 64))
 
 
 @lru_cache(None)
 def _kernel(result, device):
-    return cuda.Kernel(source(TILE, result), "split_linear", TILE.threads, TILE.shared_bytes, device)
+    return cuda.Kernel(source(result), "split_linear", TILE.threads, TILE.shared_bytes, device)
 
 
 def arrange(weight: Tensor) -> Tensor:
@@ -56,11 +55,10 @@ def arrange(weight: Tensor) -> Tensor:
     return weight.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)
 
 
-def _pair_map(pair, box_rows, box_depth):
+def _pair_map(pair, box_rows):
     """Tensor map of a pair (2, …, K), one load of which takes high and low of a tile."""
     depth, rows = pair.shape[-1], pair[0].numel() // pair.shape[-1]
-    swizzle = 128 if box_depth == 64 else 64
-    return cuda.tensor_map(pair, (depth, rows, 2), (2 * depth, 2 * rows * depth), (box_depth, box_rows, 2), swizzle)
+    return cuda.tensor_map(pair, (depth, rows, 2), (2 * depth, 2 * rows * depth), (TILE.depth, box_rows, 2), 128)
 
 
 def linear(layer: Any, x: HighLow, out: Tensor) -> None:
@@ -71,7 +69,7 @@ def linear(layer: Any, x: HighLow, out: Tensor) -> None:
     tiles = -(-rows // TILE.rows) * -(-layer.columns // TILE.columns)
     if not tiles:
         return
-    maps = _pair_map(a, TILE.rows, TILE.depth), _pair_map(b, TILE.columns, TILE.depth)
+    maps = _pair_map(a, TILE.rows), _pair_map(b, TILE.columns)
     tensors = out, x.scale, layer.scale, layer.bias, layer.after, layer.overflow
     kernel = _kernel(layer.high_low + layer.gelu, a.device)
     kernel.launch(min(tiles, cuda.multiprocessors(a.device)), *maps, *tensors, rows, layer.columns, layer.depth)

@@ -24,6 +24,5 @@ def finish(layer: Any, y: Tensor) -> Tensor | HighLow:
         y = F.gelu(y, approximate="tanh") * layer.after
     if not layer.high_low:
         return y
-    if layer.overflow is not None:
-        layer.overflow |= (y.abs() > LARGEST).any().int()
+    layer.overflow |= (y.abs() > LARGEST).any().int()
     return split(y, per_row=False)

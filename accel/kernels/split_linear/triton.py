@@ -25,13 +25,11 @@ def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
         out, row, low = new_stack(m, n, device=y.device), 3 * n, n
     else:
         out, row, low = torch.empty(2, m, n, dtype=torch.float16, device=y.device), n, m * n
-    unused = layer.scale
-    tensors = (unused if one is None else one for one in (row_scale, layer.scale, layer.bias, layer.after))
-    overflow = unused if layer.overflow is None else layer.overflow
-    variant = dict(SCALED=row_scale is not None, RESULT=layer.high_low + layer.gelu, WATCHED=layer.overflow is not None)
+    tensors = row_scale, layer.scale, layer.bias, layer.after, layer.overflow
+    variant = dict(SCALED=row_scale is not None, RESULT=layer.high_low + layer.gelu)
     with torch.cuda.device_of(y):  # Triton launches on the current GPU
         grid = triton.cdiv(n, TILE["COLUMNS"]), triton.cdiv(m, TILE["ROWS"])
-        _finish[grid](y, out, *tensors, overflow, m, n, row, low, **variant, **TILE)
+        _finish[grid](y, out, *tensors, m, n, row, low, **variant, **TILE)
     return out
 
 
@@ -59,12 +57,6 @@ def row_scale(largest):
 
 
 @triton.jit
-def beyond_float16(y, inside):
-    """1 if a value of the tile (…,) is too large for float16, else 0."""
-    return tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 0)
-
-
-@triton.jit
 def _gelu(y):
     """GELU in its tanh form."""
     return y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))
@@ -85,11 +77,10 @@ def _finish(
     out_low,
     SCALED: tl.constexpr,
     RESULT: tl.constexpr,
-    WATCHED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high. WATCHED: overflow is reported."""
+    """RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_row, in_column = row < rows, column < columns
@@ -107,6 +98,6 @@ def _finish(
     if RESULT == 2:
         y = _gelu(y) * tl.load(after_ptr + column, in_column, 0.0)[None, :]
         store_stack(out_ptr, out_low, y, inside)
-    if RESULT > 0 and WATCHED:
+    if RESULT > 0:
         beyond = tl.max(tl.max((inside & (tl.abs(y) > 65504.0)).to(tl.int32), 1), 0)
         tl.store(overflow_ptr, 1, beyond > 0)
