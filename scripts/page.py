@@ -54,7 +54,7 @@ except ImportError:  # main says so
 PLAN, MOST, PREVIEWS = "ddpm by its plan", 8, 6  # pictures at a time; estimates on the way, an evaluation more each
 LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta", "forecast", "forecast_plan"
 NAMES = dict(labels="Classes", seed="Seed", num_sampling_steps="Steps", cfg_scale="Guidance", sampler="Sampler")
-NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic")
+NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic", forecast_plan="Plan")
 CSS = """.pixels :is(.image-frame, img) {width: 100%; max-height: 75vh; object-fit: contain !important}
 .pixels img {image-rendering: pixelated}"""
 
