@@ -71,6 +71,15 @@ class Run(NamedTuple):
         empty = torch.empty(0, self.network.in_channels, self.side, self.side, device=self.device)
         return torch.cat(found) if found else empty
 
+    @torch.inference_mode()
+    def estimate(self, x: Tensor, done: int, labels: Sequence[int]) -> Tensor:
+        """Estimate the finished latents from latents x (n, C, L, L) after `done` steps, by one more evaluation."""
+        move = next(move for move in moves_of(self.process, self.guidance) if move.step == done)
+        t, guidance = self.process.times()[move.evaluation], move.guidance[0]
+        y = guidance.labels(torch.tensor(labels, device=x.device))
+        out = guidance.combine(self.network.forward(x, torch.full(y.shape, t, device=x.device), y))
+        return self.process.finished(x, t, out[:, : x.shape[1]])
+
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
         """Make each move of `latents` once, with each number of labels in a slice and each guidance: on a GPU this
         compiles kernels, chooses algorithms and captures graphs."""

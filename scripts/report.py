@@ -43,15 +43,15 @@ def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
     def say(text):  # with room for wide characters, whose width matplotlib's font lacks: spaces that no browser shows
         return known(text) + " " * round(1.3 * sum(ord(letter) > 0x2E7F for letter in known(text)))
 
-    if data["front"]["shown"]:
-        figures["pictures.jpg"] = report_plots.pictures(data["front"]["shown"]["files"])
-    if "profile" in data:
-        runs = {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["runs"]}
+    if data["front"]:
+        figures["pictures.jpg"] = report_plots.photograph(data["front"]["shown"])
+    if data.get("profile", {}).get("kinds"):
+        runs = {f"{say(run['who'])}, {run['tier']}": run["kinds"] for run in data["profile"]["kinds"]}
         figures["kinds.svg"] = report_plots.kinds(runs, say)
     if single := data.get("single"):
         floor = single["floor"]
         figures["ladder.svg"] = report_plots.ladder(single["rungs"], floor["floor_ms"], floor["tier"], say)
-    if data.get("many", {}).get("series"):
+    if data.get("many", {}).get("series") and data["device"] != "CPU":  # whose ranks share its cores
         figures["scaling.svg"] = report_plots.scaling(data["many"]["series"], say)
     return figures
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from accel.errors import UsageError
 from accel.files import read_json
-from accel.parallel.exchanges import EXCHANGES
 from bench import steps
 from bench.harness import safe
 from bench.jobs import CONTEST, rehearsal, score
@@ -98,9 +97,9 @@ def profile(found: dict) -> dict:
                 files = f"{runs[0]['path']} is of {key} {runs[0][key]}, {run['path']} of {run[key]}"
                 raise UsageError(f"{files}: move one of them elsewhere")
         run["who"] = "upstream" if run["baseline"] else "here"
-        run["largest"] = max(run["kinds"], key=lambda kind: run["kinds"][kind]["ms"])
-        run["waiting"] = {key: sum(wait[key] for wait in run["waits"]) for key in ("per_step", "ms_per_step")}
-    return dict(runs=runs)
+        if "kinds" in run:  # of a GPU
+            run["largest"] = max(run["kinds"], key=lambda kind: run["kinds"][kind]["ms"])
+    return dict(runs=runs, kinds=[run for run in runs if "kinds" in run])
 
 
 def single(found: dict) -> dict:
@@ -119,12 +118,15 @@ def single(found: dict) -> dict:
         floor=found["fast"][0],
         versus=versus,
         contest=contest(found),
-        verified=[verified(record) for record in found["verify"]],
+        verified=verified(found),
     )
 
 
-def verified(record: dict) -> dict:
-    """Return a verify.json with its judged tiers, each with its worst grid and the picture that fails most."""
+def verified(found: dict) -> dict:
+    """Return a verify.json, of the contest's model if there is one, with its judged tiers, each with its worst grid and
+    the picture that fails most."""
+    models = [record["model"] for record in found["contest"]]
+    record = min(found["verify"], key=lambda record: record["model"] not in models)
     tiers = [tier for tier in record["tiers"] if "verdicts" in tier]
     if not tiers:
         raise UsageError(f"{record['path']}: no tier was sampled ({record['tiers'][0]['refused']})")
@@ -148,14 +150,10 @@ def many(found: dict) -> dict:
         if "1" in rates:  # without one GPU's rate there is nothing to compare with
             series.setdefault(f"{name} + 50k job", {1: 1.0})[ddp["gpus"]] = rates[most] / rates["1"]
     for row in (row for parallel in found.get("parallel", ()) for row in parallel["plans"]):
-        exchange = re.search(r"exchange=(\w+)", row["plan"])
-        removed = row["plan"].startswith("stages") or exchange and exchange[1] not in EXCHANGES  # since: docs/tried.md
-        if row["labels"] == 1 and row["plan"] != "auto" and not removed:
+        if row["labels"] == 1 and row["plan"] != "auto":
             points = series.setdefault(f"{row['tier']}, {row['size']} px + 1 label", {})
             points[row["gpus"]] = max(row["speedup"], points.get(row["gpus"], 0))
-    # Most numbers of GPUs first. A CPU's ranks share its cores: no scaling.
-    on_gpus = any(record.get("gpu") for records in found.values() for record in records)
-    ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:6] if on_gpus else []
+    ranked = sorted(series.items(), key=lambda item: -len(item[1]))[:6]  # most numbers of GPUs first
     return dict(ddp=found.get("ddp", []), series=dict(ranked))
 
 
@@ -167,32 +165,29 @@ def job_on(gpus: int, runs: list[dict]) -> dict:
     return dict(gpus=gpus, T=best["total"], points=score(best["total"]), totals=totals, phases=phases)
 
 
-def front_page(data: dict, gpus: int, device: str) -> dict:
+def front_page(data: dict) -> dict:
     """Return before and after, from the sections' data.
 
     before, after: the contest's rows of upstream's arithmetic and of the recommended tier. upstream: as it ships.
-    here: this project's tiers. judged: tier → metrics in `verified`. missing: keys of text about gaps.
+    here: this project's tiers. judged: tier → its likeness. shown: the heatmap of `after`. missing: keys of text about
+    gaps. Raises UsageError if verify.py's heatmap is missing.
     """
-    single, link = data.get("single") or {}, data.get("many", {}).get("ddp", [])
-    rows = {row["tier"]: row for row in single.get("contest", [])}
-    records, job = single.get("verified", []), next(iter(rows.values()))["job"] if rows else None
-    verified = next((one for one in records if job and one["model"] == job["model"]), records[0] if records else None)
-    judged = {plain(tier["tier"]): tier for tier in verified["tiers"]} if verified else {}
+    rows, verified = {row["tier"]: row for row in data["single"]["contest"]}, data["single"]["verified"]
+    job, tiers = data["single"]["contest"][0]["job"], verified["tiers"]
+    judged = {plain(tier["tier"]): tier for tier in tiers}
     before = rows.get("fp32") or rows.get("tf32")
-    after = verified and rows.get(plain(verified["best"]["tier"]))
-    after = after or min(rows.values(), key=lambda row: row["seconds"], default=None)
-    weights = verified and verified["vgg_weights"]
+    after = rows.get(plain(verified["best"]["tier"])) or min(rows.values(), key=lambda row: row["seconds"])
+    best = judged.get(after["tier"], verified["best"])
+    shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
+    if not shown.is_file():
+        raise UsageError(f"{shown}: missing beside {verified['path']}; run scripts/verify.py again")
+    weights = verified["vgg_weights"]
     missing = dict(
-        weights=job and job["weights"].startswith("random"),
-        likeness=verified and job and any(verified[key] != job[key] for key in ("model", "image_size")),
+        weights=job["weights"].startswith("random"),
+        likeness=any(verified[key] != job[key] for key in ("model", "image_size")),
         lpips=weights and not weights["published"],
-        judged=not verified,
-        vgg=verified and any(math.isnan(tier["lpips"]) for tier in verified["tiers"]),
-        contest=job and job["rehearsal"],
-        v100="V100" not in device,
-        gpus=not data.get("many") or gpus == 1,
-        compiler=not single.get("versus"),
-        fid=True,
+        vgg=any(math.isnan(tier["lpips"]) for tier in tiers),
+        contest=job["rehearsal"],
     )
     return dict(
         job=job,
@@ -203,8 +198,9 @@ def front_page(data: dict, gpus: int, device: str) -> dict:
         here=[row for tier, row in rows.items() if tier not in ("fp32", "tf32") and row is not before],
         judged=judged,
         verified=verified,
-        shown=verified and shown(verified, judged.get(after and after["tier"], verified["best"])),
-        jobs=[one for one in link if one["model"] == (job or {}).get("model")] if device != "CPU" else [],
+        shown=shown,
+        tier=best["tier"],
+        jobs=[one for one in data.get("many", {}).get("ddp", []) if one["model"] == job["model"]],
         missing=[key for key, value in missing.items() if value],
     )
 
@@ -214,23 +210,12 @@ def plain(tier: str) -> str:
     return tier.partition(",")[0].removesuffix(" again")
 
 
-def shown(verified: dict, tier: dict) -> dict:
-    """Return the files of the worst grid in fp32 and in `tier`, as verify.py left them; without them its heatmap, which
-    shows both. Raises UsageError without any."""
-    folder, seed = verified["path"].parent, tier["worst_seed"]
-    grids = [folder / f"seed{seed}-{safe(name)}.png" for name in ("fp32", tier["tier"])]
-    files = grids if all(path.is_file() for path in grids) else [folder / f"heatmap-{safe(tier['tier'])}.png"]
-    if not files[0].is_file():
-        raise UsageError(f"{files[0]}: missing beside {verified['path']}; run scripts/verify.py again")
-    return dict(tier=tier["tier"], files=files)
-
-
 def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
     """Return the contents by section. Raises UsageError for missing or damaged files and files of another GPU."""
     found = read_log(log)
-    on_gpus = any(record.get("gpu") for records in found.values() for record in records)
+    device = next((device_of(records[0]) for records in found.values()), "CPU")
     for need in " ".join(NEEDS[section] for section in sections).split():
-        if not any(role in found for role in need.split("|")) and (need != "versus" or on_gpus):
+        if not any(role in found for role in need.split("|")) and (need != "versus" or device != "CPU"):
             lacks = f"holds no {need.split('|')[0]} measurement"
             raise UsageError(f"{log}: {lacks}; bash scripts/measure.sh {log} makes it")
     parts = {1: baseline, 2: profile, 3: single, 4: many}
@@ -242,5 +227,5 @@ def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
         key: "; ".join(dict.fromkeys(str(record[key]) for record in sources if record.get(key)))
         for key in ("driver", "torch", "version", "cores")
     }
-    gpus, device = max(record.get("gpus", 1) for record in sources), device_of(sources[0])
-    return data | dict(about=about, device=device, gpus=gpus, sources=sources, front=front_page(data, gpus, device))
+    gpus, front = max(record.get("gpus", 1) for record in sources), front_page(data) if "single" in data else None
+    return data | dict(about=about, device=device, gpus=gpus, sources=sources, front=front)

@@ -51,6 +51,9 @@ class Euler(Process):
         ends = [self._shifted(i / self.number) for i in range(self.number + 1)]
         return [end - start for start, end in pairwise(ends)]
 
+    def finished(self, x, t, out) -> Tensor:
+        return x + (1 - t) * out
+
     def prepare(self, device) -> None:
         _upload(self, device)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accel.diffusion import create_diffusion
 from accel.sampling.guidance import Guidance, Unguided
 
 Kind = tuple[int, int]  # (steps, network evaluations) of a move
@@ -68,6 +69,13 @@ class Process(ABC):
     def begin(self, x: Tensor) -> State:
         """Return the state before the first move, from noise x."""
         return (x,)
+
+    def finished(self, x: Tensor, t: float, out: Tensor) -> Tensor:
+        """Return the finished latents x* that the network's estimate `out` at time t implies for x, (n, C, L, L) each:
+        of noise ε, x* = (x − √(1 − ᾱ)·ε)/√ᾱ."""
+        kept = create_diffusion("").alphas_cumprod[round(t)]
+        latents = (x - (1 - kept) ** 0.5 * out) / kept**0.5
+        return latents.clamp(-4, 4)  # from much noise they overshoot, and a decoder in float16 overflows
 
     @abstractmethod
     def move(self, kind: Kind, state: State, at: Tensor, noise: Tensor, evaluate: Callable[..., Tensor]) -> State:
