@@ -42,6 +42,7 @@ from accel.start import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 SHA256 = "6726825d"  # of the published weights: what torch's hub checks, the first digits
+LARGEST = 2**29  # bytes of Inception's weights, which are 95 MB
 PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}  # DiT-XL/2's FID, Table 2 of the paper
 FULL, LEAST = 50_000, 10  # pictures: of a published figure; one for each part of the Inception Score
 POOL, LOGITS = "2048", "logits_unbiased"  # torch-fidelity's names of Inception's outputs
@@ -183,6 +184,9 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
                 f"--inception-weights: download failed ({error}); fetch {URL} by other means and name the file"
             ) from None
     with path_errors("inception_weights", path), open_regular(path) as file:
+        inflated = sum(info.file_size for info in zipfile.ZipFile(file).infolist()) if zipfile.is_zipfile(file) else 0
+        if max(inflated, os.fstat(file.fileno()).st_size) > LARGEST:
+            raise UsageError(f"--inception-weights {path}: are not Inception's, which have 95 MB; take {URL}")
         return path, sha256_of(file).startswith(SHA256)
 
 
@@ -193,6 +197,8 @@ def load_inception(path: Path, cuda: bool) -> Features:
         from torch_fidelity.utils import create_feature_extractor
 
         state = torch.load(path, weights_only=True, map_location="cpu")  # torch-fidelity's own loading executes code
+        if sum(value.numel() for value in state.values()) > LARGEST:  # expanded ones are small in the file
+            raise ValueError("too large")
         if not all(value.isfinite().all() for value in state.values()):
             raise ValueError("values that are not finite")
         network = create_feature_extractor("inception-v3-compat", [POOL, LOGITS], **how)

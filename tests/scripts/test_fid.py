@@ -355,7 +355,8 @@ def test_other_weights_are_one_line_and_code_is_not_run(inception, tmp_path):
 
     state = torch.load(inception, weights_only=True)
     state["fc.bias"][3] = torch.nan
-    for content in ({"x": torch.ones(2)}, Evil(), [torch.ones(2)], {"x": 3}, state):
+    expanded = {"x": torch.ones(1).expand(10**6, 10**6)}
+    for content in ({"x": torch.ones(2)}, Evil(), [torch.ones(2)], {"x": 3}, state, expanded):
         torch.save(content, tmp_path / "w.pth")
         with pytest.raises(UsageError, match="--inception-weights .*: are not Inception's") as error:
             fid.load_inception(tmp_path / "w.pth", cuda=False)
@@ -363,6 +364,12 @@ def test_other_weights_are_one_line_and_code_is_not_run(inception, tmp_path):
     assert not (tmp_path / "touched").exists()
     with pytest.raises(UsageError, match="a device"):
         fid.find_weights(Path("/dev/zero"))
+    (tmp_path / "bomb.pth").write_bytes(changed(archive(x=np.ones(2)), *INFLATES_TO_3_GB))
+    (tmp_path / "large.pth").touch()
+    os.truncate(tmp_path / "large.pth", 2**30)
+    for name in ("bomb", "large"):
+        with pytest.raises(UsageError, match=f"{name}.pth: are not Inception's, which have 95 MB"):
+            fid.find_weights(tmp_path / f"{name}.pth")
 
 
 #################################################################################

@@ -42,6 +42,8 @@ def test_what_is_not_in_the_table_is_nan_never_a_picture(fast):
     for index, labels in (([0, 3], [1, 8]), ([0, 1], [1, 2]), ([4095, -1], [1, 8])):
         assert scheduled.forward(x, torch.tensor(index), torch.tensor(labels))[-1].isnan().all()
     assert fast.forward(x, torch.tensor([3, 4]), torch.tensor([1, 2])).isfinite().all()  # known outside
+    scheduled, _ = fast.schedule([500], [2])  # forgets the labels of the run before
+    assert scheduled.forward(x, torch.tensor([0, 0]), torch.tensor([2, 8]))[-1].isnan().all()
 
 
 def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
