@@ -342,7 +342,7 @@ def test_guidance_on_four_channels_is_recognised():
         assert torch.allclose(sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4)
     assert accelerate(model, guidance_channels=4).guidance_channels == 4
     for wrong in (0, 5):
-        with pytest.raises(UsageError, match=f"guidance_channels={wrong}.: must be from 1 to 4"):
+        with pytest.raises(UsageError, match=f"guidance_channels={wrong}: must be from 1 to 4"):
             accelerate(model, guidance_channels=wrong)
     untrained = FourChannels(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=8)
     assert accelerate(untrained).guidance_channels == 4  # its own output is zero

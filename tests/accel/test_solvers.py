@@ -42,6 +42,7 @@ def by_hand(scheduler, model, scale, channels):
 )
 def test_latents_are_the_librarys(name, config, channels):
     scheduler = make(name, **config)
+    assert torch.allclose(scheduler.betas, torch.linspace(1e-4, 0.02, 1000))
     scheduler.set_timesteps(7)
     want = by_hand(scheduler, small(), 3.0, channels)
     networks = Plain(small()), fast_network(small(), torch.float32)
