@@ -19,6 +19,13 @@ def test_a_digest_covers_every_value(place):
     assert digest(state) != before and len(before) == 16
 
 
+def test_a_digest_covers_names_and_shapes():
+    one, two = torch.ones(4), torch.zeros(4)
+    states = {"a": one, "b": two}, {"b": one, "a": two}, {"a": one.view(2, 2), "b": two}, {"a": one, "c": two}
+    assert len({digest(state) for state in states}) == len(states)
+    assert digest({"b": two, "a": one}) == digest(states[0])
+
+
 def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stamps, state = [("a", 1, 0, 0, time.time_ns())], {"a": torch.ones(3)}
