@@ -56,8 +56,6 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
         for other in (dict(seed=0), dict(num_sampling_steps=5), dict(cfg_scale=4.0)):
             assert not torch.equal(both, sampler.latents([0, 3], **other))
         assert torch.equal(both, sampler.latents([0, 3]))
-        sampler.latents([0, 3], cfg_scale=1.0)
-        assert torch.equal(demo(seed=5, cfg_scale=2.0).latents([0, 3]), sampler.latents([0, 3], cfg_scale=2.0))
 
 
 def test_the_bar_counts_the_steps_of_all_batches(capsys):
