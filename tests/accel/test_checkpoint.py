@@ -19,7 +19,7 @@ from accel.families.recognise import find_model, recognise
 from accel.weights import tensor_files
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import to_diffusers
-from models import DiT
+from models import DiT, DiT_models
 
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
 
@@ -290,6 +290,11 @@ def test_which_model_the_weights_fit(tmp_path):
     torch.save({"blocks.0.x": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="is not a DiT: no x_embedder.proj.weight; nor is it a Large-DiT"):
         identify(tmp_path / "x.pt", "DiT-S/8")
+    flat = DiT_models["DiT-S/8"](input_size=8).state_dict()
+    flat["x_embedder.proj.weight"] = flat["x_embedder.proj.weight"].flatten(1)
+    torch.save(flat, tmp_path / "flat.pt")
+    with pytest.raises(UsageError, match=r"x_embedder.proj.weight is \(384, 256\), must have four dimensions"):
+        identify(tmp_path / "flat.pt")
 
 
 #################################################################################
