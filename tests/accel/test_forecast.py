@@ -116,3 +116,9 @@ def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
     assert "(6 network evaluations)" in one.stdout and "2 ranks" in two
     want, got = np.load(output), np.load(tmp_path / "two.npy")
     assert np.abs(want).max() > 0.5 and np.abs(want - got).max() < 1e-4 * np.abs(want).max()
+
+
+def test_an_fid_folder_knows_a_plan_by_its_strides():
+    """Folders keep this text: another one would refuse to resume them."""
+    process = Strides(create_diffusion("5"), [(1, 1), (2, 1), (2, 1)])
+    assert process.setting == "plan 9a2649a2 of 3 network evaluations"
