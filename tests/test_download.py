@@ -102,7 +102,7 @@ def test_names(module, tmp_path):
 
 
 class Published(Server):
-    """It has one file, and can promise more bytes than it sends."""
+    """Serve one file. On request, promise more bytes than are sent."""
 
     def __init__(self, body, promised=None):
         class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,5 +1,5 @@
-// Device code that the kernels for Hopper share: barriers, warpgroup MMA (wgmma), conversions, dependent launch. HALF is
-// "f16" or "bf16".
+// Device code that the kernels for Hopper share: barriers, warpgroup MMA (wgmma), conversions, dependent launch.
+// HALF is "f16" or "bf16".
 
 struct alignas(64) TensorMap { unsigned char opaque[128]; };
 

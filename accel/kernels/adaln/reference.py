@@ -18,7 +18,7 @@ class Modulation(NamedTuple):
 
 
 def adaln(x: Tensor, modulation: Modulation, shift: int, branches: Branches, rms_eps: float | None) -> Tensor:
-    """As accel.kernels.adaln.adaln, in x's dtype."""
+    """Compute accel.kernels.adaln.adaln in x's dtype."""
 
     def vector(index):
         return modulation.table[modulation.entry, index].unsqueeze(1)  # (N, 1, D)

@@ -21,7 +21,7 @@ def launch(
     scales: Tensor | None = None,
     stack: bool = False,
 ) -> None:
-    """As accel.kernels.adaln.adaln, for a float32 x and table, into `out`, like x.
+    """Compute accel.kernels.adaln.adaln for a float32 x and table into `out`, shaped like x.
 
     With scales (N, T) float32 as adaln_split: into the pair `out`, a `new_stack` with `stack`.
     """

@@ -62,7 +62,7 @@ def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = 
 
 
 def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """The backend that "auto" takes."""
+    """Return the backend that "auto" takes."""
     capability = cuda.capability(device)
     if device.type != "cuda":
         return "flash"

@@ -33,7 +33,7 @@ class Config(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Barriers, the tiles of queries, and the stages of keys and values."""
+        """Return the bytes of barriers, tiles of queries, and stages of keys and values."""
         queries, keys = self.q_buffers * 64 * self.warpgroups, self.stages * self.keys
         return 1024 + self.parts * (queries * 160 + keys * (160 + 256))
 
@@ -61,7 +61,7 @@ def choose(heads: int, queries: int, multiprocessors: int) -> Config:
 
 
 def source(config: Config, dtype: torch.dtype, file: Path = FILE) -> str:
-    """The whole CUDA text for one configuration and dtype. file: of the kernel's arithmetic."""
+    """Return the whole CUDA text for a configuration and dtype. file: of the kernel's arithmetic."""
     half, files = cuda.HALF[dtype], (FILE.with_suffix(".cuh"), file)
     multiply = cuda.wgmma("multiply_qk", config.keys, half) + cuda.wgmma("multiply_pv", HEAD_DIM, half, True)
     registers = cuda.registers(config.warpgroups, config.blocks)

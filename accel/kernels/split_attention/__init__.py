@@ -21,7 +21,7 @@ BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose(device: torch.device, dim: int) -> str:
-    """The backend that "auto" takes."""
+    """Return the backend that "auto" takes."""
     if device.type != "cuda":
         return "torch"
     return "hopper" if cuda.capability(device) == (9, 0) and dim == hopper.HEAD_DIM else "cublas"

@@ -15,7 +15,7 @@ CONFIG = Config(warpgroups=2, keys=64, stages=3, blocks=1, pipelined=True, q_buf
 
 
 def source() -> str:
-    """The whole CUDA text."""
+    """Return the whole CUDA text."""
     return hopper.source(CONFIG, torch.float16, Path(__file__).with_suffix(".cu"))
 
 

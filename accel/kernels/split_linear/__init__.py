@@ -28,7 +28,7 @@ BACKENDS = ("auto", "hopper", "cublas", "torch")
 
 
 def choose(device: torch.device) -> str:
-    """The backend that "auto" takes."""
+    """Return the backend that "auto" takes."""
     if device.type != "cuda":
         return "torch"
     return "hopper" if cuda.capability(device) == (9, 0) else "cublas"

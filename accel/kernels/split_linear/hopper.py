@@ -34,7 +34,7 @@ TILE = Tile(rows=128, columns=192, depth=64, stages=2)  # measured: log/split-ke
 
 
 def source(result: int) -> str:
-    """The whole CUDA text of a variant; result: 0 float32, 1 high and low, 2 GELU, high and low."""
+    """Return the whole CUDA text of a variant; result: 0 float32, 1 high and low, 2 GELU, high and low."""
     multiply = cuda.wgmma("multiply", TILE.columns, "f16")
     return cuda.source((FILE,), TILE, multiply, "f16", RESULT=result, **cuda.registers(TILE.rows // 64))
 
