@@ -18,6 +18,7 @@ LPIPS is left to evaluate.py.
 if not __package__:
     __import__("_as_module")
 
+import math
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
@@ -274,6 +275,8 @@ def check(args: Namespace, options: GridSettings) -> Path:
         raise UsageError(f"`model={options.model}`: is sampled by {options.sampler}, and plans are for ddpm")
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
+    if not math.isfinite(args.margin):
+        raise UsageError(f"--margin {args.margin:g}: must be finite")
     if options.num_sampling_steps <= PROBE[0]:
         steps = f"--num-sampling-steps {options.num_sampling_steps}"
         raise UsageError(f"{steps}: too few for strides of several; a plan is for {PROBE[0] + 1} at least")

@@ -149,10 +149,12 @@ class Studio:
 
 
 def choose(labels, seed, scale, low, high, sampler, steps, tier) -> dict:
-    """Return fields of GridRequest from the fields of the page."""
+    """Return fields of GridRequest from the fields of the page. Raises UsageError for too many pictures."""
+    if len(labels) > MOST:  # the browser sends no more, other clients may
+        raise UsageError(f"`labels`: {len(labels)} pictures are too many for this page; choose up to {MOST}")
     by = dict(sampler="ddpm", forecast="plan") if sampler == PLAN else dict(sampler=sampler, forecast="off")
     by |= dict(num_sampling_steps=steps, cfg_scale=scale, guidance_interval=(low, high), precision=tier)
-    return by | dict(labels=tuple(labels[:MOST]) or None, seed=seed or 0)  # the browser sends no more labels
+    return by | dict(labels=tuple(labels) or None, seed=seed or 0)
 
 
 def choices(options: GridSettings) -> tuple[list[str], list[str]]:

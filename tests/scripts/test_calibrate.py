@@ -61,6 +61,7 @@ def test_what_a_comparison_counts():
         (["--plan", "/proc/x.json"], "--plan /proc/x.json: No such file"),
         (["--pictures", "1" + 30 * "0"], "000000: must be from 1 to 1,000,000"),
         (["--each", "9"], "--each 9: must be a multiple of 8"),
+        (["--margin", "nan"], "--margin nan: must be finite"),
         (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few"),
         (["--ckpt", "none.pt"], "--ckpt none.pt: no such file"),
         (["--model", "SiT-Demo/2"], "--model SiT-Demo/2: is sampled by sde, and plans are for ddpm"),

@@ -16,9 +16,10 @@ from conftest import ROOT
 
 from accel import door
 from accel.door.opening import reopen
+from accel.errors import UsageError
 from accel.precision import alone
 from accel.request import GridRequest
-from scripts.page import PLAN, Studio, choices
+from scripts.page import PLAN, Studio, choices, choose
 
 in_browser = pytest.mark.skipif(
     not (find() and find_spec("gradio")), reason="needs Chromium (Debian: apt-get install chromium) and gradio"
@@ -31,6 +32,11 @@ in_browser = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def studio():
     return Studio(GridRequest(device="cpu"))
+
+
+def test_too_many_pictures_are_refused():
+    with pytest.raises(UsageError, match="labels: 9 pictures are too many for this page; choose up to 8"):
+        choose(["1"] * 9, 0, 4.0, 0, 1, "ddpm", 5, "fp32")
 
 
 def test_a_family_offers_what_it_has_and_no_more(studio):
