@@ -183,7 +183,9 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
             run = partial(studio.serve, partial(work, options), outputs := [status, *outputs])
             how = dict(show_progress="minimal", show_progress_on=status, concurrency_id="one", concurrency_limit=1)
             begun = start.click(run, inputs, outputs, trigger_mode="multiple", **how)  # also after a stop
-            stop.click(lambda: "Stopped.", None, status, cancels=begun, queue=False)
+            # By `begun`: what the run said last may reach the browser after a function of the button itself.
+            begun.failure(lambda: "Stopped.", None, status, queue=False)
+            stop.click(None, cancels=begun)
 
         return connect
 

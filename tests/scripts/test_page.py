@@ -177,12 +177,18 @@ def test_two_settings_are_compared(visitor):
 
 
 @in_browser
-def test_stop_stops_between_steps_and_the_next_run_is_whole(visitor):
+@pytest.mark.parametrize("late", [0, 1000])
+def test_stop_stops_between_steps_and_the_next_run_is_whole(visitor, late):
+    """Also in a busy browser, which takes in the run's messages `late` milliseconds after they came."""
+    delay = f"window.setTimeout = (f, time, ...rest) => own(f, rest[0] && rest[0].msg ? {late} : time, ...rest)"
+    visitor.ask(f"{{const own = window.setTimeout; {delay}; true}}")
     visitor.fill("Steps", 1000)
     visitor.press("Sample")
     visitor.wait_for(r"Step \d+ of 1000")
     visitor.press("Stop")
     visitor.wait_for("Stopped")
+    visitor.ask("new Promise(done => setTimeout(done, 2000, true))")
+    assert visitor.status() == "Stopped."
     begun = time.monotonic()
     visitor.fill("Steps", 3)
     visitor.press("Sample")
