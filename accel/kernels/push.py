@@ -55,7 +55,7 @@ def _push(
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """All sizes in elements of eight bytes; rows = N·t, tokens = t."""
+    """Write this rank's tokens to its peers. All sizes in elements of eight bytes; rows = N·t, tokens = t."""
     program = tl.program_id(0)
     total = rows * WIDTH
     for turn in range(TURNS):

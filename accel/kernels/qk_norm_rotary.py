@@ -37,7 +37,7 @@ def qk_norm_rotary(
     rms_eps: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """qkv (N, t, 3·D): q, k, v side by side, each head-major; q and k are overwritten. Returns qkv.
+    """Normalise and rotate q and k of qkv (N, t, 3·D) in place; q, k, v side by side, each head-major. Returns qkv.
 
     rotation (T, d/2, 2): cosines and sines of every position; the t tokens are those from `first` on. norms (2, 2, D):
     of q, then of k, weight and bias; None: no norm. rms_eps: RMSNorm over each head with this ε in LayerNorm's place.
@@ -60,8 +60,8 @@ def qk_norm_rotary_split(
     rms_eps: float | None = None,
     backend: str = "auto",
 ) -> HighLow:
-    """As `qk_norm_rotary` of a float32 projection, which may be overwritten → q, k and v (N, t, 3·D), split into high
-    and low without scales.
+    """Apply `qk_norm_rotary` to a float32 projection, which may be overwritten → q, k and v (N, t, 3·D), split into
+    high and low without scales.
 
     overflow: an int32 tensor of one element, set to 1 where a value is too large for float16.
     """
@@ -75,7 +75,8 @@ def qk_norm_rotary_split(
 
 
 def normalise(qkv: Tensor, norms: Tensor, average: Callable[[Tensor], Tensor]) -> None:
-    """The norm alone, in place by tensor operations. average: over ranks that have other heads of the same tokens."""
+    """Apply the norm alone, in place by tensor operations. average: over ranks that have other heads of the same
+    tokens."""
     x = qkv.unflatten(-1, (3, -1))[..., :2, :]  # q and k, (N, t, 2, D)
     wide = x.to(norms.dtype)
     wide = wide - average(wide.mean(-1, keepdim=True))

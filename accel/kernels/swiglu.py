@@ -25,7 +25,7 @@ BLOCK = 1024
 
 
 def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
-    """x (…, 2·F), a and b side by side, contiguous → silu(a)·b (…, F) in x's dtype, computed in float32 or wider."""
+    """Compute silu(a)·b (…, F) of x (…, 2·F): a and b side by side, contiguous; in x's dtype, by float32 or wider."""
     if not cuda.by_triton("swiglu", backend, x):
         return _torch(x)
     width = x.shape[-1] // 2
@@ -38,8 +38,8 @@ def swiglu(x: Tensor, backend: str = "auto") -> Tensor:
 
 
 def swiglu_split(x: Tensor, backend: str = "auto", stack: bool = False) -> HighLow:
-    """As `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low with a power of two a token. stack: in the
-    layout that cuBLAS's split GEMM takes."""
+    """Compute `swiglu` of a float32 x (…, 2·F) → (…, F), split into high and low with a power of two a token. stack: in
+    the layout that cuBLAS's split GEMM takes."""
     if not cuda.by_triton("swiglu_split", backend, x):
         return split(_torch(x))
     *shape, width = *x.shape[:-1], x.shape[-1] // 2

@@ -35,7 +35,7 @@ def adaln(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """LayerNorm(x + Σ gate·branch)·(1 + scale) + shift → (N, T, D) in `dtype`, x's if not given.
+    """Return LayerNorm(x + Σ gate·branch)·(1 + scale) + shift, (N, T, D) in `dtype`, x's if not given.
 
     x (N, T, D): the residual stream. branches: up to two pairs (branch (N, T, D), index of its gate). Two end a block
     of the network: then the sum is written back to x. shift and the gates are vector indices into the modulation's
@@ -60,8 +60,8 @@ def adaln_split(
     stack: bool = False,
     backend: str = "auto",
 ) -> HighLow:
-    """As `adaln`, x float32, the result split into high and low with a power of two a token. stack: in the layout that
-    cuBLAS's split GEMM takes."""
+    """Return the result of `adaln` for a float32 x, split into high and low with a power of two a token. stack: in the
+    layout that cuBLAS's split GEMM takes."""
     arguments = x, modulation, shift, branches, rms_eps
     if not cuda.by_triton("adaln_split", backend, x):
         return split(reference.adaln(*arguments))

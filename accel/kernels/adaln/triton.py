@@ -53,7 +53,7 @@ def tile_config(width: int, tokens: int = 16384) -> dict[str, int]:
 
 @triton.jit
 def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: tl.constexpr):
-    """A tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic."""
+    """Return a tile of x + Σ gate·branch. Loads are cast at once: Triton's interpreter has no bfloat16 arithmetic."""
     total = tl.load(x_ptr + offset, inside, 0.0)
     if BRANCHES > 0:
         total += gate1 * tl.load(first_ptr + offset, inside, 0.0).to(tl.float32)
@@ -64,7 +64,7 @@ def _sum(x_ptr, first_ptr, second_ptr, offset, inside, gate1, gate2, BRANCHES: t
 
 @triton.jit
 def _vectors(start, column, inside, shift, scale, gate1, gate2, WIDTH: tl.constexpr, BRANCHES: tl.constexpr):
-    """A tile of shift, 1 + scale and the gates in use."""
+    """Return tiles of shift, 1 + scale and the gates in use."""
     shift = tl.load(start + shift * WIDTH + column, inside, 0.0)
     scale = 1 + tl.load(start + scale * WIDTH + column, inside, 0.0)
     first, second = shift, shift

@@ -33,12 +33,13 @@ MAJOR = {"hopper": (9,), "triton": (8, 0)}  # of the capabilities that our kerne
 
 
 def attention(qkv: Tensor, num_heads: int, backend: str = "auto") -> Tensor:
-    """Self-attention: qkv (N, T, 3·D), q, k and v side by side, each head-major → (N, T, D), same dtype."""
+    """Compute self-attention: qkv (N, T, 3·D), q, k and v side by side, each head-major → (N, T, D), same dtype."""
     return attention_to(qkv, None, num_heads, backend)
 
 
 def attention_to(qkv: Tensor, kv: Tensor | None, num_heads: int, backend: str = "auto") -> Tensor:
-    """The queries of qkv (N, t, 3·D) attend to other keys and values, kv (N, T, 2·D) side by side → (N, t, D)."""
+    """Compute attention of qkv's queries (N, t, 3·D) to keys and values kv (N, T, 2·D), side by side → (N, t, D). None:
+    to qkv's own."""
     check_backend("attention", backend, BACKENDS)
     dim = qkv.shape[-1] // (3 * num_heads)
     if backend == "auto":
@@ -77,14 +78,14 @@ def choose(device: torch.device, dtype: torch.dtype, dim: int) -> str:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The formula in float32 or wider: q (N, h, t, d), k and v (N, h, T, d) → (N, h, t, d) in q's dtype."""
+    """Compute the formula in float32 or wider: q (N, h, t, d), k and v (N, h, T, d) → (N, h, t, d) in q's dtype."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).mT / math.sqrt(q.shape[-1])  # (N, h, t, T)
     return (scores.softmax(-1) @ v.to(wide)).to(q.dtype)
 
 
 def _heads(qkv, kv, num_heads):
-    """Views of the queries (N, h, t, d) and of the keys and values, each (N, h, T, d)."""
+    """Return views of the queries (N, h, t, d), the keys and the values, each (N, h, T, d)."""
     if kv is None:
         return qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     q = qkv[..., : qkv.shape[-1] // 3].unflatten(-1, (num_heads, -1)).transpose(1, 2)

@@ -49,8 +49,8 @@ SHORT_TOKENS = 256
 
 
 def choose(heads: int, queries: int, multiprocessors: int) -> Config:
-    """The configuration for so many heads (of all samples) with so many queries each: the largest blocks of which
-    nearly every multiprocessor gets one."""
+    """Return the configuration for `heads` heads (of all samples) of `queries` queries: the one with the largest blocks
+    that still keeps nearly every multiprocessor busy."""
 
     def enough(config):
         return heads * -(-queries // (64 * config.warpgroups)) >= 0.75 * multiprocessors
@@ -74,7 +74,8 @@ def _kernel(config, dtype, device):
 
 
 def head_maps(packed: Tensor) -> list:
-    """Tensor maps of (N, T, parts·H·72), one load of which takes 32 tokens of a head: 64 columns, and 16."""
+    """Return tensor maps of (N, T, parts·H·72). One load takes 32 tokens of a head: by the first map its columns 0 to
+    63, by the second the rest and 8 columns of zeros."""
     n, tokens, width = packed.shape
     heads, line = width // HEAD_DIM, 2 * HEAD_DIM
     sizes, strides = (HEAD_DIM, heads, tokens, n), (line, heads * line, tokens * heads * line)
@@ -85,7 +86,7 @@ def head_maps(packed: Tensor) -> list:
 
 
 def attention(qkv: Tensor, kv: Tensor | None, num_heads: int, config: Config | None = None) -> Tensor:
-    """qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72).
+    """Launch the kernel: qkv (N, T, 3·H·72) half, contiguous → (N, T, H·72).
 
     kv (N, T', 2·H·72): keys and values in place of the packed ones, or None. Softmax is float32, its weights are half.
     A shape must be run once before it is captured in a graph.

@@ -15,7 +15,8 @@ TILE = dict(DIM=HEAD_DIM, MAIN=64, REST=16, QUERIES=128, KEYS=64, num_warps=4, n
 
 
 def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
-    """qkv (N, t, 3·H·72) half, contiguous → (N, t, H·72). kv (N, T, 2·H·72): keys and values in place of the packed."""
+    """Launch the kernel: qkv (N, t, 3·H·72) half, contiguous → (N, t, H·72). kv (N, T, 2·H·72): keys and values in
+    place of the packed ones."""
     keys = qkv if kv is None else kv
     assert qkv.is_contiguous() and keys.is_contiguous()
     (n, queries, packed), width = qkv.shape, num_heads * HEAD_DIM

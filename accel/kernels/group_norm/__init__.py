@@ -25,7 +25,7 @@ def add(
     statistics: bool = True,
     backend: str = "auto",
 ) -> Sum:
-    """x + branch + bias, with the statistics for a GroupNorm.
+    """Return x + branch + bias and the statistics for a GroupNorm.
 
     x, branch (1, C, H, W): half or float32, channels innermost (channels_last); bias (C,) float32. The sum is float32
     and is written in `dtype`. Without one (then without branch) x stays as it is, and group_norm adds the bias.
@@ -43,7 +43,7 @@ def group_norm(
     dtype: torch.dtype = torch.float16,
     backend: str = "auto",
 ) -> Tensor:
-    """GroupNorm with ε = 1e-6, then SiLU if asked for → (1, C, H, W) in `dtype`, channels innermost.
+    """Apply GroupNorm with ε = 1e-6, then SiLU if asked for → (1, C, H, W) in `dtype`, channels innermost.
 
     weight, bias (C,) float32.
     """

@@ -18,7 +18,7 @@ class Sum(NamedTuple):
 
 
 def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | None, statistics: bool) -> Sum:
-    """As accel.kernels.group_norm.add; statistics are left to `group_norm`."""
+    """Compute accel.kernels.group_norm.add; leave the statistics to `group_norm`."""
     if dtype is None:
         return Sum(x, bias, None)
     total = x.float() + bias[:, None, None]
@@ -26,7 +26,7 @@ def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | Non
 
 
 def group_norm(total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype) -> Tensor:
-    """As accel.kernels.group_norm.group_norm."""
+    """Compute accel.kernels.group_norm.group_norm."""
     x = total.value.float() if total.bias is None else total.value.float() + total.bias[:, None, None]
     y = F.group_norm(x, groups, weight, bias, EPS)
     return (F.silu(y) if silu else y).to(dtype).contiguous(memory_format=torch.channels_last)

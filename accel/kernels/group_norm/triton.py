@@ -13,15 +13,15 @@ PROGRAMS = 1024  # of a pass that takes statistics, about: enough for the larges
 
 
 def stretches(pixels: int, channels: int) -> tuple[int, int]:
-    """(stretches, tiles of each) that cover so many pixels; by the picture's size alone, so that every GPU rounds
-    alike."""
+    """Return (stretches, tiles a stretch) that cover `pixels` pixels, by the picture's size alone, so that every GPU
+    rounds alike."""
     tiles, most = -(-pixels // PIXELS), max(1, PROGRAMS * CHANNELS // max(channels, CHANNELS))
     turns = -(-tiles // most)
     return -(-tiles // turns), turns
 
 
 def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | None, statistics: bool) -> Sum:
-    """As accel.kernels.group_norm.add."""
+    """Launch the kernel of accel.kernels.group_norm.add."""
     _, channels, height, width = x.shape
     parts, turns = stretches(height * width, channels)
     out = x if dtype is None else torch.empty_like(x, dtype=dtype)
@@ -35,7 +35,7 @@ def add(x: Tensor, bias: Tensor, branch: Tensor | None, dtype: torch.dtype | Non
 
 
 def group_norm(total: Sum, weight: Tensor, bias: Tensor, groups: int, silu: bool, dtype: torch.dtype) -> Tensor:
-    """As accel.kernels.group_norm.group_norm."""
+    """Launch the kernel of accel.kernels.group_norm.group_norm."""
     x, pending, partial = total
     assert len(x) == 1 and x.is_contiguous(memory_format=torch.channels_last)
     _, channels, height, width = x.shape
@@ -140,7 +140,7 @@ def _join(
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """One group: its mean, less the bias that its channels still lack, and weight over deviation, by channel."""
+    """Return by channel a group's mean, less the bias that its channels still lack, and weight over deviation."""
     lane = tl.arange(0, IN_GROUP)
     inside = lane < in_group
     channel = tl.program_id(0) * in_group + lane

@@ -44,7 +44,7 @@ class _Heuristic(ctypes.Structure):
 
 @lru_cache(None)
 def _library():
-    """The cuBLASLt that torch has mapped into this process: any other copy could be another version."""
+    """Return the cuBLASLt that torch has mapped into this process: any other copy could be another version."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line.split()[-1] for line in lines if "libcublasLt.so" in line}
@@ -56,7 +56,7 @@ def _library():
 
 
 def version() -> int:
-    """The library's version: an algorithm's words mean nothing to another one."""
+    """Return the library's version: an algorithm's words mean nothing to another one."""
     return _library().cublasLtGetVersion()
 
 
@@ -107,7 +107,7 @@ class Gemm:
         _set("cublasLtMatmulDescSetAttribute", self.description, attribute, value)
 
     def suggestions(self) -> list[Algorithm]:
-        """Algorithms that the library proposes for this shape, best by its own estimate first."""
+        """Return the algorithms that the library proposes for this shape, best by its own estimate first."""
         preference, found, count = ctypes.c_void_p(), (_Heuristic * _SUGGESTIONS)(), ctypes.c_int()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
         # Partial sums of a split K stay float32 and are added in a fixed order: the same bits on every run.
@@ -122,8 +122,8 @@ class Gemm:
         return [Algorithm(tuple(one.words), one.workspace) for one in found[: count.value] if one.status == 0]
 
     def candidates(self) -> list[Algorithm]:
-        """The library's suggestions, then those for neighbouring shapes that run here too. The latter bring other
-        configurations, and are often faster."""
+        """Return the library's suggestions, then its suggestions for neighbouring shapes that run for this one too:
+        they have other configurations and are often faster."""
         m, n, k = self.shape
         shapes = [(m, k, n)]
         shapes += [(max(1, m // divisor), *sides) for divisor in (2, 4, 8) for sides in ((n, k), (k, n))]
@@ -154,7 +154,7 @@ class Gemm:
 
 
 def configuration(algorithm: Algorithm) -> list[int]:
-    """Tile, stages, custom option, cluster shape: what distinguishes algorithms in any version of the library."""
+    """Return tile, stages, custom option and cluster shape, which distinguish algorithms in any library version."""
     words, size, values = (ctypes.c_uint64 * 8)(*algorithm.words), ctypes.c_size_t(), []
     for attribute, kind in _CONFIGURATION.items():
         value = kind()

@@ -54,7 +54,7 @@ class Tuner:
         self.seconds = []  # of each GEMM measured by this process
 
     def choose(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> Choice:
-        """The algorithm of a GEMM."""
+        """Return the choice for a GEMM; measure on first use."""
         gemm = m, n, k, gelu, dtype, _indexed(device)
         if gemm not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
@@ -85,7 +85,7 @@ class Tuner:
                 self.chosen[gemm] = _restored(choice, gemm)
 
     def _files(self, device):
-        """Files of measurements for this kind of GPU and version of the library."""
+        """Return the files of measurements for this kind of GPU and version of the library."""
         kind = gpu.name(device).replace(" ", "-").replace("/", "-")
         return [folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json" for folder in self.folders]
 
@@ -128,7 +128,7 @@ def _fastest(gemm):
 
 
 def _milliseconds(choices, m, n, k, gelu, dtype, device):
-    """Median time of five launches of each choice, replayed from graphs in turns."""
+    """Return the median time of five launches of each choice, replayed from graphs in turns."""
     generator = torch.Generator(device).manual_seed(0)  # its own: a run's random stream must not depend on measurements
     shapes = (m, k), (n, k), (n,)
     x, weight, bias = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
@@ -151,7 +151,7 @@ def _milliseconds(choices, m, n, k, gelu, dtype, device):
 
 
 def _plain(algorithm):
-    """An algorithm as [words, workspace]."""
+    """Return an algorithm as [words, workspace]."""
     return [list(algorithm.words), algorithm.workspace]
 
 

@@ -28,7 +28,7 @@ def choose(device: torch.device, dim: int) -> str:
 
 
 def split_attention(qkv: HighLow, num_heads: int, backend: str = "auto") -> HighLow:
-    """qkv (N, T, 3·D) without scales: q, k and v side by side, each head-major → (N, T, D) without scales.
+    """Compute attention of qkv (N, T, 3·D) without scales; q, k, v side by side, each head-major → (N, T, D) likewise.
 
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
     """

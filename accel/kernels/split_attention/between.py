@@ -21,7 +21,7 @@ def tile(dim: int) -> dict[str, int]:
 
 
 def centre(pair: Tensor, num_heads: int) -> Tensor:
-    """v's mean over the tokens, from its high half: (N, h, d) float32. Its rounding cancels."""
+    """Return v's mean over the tokens, from its high half: (N, h, d) float32. Its rounding cancels."""
     n, tokens, width = pair.shape[1:]
     out = torch.empty(n, num_heads, width // (3 * num_heads), device=pair.device)
     with torch.cuda.device_of(pair):  # Triton launches on the current GPU
@@ -31,7 +31,7 @@ def centre(pair: Tensor, num_heads: int) -> Tensor:
 
 
 def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `count` heads of all samples from `first` on: q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16."""
+    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of `count` heads of all samples, from `first` on."""
     (_, heads, dim), tokens = centre.shape, pair.shape[2]
     q, k, v = (pair.new_empty(count, tokens, size * dim) for size in (3, 3, 4))
     numbers = tokens, heads, first, pair[0].numel()
@@ -41,7 +41,7 @@ def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tens
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """scores (G, T, T) float32 → LIFT · softmax(scores/√d): low, high (G, T, 2·T) float16, in the scores' memory."""
+    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16 in the memory of scores (G, T, T) float32."""
     count, tokens, _ = scores.shape
     weights, block = scores.view(torch.float16), triton.next_power_of_2(tokens)
     with torch.cuda.device_of(scores):
@@ -53,13 +53,13 @@ def softmax(scores: Tensor, dim: int) -> Tensor:
 
 
 def warps(block: int) -> int:
-    """One warp to 1024 keys: its sums need no barrier."""
+    """Return the warps of a program. One serves 1024 keys: its sums need no barrier."""
     return min(16, max(1, block // 1024))
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
-    """mixed (G, T, 2·d) float32, two parts of a sum, unscaled, plus the mean → the heads of out (2, N, T, D), a
-    `new_stack`."""
+    """Add both parts of mixed (G, T, 2·d) float32, unscaled, and the mean; write them to their heads of out (2, N, T,
+    D), a `new_stack`."""
     (_, heads, dim), (count, tokens, _) = centre.shape, mixed.shape
     grid = triton.cdiv(tokens, ROWS), count
     with torch.cuda.device_of(mixed):
@@ -68,7 +68,7 @@ def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
 
 @triton.jit
 def _place(first, heads):
-    """The sample and the head that a program has."""
+    """Return the sample and the head of a program."""
     return ((first + tl.program_id(1)) // heads).to(tl.int64), (first + tl.program_id(1)) % heads
 
 
@@ -135,7 +135,7 @@ def _attention_operands(
 
 @triton.jit
 def _attention_softmax(scores_ptr, weights_ptr, tokens, scale, LIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """A row's weights take its scores' memory. None is stored before all are loaded: each needs their sum."""
+    """Replace a row's scores by its weights. None is stored before all scores are loaded: each needs their sum."""
     row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     key = tl.arange(0, BLOCK)
     inside = key < tokens

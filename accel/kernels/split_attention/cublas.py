@@ -24,7 +24,7 @@ SCORES = 64 << 20  # bytes that a group's scores may take; one head's, 4·T², i
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
-    """pair (2, N, T, 3·D) float16, contiguous → (2, N, T, D), a `new_stack`."""
+    """Compute attention: pair (2, N, T, 3·D) float16, contiguous → (2, N, T, D), a `new_stack`."""
     if cuda.HAS_TRITON:
         from accel.kernels.split_attention import between
     else:

@@ -25,7 +25,8 @@ def _kernel(device):
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
-    """pair (2, N, T, 3·H·72) float16, contiguous → (2, N, T, H·72). A shape must be run once before it is captured."""
+    """Launch the kernel: pair (2, N, T, 3·H·72) float16, contiguous → (2, N, T, H·72). A shape must be run once before
+    it is captured."""
     _, n, tokens, width = pair.shape
     assert width == 3 * num_heads * HEAD_DIM, "backend 'hopper' takes head dim 72; take 'cublas'"
     out = torch.empty(2, n, tokens, width // 3, dtype=torch.float16, device=pair.device)

@@ -12,7 +12,7 @@ HALF = 0.5  # of v − mean, which may be twice as large as v
 
 
 def attention(pair: Tensor, num_heads: int) -> Tensor:
-    """pair (2, N, T, 3·D) → (2, N, T, D)."""
+    """Compute attention: pair (2, N, T, 3·D) → (2, N, T, D)."""
     qkv = (pair[0].double() + pair[1].double()).unflatten(-1, (3, num_heads, -1))
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (N, h, T, d)
     out = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
@@ -20,12 +20,12 @@ def attention(pair: Tensor, num_heads: int) -> Tensor:
 
 
 def centre(pair: Tensor, num_heads: int) -> Tensor:
-    """v's mean over the tokens, from its high half: (N, h, d) float32. Its rounding cancels."""
+    """Return v's mean over the tokens, from its high half: (N, h, d) float32. Its rounding cancels."""
     return pair[0].float().mean(1).unflatten(-1, (3, num_heads, -1))[:, 2].contiguous()
 
 
 def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `count` heads of all samples from `first` on: q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16."""
+    """Return q, k (G, T, 3·d) and v − mean (G, 2·T, 2·d) float16 of `count` heads of all samples, from `first` on."""
     here = slice(first, first + count)
     qkv = pair.unflatten(-1, (3, centre.shape[1], -1)).permute(3, 0, 1, 4, 2, 5)  # (3, 2, N, h, T, d)
     q, k, v = qkv.flatten(2, 3)[:, :, here]  # each (2, G, T, d)
@@ -35,14 +35,14 @@ def operands(pair: Tensor, centre: Tensor, first: int, count: int) -> tuple[Tens
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """scores (G, T, T) float32 → LIFT · softmax(scores/√d): low, high (G, T, 2·T) float16, in the scores' memory."""
+    """Return LIFT · softmax(scores/√d) as low, high (G, T, 2·T) float16 in the memory of scores (G, T, T) float32."""
     high, low = split(LIFT * torch.softmax(scores / math.sqrt(dim), -1), per_row=False).pair
     return scores.view(torch.float16).copy_(torch.cat([low, high], -1))
 
 
 def merge(mixed: Tensor, centre: Tensor, out: Tensor, first: int) -> None:
-    """mixed (G, T, 2·d) float32, two parts of a sum, unscaled, plus the mean → the heads of out (2, N, T, D), a
-    `new_stack`."""
+    """Add both parts of mixed (G, T, 2·d) float32, unscaled, and the mean; write them to their heads of out (2, N, T,
+    D), a `new_stack`."""
     heads, dim = centre.shape[1:]
     y = (mixed[..., :dim] + mixed[..., dim:]) / (LIFT * HALF) + centre.flatten(0, 1)[first : first + len(mixed), None]
     high, low = split(y, per_row=False).pair

@@ -75,7 +75,7 @@ class SplitLinear:
         self(HighLow(pair, self.scale.new_ones(m) if self.scaled else None))
 
     def parameters(self) -> Iterator[Tensor]:
-        """The layer's tensors."""
+        """Return the layer's tensors."""
         return iter(one for one in (self.pair, self.scale, self.bias, self.after) if one is not None)
 
     def zeros(self, *shape: int) -> Tensor | HighLow:
@@ -85,7 +85,7 @@ class SplitLinear:
         return self.bias.new_zeros(*shape, self.columns)
 
     def __call__(self, x: HighLow) -> Tensor | HighLow:
-        """x (…, K) → (…, N), float32 or HighLow."""
+        """Apply the layer: x (…, K) → (…, N), float32 or HighLow."""
         if self.backend == "torch":
             return reference.linear(self, x)
         if self.backend == "cublas":

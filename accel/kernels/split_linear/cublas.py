@@ -21,20 +21,21 @@ OTHER_PIECE = 1152
 
 
 def multiply_add(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """out (…, M, N) float32 = a·b, or out + a·b with `add`: a (…, M, K), b (…, K, N) float16, of two or three dims."""
+    """Compute out (…, M, N) float32 = a·b, or out + a·b with `add`: a (…, M, K), b (…, K, N) float16, of two or three
+    dims."""
     multiply = torch.baddbmm if a.ndim == 3 else torch.addmm
     multiply(out, a, b, beta=int(add), out_dtype=torch.float32, out=out)
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Weights (N, K) float32, scaled as `split` scales them → (N, 3·K) float16: low, high, high."""
+    """Return weights (N, K) float32, scaled as `split` scales them, as (N, 3·K) float16: low, high, high."""
     high, low = split(weight).pair
     return torch.cat([low, high, high], -1)
 
 
 def split_multiply(a: Tensor, b: Tensor, out: Tensor, small: int) -> None:
-    """out = a·b as in `multiply_add`, from operands that concatenate parts along K: first `small` with a low half, then
-    high·high in pieces, which are added outside the tensor cores."""
+    """Compute out = a·b as `multiply_add` does, from operands that concatenate parts along K: first `small` with a low
+    half, then high·high in pieces, which are added outside the tensor cores."""
     depth, piece = a.shape[-1], PIECE.get(gpu.capability(a.device), OTHER_PIECE)
     ends = [*range(small + piece, depth, piece), depth]
     for start, end in zip([0, *ends], ends):
@@ -42,7 +43,7 @@ def split_multiply(a: Tensor, b: Tensor, out: Tensor, small: int) -> None:
 
 
 def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
-    """x HighLow (…, K) → (…, N), float32 or HighLow."""
+    """Apply the layer: x HighLow (…, K) → (…, N), float32 or HighLow."""
     shape, a = x.pair.shape[1:-1], stacked(x.pair).flatten(0, -2)  # (M, 3·K)
     y = torch.empty(len(a), layer.columns, device=a.device)
     split_multiply(a, layer.pair.t(), y, 2 * layer.depth)

@@ -45,7 +45,7 @@ def _kernel(result, device):
 
 
 def arrange(weight: Tensor) -> Tensor:
-    """Rows of W (N, K) as the kernel wants them, N filled up with zeros to a multiple of 32.
+    """Arrange the rows of W (N, K) for the kernel; fill N up with zeros to a multiple of 32.
 
     After a warpgroup MMA a lane has columns 2c, 2c + 1 of each eight. With rows 8c + 2j + i of W at 8j + 2c + i, four
     eights give it eight neighbouring columns to store.
@@ -56,13 +56,14 @@ def arrange(weight: Tensor) -> Tensor:
 
 
 def _pair_map(pair, box_rows):
-    """Tensor map of a pair (2, …, K), one load of which takes high and low of a tile."""
+    """Return the tensor map of a pair (2, …, K). One load takes high and low of a tile."""
     depth, rows = pair.shape[-1], pair[0].numel() // pair.shape[-1]
     return cuda.tensor_map(pair, (depth, rows, 2), (2 * depth, 2 * rows * depth), (TILE.depth, box_rows, 2), 128)
 
 
 def linear(layer: Any, x: HighLow, out: Tensor) -> None:
-    """x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16. A shape must be run once before it is captured."""
+    """Launch the kernel: x HighLow (…, K) → out (…, N) float32, or (2, …, N) float16. A shape must be run once before
+    it is captured."""
     a, b = x.pair, layer.pair
     assert layer.depth % 8 == layer.columns % 8 == 0, "backend 'hopper' takes sides in eights; take 'cublas'"
     rows = a[0].numel() // layer.depth

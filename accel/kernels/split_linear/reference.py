@@ -9,7 +9,7 @@ from accel.kernels.split_linear.high_low import LARGEST, HighLow, split
 
 
 def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
-    """x HighLow (…, K) → (…, N), float32 or HighLow."""
+    """Apply the layer: x HighLow (…, K) → (…, N), float32 or HighLow."""
     (x_high, x_low), (w_high, w_low) = x.pair.double().unbind(0), layer.pair.double().unbind(0)
     y = x_low @ w_high.t() + x_high @ w_low.t() + x_high @ w_high.t()
     if x.scale is not None:
@@ -18,8 +18,7 @@ def linear(layer: Any, x: HighLow) -> Tensor | HighLow:
 
 
 def finish(layer: Any, y: Tensor) -> Tensor | HighLow:
-    """y (…, N) float32 → what the layer gives: GELU, the check for overflow and the split, for backends without
-    them."""
+    """Turn y (…, N) float32 into the layer's result: GELU, check for overflow and split, for backends without them."""
     if layer.gelu:
         y = F.gelu(y, approximate="tanh") * layer.after
     if not layer.high_low:

@@ -14,7 +14,7 @@ TILE = dict(ROWS=16, COLUMNS=128, num_warps=4)
 
 
 def finish(layer: Any, y: Tensor, row_scale: Tensor | None) -> Tensor:
-    """y (M, N) float32, without scales → (M, N) float32, in y's memory, or the pair (2, M, N) of a high_low layer.
+    """Finish y (M, N) float32, without scales → (M, N) float32, in y's memory, or the pair (2, M, N) for high_low.
 
     row_scale: (M,). A pair after GELU is a `new_stack`, since a GEMM follows; another is contiguous, for attention.
     """
@@ -50,7 +50,7 @@ def store_stack(high_ptr, depth, y, inside):
 
 @triton.jit
 def row_scale(largest):
-    """The power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, from its exponent bits; its inverse."""
+    """Return the power of two that brings a row's largest value between 2¹⁴ and 2¹⁵, by exponent bits; its inverse."""
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
     factor = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     return factor, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -58,7 +58,7 @@ def row_scale(largest):
 
 @triton.jit
 def _gelu(y):
-    """GELU in its tanh form."""
+    """Apply GELU in its tanh form."""
     return y / (1 + tl.exp(tl.minimum(-1.5957691216 * (y + 0.044715 * y * y * y), 87.0)))
 
 
@@ -80,7 +80,7 @@ def _finish(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high."""
+    """Finish a tile. RESULT: 0 float32, 1 high and low, 2 GELU, then high, low, high."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_row, in_column = row < rows, column < columns
