@@ -3,8 +3,8 @@
     python scripts/report.py output/report --team US --log log/mine
     python scripts/report.py output/report --lang zh --log log/mine --sections 1 2 3
 
-scripts/report_data.py reads the log and computes plain data. scripts/report/ holds the text: a template a language,
-and the words of plots and tables.
+scripts/report_data.py reads the log and computes plain data. scripts/report/ holds the text: a template in English and
+its translations.
 """
 
 if not __package__:
@@ -31,9 +31,15 @@ TEMPLATES = ROOT / "scripts" / "report"
 
 
 def words(lang: str) -> Callable[[str], str]:
-    """Return the function from English to the language of the report's tables and figures. Names have no entry."""
+    """Return the function from an English text and the values of its {fields} to the report's language. Names have no
+    entry."""
     known = json.loads((TEMPLATES / f"words.{lang}.json").read_text()) if lang != "en" else {}
-    return lambda text: known.get(text, text)
+
+    def say(text, /, **values):
+        text = known.get(" ".join(text.split()), text)
+        return text.format(**values) if values else text
+
+    return say
 
 
 def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
@@ -57,7 +63,7 @@ def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
 
 
 def markdown(data: dict, lang: str) -> str:
-    """Return the report's text, by the language's template."""
+    """Return the report's text."""
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
 
@@ -67,10 +73,10 @@ def markdown(data: dict, lang: str) -> str:
 
     environment.filters["fmt"] = fmt
     environment.filters["ms"] = lambda value: f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-    say = words(lang)
-    environment.filters |= dict(say=say, rung=lambda name: report_plots.rung_name(name, say))
+    environment.globals["say"] = say = words(lang)
+    environment.filters["rung"] = lambda name: report_plots.rung_name(name, say)
     environment.filters["code"] = lambda text: "`" + str(text).replace("`", "'").replace("|", r"\|") + "`"
-    text = environment.get_template(f"report.{lang}.md.j2").render(data)
+    text = environment.get_template("report.md.j2").render(data)
     text = re.sub(r"(?<=[\u3000-\uffee])\n(?=[\u3000-\uffee])", "", text)  # Chinese lines join without a space
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 
 import forks
+import jinja2
 import pytest
 from browser import Browser, find
 from conftest import ROOT
@@ -74,6 +75,14 @@ def test_both_languages_have_the_same_figures(log, tmp_path, monkeypatch):
     page = (tmp_path / "zh/report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)[^"]*"', page) and "http" not in page
     assert page.count("<img ") == len(list((tmp_path / "zh/figures").iterdir())) == 4
+
+
+def test_every_text_is_translated():
+    known = json.loads((report.TEMPLATES / "words.zh.json").read_text())
+    tokens = jinja2.Environment().lex((report.TEMPLATES / "report.md.j2").read_text())
+    texts = [" ".join(value[1:-1].split()) for _, kind, value in tokens if kind == "string"]
+    sentences = {text for text in texts if re.search(r"\w\w[,.:]? \w", text)}
+    assert len(sentences) > 50 and not sentences - {*known}
 
 
 # ---- every figure is traced to its log ----
