@@ -107,8 +107,9 @@ def main() -> None:
     with user_errors(parser):
         data = collect(args.log, args.sections) | dict(team=args.team)
         figures, text = draw(data, args.lang), markdown(data, args.lang)
-        files = {"report.md": text.encode(), "report.html": page(text, figures, args.lang).encode()}
-        for name, content in {**{f"figures/{name}": png for name, png in figures.items()}, **files}.items():
+        files = {f"figures/{name}": picture for name, picture in figures.items()}
+        files |= {"report.md": text.encode(), "report.html": page(text, figures, args.lang).encode()}
+        for name, content in files.items():
             check_writable(args.out / name, "OUT")
             with atomic_write(args.out / name) as file:
                 file.write(content)

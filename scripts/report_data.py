@@ -25,7 +25,7 @@ RIVALS = r"torch\.compile|diffusers|eager"  # in the name of a rung
 
 
 def read_log(folder: Path) -> dict[str, list[dict]]:
-    """Return role → records with `path`, `file` and `digest`, of the folder's JSON files and verify*/verify.json.
+    """Return role → records of the JSON files and verify*/verify.json, with `path`, `file`, `digest` and `device`.
     Raises UsageError if a file is damaged or was cut short, and for files of several GPUs."""
     if not folder.is_dir():
         raise UsageError(f"--log {folder}: no such folder; bash scripts/measure.sh {folder} fills one")
@@ -38,9 +38,10 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
         lacks = {"verify": "recommended" not in record, "parallel": not record.get("plans")}
         if path.with_name(path.name + ".unfinished").exists() or lacks.get(record.get("kind"), False):
             raise UsageError(f"{path}: its measurement was cut short; bash scripts/measure.sh {folder} makes it again")
+        digest, device = hashlib.sha256(path.read_bytes()).hexdigest()[:8], record.get("gpu") or "CPU"
         for role in roles(record):
-            devices.setdefault(device_of(record), path)
-            about = dict(path=path, file=path.relative_to(folder), digest=digest(path))
+            devices.setdefault(device, path)
+            about = dict(path=path, file=path.relative_to(folder), digest=digest, device=device)
             found.setdefault(role, []).append(record | about)
     if len(devices) > 1:
         files = ", ".join(f"{path} is of {gpu}" for gpu, path in devices.items())
@@ -48,16 +49,6 @@ def read_log(folder: Path) -> dict[str, list[dict]]:
     found.get("ladder", []).sort(key=lambda record: -len(record["rungs"]))  # the longest is the ladder
     found.get("fast", []).sort(key=lambda record: record["timed"]["ms"])  # the fastest is the fast path
     return found
-
-
-def digest(path: Path) -> str:
-    """Return the first eight digits of a file's SHA-256."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-
-
-def device_of(record: dict) -> str:
-    """Return the name of the GPU that a record is of, or CPU."""
-    return record.get("gpu") or "CPU"
 
 
 def roles(record: dict) -> list[str]:
@@ -213,7 +204,7 @@ def plain(tier: str) -> str:
 def collect(log: Path, sections=(1, 2, 3, 4)) -> dict:
     """Return the contents by section. Raises UsageError for missing or damaged files and files of another GPU."""
     found = read_log(log)
-    device = next((device_of(records[0]) for records in found.values()), "CPU")
+    device = next((records[0]["device"] for records in found.values()), "CPU")
     for need in " ".join(NEEDS[section] for section in sections).split():
         if not any(role in found for role in need.split("|")) and (need != "versus" or device != "CPU"):
             lacks = f"holds no {need.split('|')[0]} measurement"

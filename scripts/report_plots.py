@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from PIL import Image
@@ -23,7 +24,7 @@ KINDS = {  # colour, hatch
     "communication": (PINK, "++"),
     "idle": ("#BBBBBB", ".."),
 }
-styled = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"})
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report"}
 
 
 def canvas(width: float, height: float) -> tuple[Figure, matplotlib.axes.Axes]:
@@ -43,41 +44,30 @@ def svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def label(axis, text, x: float, y: float, dx: int = 0, dy: int = 4, **style) -> None:
-    """Write `text` beside a point of the data, `dx` and `dy` points away."""
-    axis.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", fontsize=8, **style)
-
-
-def short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def rung_name(rung: str, say: Callable[[str], str]) -> str:
     """Return the name of a rung, such as "fp16 + half GEMMs", in the report's language."""
     return " + ".join(map(say, rung.split(" + ")))
 
 
-@styled
 def ladder(rungs: list[dict], floor_ms: float, floor_tier: str, say: Callable[[str], str]) -> bytes:
     """Draw a bar of ms a step for each rung (rung, ms, p10, p90), and the floor as a line."""
     figure, axis = canvas(8, 0.36 * len(rungs) + 1.4)
-    for place, rung in enumerate(rungs):
-        ms, colour = rung["ms"], RED if rung["rung"] in ("fp32", "tf32") else BLUE
-        spread = [[max(0.0, ms - rung["p10"])], [max(0.0, rung["p90"] - ms)]]
-        axis.barh(place, ms, 0.7, color=colour, xerr=spread, ecolor="#444444")
-        label(axis, short(ms), rung["p90"], place, 5, 0, va="center")
-    axis.set(xscale="log", xlim=(floor_ms / 1.6, max(rung["ms"] for rung in rungs) * 1.7))
+    ms, p10, p90 = (np.array([rung[name] for rung in rungs]) for name in ("ms", "p10", "p90"))
+    colours = [RED if rung["rung"] in ("fp32", "tf32") else BLUE for rung in rungs]
+    bars = axis.barh(range(len(rungs)), ms, 0.7, color=colours, xerr=[ms - p10, p90 - ms], ecolor="#444444")
+    axis.bar_label(bars, [f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in ms], padding=5, fontsize=8)
+    axis.set(xscale="log", xlim=(floor_ms / 1.6, max(ms) * 1.7))
     axis.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
     axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.axvline(floor_ms, color="black", linestyle="--", linewidth=1.2)
-    label(axis, f"{say('floor')} ({floor_tier}): {floor_ms:.1f}", floor_ms, -0.75, 3, 0, va="center")
+    text, style = f"{say('floor')} ({floor_tier}): {floor_ms:.1f}", dict(va="center", fontsize=8)
+    axis.annotate(text, (floor_ms, -0.75), xytext=(3, 0), textcoords="offset points", **style)
     axis.set_yticks(range(len(rungs)), [rung_name(rung["rung"], say) for rung in rungs], fontsize=9)
     axis.set_ylim(len(rungs) - 0.4, -1.1)
     axis.set_xlabel(say("ms a denoising step (median; bars: 10th to 90th percentile; log scale)"))
     return svg(figure)
 
 
-@styled
 def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
     """Draw how kinds of work share a step's time, a bar a run. runs: {name: {kind: {share}}}."""
     figure, axis = canvas(8, 0.45 * len(runs) + 1.2)
@@ -94,7 +84,6 @@ def kinds(runs: dict[str, dict], say: Callable[[str], str]) -> bytes:
     return svg(figure)
 
 
-@styled
 def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> bytes:
     """Draw speed over one GPU against their number, with the ideal line. series: {name: {GPUs: speed}}."""
     figure, axis = canvas(8.4, 3.8)
