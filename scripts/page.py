@@ -110,7 +110,7 @@ class Studio:
             if x.is_cuda and index % 4 == 3:  # the host runs ahead: neither the bar nor a stop should be late
                 torch.cuda.synchronize(x.device)
             done, preview = index + 1, []
-            if due and due[-1] <= done < total:
+            if due and due[-1] <= done < total:  # a plan's strides pass over steps
                 due.pop()
                 preview = [Image.fromarray(to_grid(decoder.decode(run.estimate(x, done, options.labels))).numpy())]
             left = (time.perf_counter() - start) * (total - done) / done
@@ -174,26 +174,24 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
             steps = gr.Number(options.num_sampling_steps, label="Steps", precision=0, min_width=80)
             return [name, steps, gr.Dropdown(tiers, value=tier, label="Arithmetic", min_width=100)]
 
-    def buttons(name):
+    def runner(name, work, inputs, *outputs):
         with gr.Row():
             start, stop = gr.Button(name, variant="primary", scale=4), gr.Button("Stop", min_width=80)
         status = gr.HTML(elem_classes="status")
-
-        def connect(work, inputs, *outputs):
-            run = partial(studio.serve, partial(work, options), outputs := [status, *outputs])
-            how = dict(show_progress="minimal", show_progress_on=status, concurrency_id="one", concurrency_limit=1)
-            begun = start.click(run, inputs, outputs, trigger_mode="multiple", **how)  # also after a stop
-            # By `begun`: what the run said last may reach the browser after a function of the button itself.
-            begun.failure(lambda: "Stopped.", None, status, queue=False)
-            stop.click(None, cancels=begun)
-
-        return connect
+        for output in outputs:
+            output.render()
+        run = partial(studio.serve, partial(work, options), shown := [status, *outputs])
+        how = dict(show_progress="minimal", show_progress_on=status, concurrency_id="one", concurrency_limit=1)
+        begun = start.click(run, inputs, shown, trigger_mode="multiple", **how)  # also after a stop
+        # By `begun`: what the run said last may reach the browser after a function of the button itself.
+        begun.failure(lambda: "Stopped.", None, status, queue=False)
+        stop.click(None, cancels=begun)
 
     names = options.class_names or [f"class {number}" for number in range(options.num_classes)]
     classes = [(f"{name} · {number}", str(number)) for number, name in enumerate(names)]
     many = dict(value=[*map(str, options.labels[:2])], multiselect=True, max_choices=MOST)
     low, high = options.guidance_interval
-    look = dict(format="png", interactive=False, elem_classes="pixels")
+    look = dict(format="png", interactive=False, elem_classes="pixels", render=False)
     with gr.Row():
         with gr.Column(scale=2, min_width=340):
             shared = [
@@ -206,16 +204,16 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
             ]
         with gr.Column(scale=5):
             with gr.Tab("Sample"):
-                begin = buttons("Sample")
                 picture = gr.Image(label="Picture", buttons=["download", "fullscreen"], **look)
-                line = gr.Textbox(label="The same picture by a command, to the bit", buttons=["copy"])
-                begin(studio.sample, shared, picture, line)
+                line = gr.Textbox(label="The same picture by a command, to the bit", buttons=["copy"], render=False)
+                runner("Sample", studio.sample, shared, picture, line)
             with gr.Tab("Compare"):
                 gr.Markdown("The settings on the left, and on the same noise:")
                 other = chooser(options.sampler if len(tiers) > 1 else samplers[1], tiers[0])
-                begin, look["buttons"] = buttons("Compare"), ["fullscreen"]
+                look["buttons"] = ["fullscreen"]
                 both = gr.ImageSlider(label="First on the left, second on the right", **look)
-                begin(studio.compare, shared + other, both, gr.Image(label="Difference", **look), gr.Markdown())
+                difference, report = gr.Image(label="Difference", **look), gr.Markdown(render=False)
+                runner("Compare", studio.compare, shared + other, both, difference, report)
 
 
 def main() -> None:
