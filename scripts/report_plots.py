@@ -14,14 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from PIL import Image
 
-BLUE, ORANGE, GREEN, RED, SKY, PINK = COLOURS = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+BLUE, ORANGE, GREEN, RED, *_ = COLOURS = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 MARKS = "osD^vP"
 KINDS = {  # colour, hatch
     "GEMM": (BLUE, None),
     "attention": (ORANGE, "//"),
     "norm/elementwise": (GREEN, None),
     "copies": (RED, "xx"),
-    "communication": (PINK, "++"),
     "idle": ("#BBBBBB", ".."),
 }
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report"}
