@@ -38,8 +38,6 @@ from accel.families import DEMO
 from accel.flags import check_writable, positive
 from accel.forecast import write_plan
 from accel.latents.pixels import to_uint8
-from accel.network import unpatchify
-from accel.parallel.placement import Placement
 from accel.sampling import initial_noise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.process import Kind
@@ -58,8 +56,8 @@ SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 class Bench:
     """Float32 with all evaluations, the calibrated tier, and the pictures of both; `batch` pictures at a time."""
 
-    def __init__(self, options: GridSettings, device: torch.device, batch: int):
-        self.options, self.batch, self.device = options, batch, device
+    def __init__(self, options: GridSettings, batch: int):
+        self.options, self.batch, self.device = options, batch, options.device
         self.fast = self.reference = door.load(options, sizes={batch})
         self.tier, self.diffusion = self.fast.tier, self.fast.process.diffusion
         reference = options
@@ -78,7 +76,7 @@ class Bench:
         run = run._replace(process=Strides(self.diffusion, plan) if plan else Ancestral(self.diffusion))
         precision.apply_precision(run.tier, self.device)
         for seed in tqdm(seeds, desc=f"{run.process.evaluations} evaluations", unit="seed", leave=False):
-            parts.append(run.latents(self.labels(each), seed, Placement().batches(each, self.batch)))
+            parts.append(run.latents(self.labels(each), seed, door.ALONE.batches(each, self.batch)))
         precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
         return self.decoded(torch.cat(parts))
 
@@ -86,21 +84,20 @@ class Bench:
         return to_uint8(self.decoder.decode(latents)).numpy()
 
     def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
-        """Return the function (i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a
-        float32 run. A state is x, m and values, as Strides.stride gives them."""
+        """Return the function (state, noise (k, n, …), evaluations) → the state after k steps of a float32 run. A state
+        is that of Strides."""
         guidance, network, strides = self.reference.guidance, self.reference.network, Strides(self.diffusion, kinds)
 
-        def stride(i, state, noise, evaluations=1):
-            (x, m, values), start = state, self.diffusion.num_timesteps - 1 - i
-            times = strides.tables[len(noise), evaluations]["timestep"][start]
-            parts = iter([guidance.at(time / self.diffusion.original_num_steps) for time in times])
+        def stride(state, noise, evaluations=1):
+            kind, t = (len(noise), evaluations), int(state[-1][0])
+            times = strides.tables[kind]["timestep"][t].tolist()
 
-            def model(x, t):
-                part = next(parts)
-                tokens = network.tokens(x, t.repeat(part.copies), part.labels(labels))
-                return part.combine(unpatchify(tokens, network.patch_size)).to(x.dtype)
+            def evaluate(x, number):
+                part = guidance.at(times[number] / self.diffusion.original_num_steps)
+                y = part.labels(labels)
+                return part.combine(network.forward(x, torch.full_like(y, times[number]), y))
 
-            return strides.stride(model, x, torch.full_like(labels, start), m, values, noise, evaluations)
+            return strides.move(kind, state, None, noise, evaluate)
 
         return stride
 
@@ -135,11 +132,10 @@ def record(bench: Bench, count: int) -> dict:
     z = initial_noise(count, bench.reference.network.in_channels, bench.reference.side, generator)
     draw = upstream_noise(z, bench.reference.guidance.copies, generator=generator)
     labels = torch.tensor(bench.labels(count), device=bench.device)
-    stride, noises = bench.strides(labels, []), []
-    states = [(z, *Strides(bench.diffusion, []).start(z))]
-    for i in tqdm(range(bench.diffusion.num_timesteps), desc="recording", unit="step", leave=False):
+    stride, noises, states = bench.strides(labels, []), [], [Strides(bench.diffusion, []).begin(z)]
+    for _ in tqdm(range(bench.diffusion.num_timesteps), desc="recording", unit="step", leave=False):
         noises.append(draw())
-        states.append(stride(i, states[-1], noises[-1][None]))
+        states.append(stride(states[-1], noises[-1][None]))
     return dict(states=states, noise=torch.stack(noises), labels=labels)
 
 
@@ -159,7 +155,7 @@ def costs(bench: Bench, run: dict) -> dict[Kind, np.ndarray]:
     table[1, 1][:] = 0
     starts = [(k, calls, i) for k, calls in kinds[1:] for i in range(1, steps - k + 1)]
     for k, calls, i in tqdm(starts, desc="costs", unit="stride", leave=False):
-        end, *_ = stride(i, states[i], noise[i : i + k], calls)
+        end, *_ = stride(states[i], noise[i : i + k], calls)
         table[k, calls][i] = float((end - states[i + k][0]).square().mean())
     return table
 
@@ -175,7 +171,7 @@ def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
         while i < steps:
             k, calls = PROBE if i + PROBE[0] <= min(low + WINDOW, steps) else (1, 1)
             made += table[k, calls][i]
-            state = stride(i, state, run["noise"][i : i + k], calls)
+            state = stride(state, run["noise"][i : i + k], calls)
             i += k
         apart = (bench.decoded(state[0]).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
         found[low : low + WINDOW] = apart.mean() / made if made else np.nan
@@ -202,7 +198,7 @@ def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[Kind]]:
     return {calls: strides for calls, (_, strides) in sorted(least[steps].items())}
 
 
-def calibrate(args: Namespace, options: GridSettings, device: torch.device, path: Path) -> None:
+def calibrate(args: Namespace, options: GridSettings, path: Path) -> None:
     """Write a plan for `options` to `path`; args: the values of `own_flags`. Raises UsageError if the tier misses the
     margin even with all evaluations."""
     started = time.perf_counter()
@@ -210,7 +206,7 @@ def calibrate(args: Namespace, options: GridSettings, device: torch.device, path
     def say(text):
         print(f"{time.perf_counter() - started:6.1f} s  {text}", flush=True)
 
-    bench = Bench(options, device, args.batch)
+    bench = Bench(options, args.batch)
     run = record(bench, args.pictures)
     table = costs(bench, run)
     plans = best_plans(table, sensitivities(bench, run, table))
@@ -246,7 +242,7 @@ def calibrate(args: Namespace, options: GridSettings, device: torch.device, path
     about = dict(gate="contest, LPIPS not computed", passes=passes(figures), margin_db=args.margin)
     about |= dict(precision=bench.tier, reference="fp32, all evaluations", seeds=list(seeds), pictures_a_seed=args.each)
     made = dict(calibration=dict(seed=FIRST_SEED, pictures=args.pictures, longest=LONGEST), torch=torch.__version__)
-    made["gpu"] = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    made["gpu"] = torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else None
     evidence = about | figures | dict(tried=tried) | made
     write_plan(path, door.plan_settings(options), plans[chosen], evaluate.json_ready(evidence))
     steps = options.num_sampling_steps
@@ -295,10 +291,9 @@ def main() -> None:
     args = parser.parse_args()
     _, sampling = own.parse_known_args()
     with user_errors(parser):
-        request, device = request_from(args), loading.choose_device(args.device)
-        options = opening.open_weights(request, device)
+        options = opening.open_weights(request_from(args), loading.choose_device(args.device))
         path = check(args, options)
-        calibrate(args, options, device, path)
+        calibrate(args, options, path)
         beside = path == door.plan_path(options)  # where it is looked for anyway
         plan = ["--forecast", "plan", *([] if beside else ["--forecast-plan", str(path)])]
         print("python sample.py", shlex.join([*sampling, *plan]))

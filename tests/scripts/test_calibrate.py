@@ -81,14 +81,14 @@ def test_refused_before_any_work(arguments, words, monkeypatch, capsys):
 def test_what_is_measured_is_what_sample_makes(guidance):
     """To the bit: the recorded run, and strides of one evaluation and of two from its states."""
     options = open_weights(GridRequest(model="DiT-Demo/2", num_sampling_steps=8, **guidance), torch.device("cpu"))
-    bench, plan, start = calibrate.Bench(options, torch.device("cpu"), 2), [(1, 1), (3, 2), (4, 1)], 0
+    bench, plan, start = calibrate.Bench(options, 2), [(1, 1), (3, 2), (4, 1)], 0
     how = dict(labels=bench.labels(2), seed=calibrate.FIRST_SEED)
     run = calibrate.record(bench, 2)
     assert torch.equal(run["states"][-1][0], bench.reference.latents(**how))
     stride, state = bench.strides(run["labels"], plan), run["states"][0]
     for k, evaluations in plan:
         with torch.inference_mode():
-            state = stride(start, state, run["noise"][start : start + k], evaluations)
+            state = stride(state, run["noise"][start : start + k], evaluations)
         start += k
     want = bench.reference._replace(process=Strides(bench.diffusion, plan)).latents(**how)
     assert torch.equal(state[0], want)
