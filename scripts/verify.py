@@ -45,14 +45,14 @@ from bench import harness
 AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
 
 
-def sample(options: GridSettings, seeds: range, device: torch.device, name: str) -> tuple[dict, list[float]]:
+def sample(options: GridSettings, seeds: range, name: str) -> tuple[dict, list[float]]:
     """Return grids (H, W, 3) uint8 by seed, and the seconds of each sampling, after a warm-up."""
     gc.collect()  # captured graphs keep an earlier network's memory until then
-    run, decoder, grids, watch = door.load(options), door.decoder_of(options), {}, Stopwatch(device)
+    run, decoder, grids, watch = door.load(options), door.decoder_of(options), {}, Stopwatch(options.device)
     with watch.phase("warm-up"):
         run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
     for seed in seeds:
-        bar = step_bar(run.process.steps, device, desc=f"{name}, seed {seed}", leave=False)
+        bar = step_bar(run.process.steps, options.device, desc=f"{name}, seed {seed}", leave=False)
         with watch.phase(str(seed)), bar as queued:
             latents = door.latents(replace(options, seed=seed), run, lambda index, _, queued=queued: queued(index))
         grids[seed] = to_grid(decoder.decode(latents)).numpy()
@@ -144,33 +144,32 @@ def draw_heatmaps(out: Path, record: dict, want: dict, got: dict, gate: str) -> 
         evaluate.heatmap(path, a, b, row, names, row["verdict"][gate])
 
 
-def verify(args: Namespace, options: GridSettings, tiers: list[str], device: torch.device, out: Path) -> dict:
+def verify(args: Namespace, options: GridSettings, tiers: list[str], out: Path) -> dict:
     """Sample, judge and recommend. Return the record, which is in verify.json too."""
-    seeds, lpips = range(args.seeds), evaluate.Lpips(args.vgg_weights)
+    device, seeds, lpips = options.device, range(args.seeds), evaluate.Lpips(args.vgg_weights)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    how = f" · forecast {options.forecast}" * (options.forecast != "off")
+    plan = f"forecast {options.forecast}" if options.forecast != "off" else ""
     print(
         f"{options.model} · {options.image_size} px · {count(len(options.labels), 'label')} · "
-        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')}{how} · "
+        f"{door.steps_and_guidance(options)} · {count(args.seeds, 'seed')}{plan and f' · {plan}'} · "
         f"{where} · torch {torch.__version__}"
     )
     if tiers == [AGAIN]:
         print(f"{device} runs fp32 only: it is compared with a second run of itself.")
     # First all the sampling: its times are the GPU's alone, and the pictures are on disk before they are judged.
-    want, times = sample(reopen(options, precision="fp32", forecast="off", forecast_plan=None), seeds, device, "fp32")
+    want, times = sample(reopen(options, precision="fp32", forecast="off", forecast_plan=None), seeds, "fp32")
     reference = median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
     names = "model", "image_size", "num_sampling_steps", "sampler", "forecast"
     record = dict(kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate)
     record |= {name: getattr(options, name) for name in names} | dict(pictures=len(options.labels), tiers=[])
-    record["weights"] = Path(options.weights.name).name
-    record["reference"] = dict(tier="fp32", seconds=reference)
+    record |= dict(weights=Path(options.weights.name).name, reference=dict(tier="fp32", seconds=reference))
     save_grids(out, want, "fp32")
     grids = {}
     for one in tiers:
-        tier = one + f", forecast {options.forecast}" * (options.forecast != "off")
+        tier = f"{one}, {plan}" if plan else one
         try:
-            grids[tier], times = sample(reopen(options, precision=one.partition(" ")[0]), seeds, device, tier)
+            grids[tier], times = sample(reopen(options, precision=one.partition(" ")[0]), seeds, tier)
         except UsageError as error:  # such as weights that overflow float16
             record["tiers"].append(dict(tier=tier, refused=error.by_flags()))
         else:
@@ -248,7 +247,7 @@ def main() -> None:
             raise UsageError(f"--vgg-weights {args.vgg_weights}: no such file; it should be {evaluate.VGG16_URL}")
         options = open_weights(request, device)
         door.process_of(options)  # refuses a plan for another run
-        sys.exit(conclude(verify(args, options, tiers, device, out)))
+        sys.exit(conclude(verify(args, options, tiers, out)))
 
 
 if __name__ == "__main__":
