@@ -21,7 +21,7 @@ NEWER = {  # what must not be launched before a capability
 
 
 def version(text: str) -> tuple[int, int]:
-    """A flag's value."""
+    """Convert a compute capability such as 8.0, for argparse."""
     if not re.fullmatch(r"\d+\.\d", text):
         raise ArgumentTypeError(f"{text}: must be a compute capability, as 8.0")
     major, minor = text.split(".")
@@ -29,8 +29,8 @@ def version(text: str) -> tuple[int, int]:
 
 
 def compile_for(capability: tuple[int, int]) -> None:
-    """From here on Triton compiles for a GPU of `capability`, older than this one, and the driver its PTX for this one.
-    Once in a process, before a kernel is launched."""
+    """Make Triton compile for an older GPU of `capability`, and the driver compile its PTX for this GPU. Call this once
+    in a process, before a kernel is launched."""
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -45,7 +45,7 @@ def compile_for(capability: tuple[int, int]) -> None:
 
 
 def see_as(capability: tuple[int, int]) -> None:
-    """From here on this process takes its GPU for one of `capability`."""
+    """Make this process take its GPU for one of `capability`."""
     own = torch.cuda.get_device_capability()
     if capability < min((9, 0), own):
         compile_for(capability)
@@ -54,7 +54,7 @@ def see_as(capability: tuple[int, int]) -> None:
 
 
 def newer(names: list[str], capability: tuple[int, int]) -> list[str]:
-    """The kernels that a GPU of `capability` cannot have launched by our choice."""
+    """Return the kernels that a GPU of `capability` cannot have launched by our choice."""
     patterns = [pattern for since, pattern in NEWER.items() if capability < since]
     patterns += [OURS] if capability != (9, 0) else []
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
