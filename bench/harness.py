@@ -195,12 +195,12 @@ def time_steps(
     return dict(zip(("ms", "p10", "p90"), slowest(found)), steps=timed)
 
 
-def random_network(build: Callable, device: torch.device, seed: int = 0, **arguments) -> torch.nn.Module:
+def random_network(build: Callable, device: torch.device, **arguments) -> torch.nn.Module:
     """Return a network in eval mode whose weights are random and not zero: its GEMMs keep a variance of about one.
     build: its constructor, called with `arguments`."""
     with torch.device(device):
         model = build(**arguments)
-    state, generator = model.state_dict(), torch.Generator(device).manual_seed(seed)
+    state, generator = model.state_dict(), torch.Generator(device).manual_seed(0)
     for name, value in state.items():
         if name != "pos_embed":
             scale = value[0].numel() ** -0.5 if value.ndim > 1 else 0.1

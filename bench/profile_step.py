@@ -69,11 +69,6 @@ def record(loop: Callable, steps: int, device: torch.device) -> profile:
     return profiler
 
 
-def kind_of(kernel: str) -> str:
-    """Return the kind of work of a kernel."""
-    return next((kind for kind, pattern in KINDS if re.search(pattern, kernel, re.I)), OTHER)
-
-
 def on_device(event) -> bool:
     """Whether an event or average is of a kernel, a copy or a fill on the GPU."""
     return event.device_type != DeviceType.CPU and not event.is_user_annotation
@@ -84,7 +79,8 @@ def analyse(events: EventList, steps: int) -> dict:
     averages, times = events.key_averages(), defaultdict(float)
     kernels = [row for row in averages if on_device(row)]
     for row in kernels:
-        times[kind_of(row.key)] += row.self_device_time_total
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, row.key, re.I)), OTHER)
+        times[kind] += row.self_device_time_total
     spans = sorted((event.time_range.start, event.time_range.end) for event in events if on_device(event))
     first = reach = spans[0][0]
     for start, end in spans:

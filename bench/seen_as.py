@@ -22,10 +22,9 @@ NEWER = {  # what must not be launched before a capability
 
 def version(text: str) -> tuple[int, int]:
     """Convert a compute capability such as 8.0, for argparse."""
-    if not re.fullmatch(r"\d+\.\d", text):
+    if not (found := re.fullmatch(r"(\d+)\.(\d)", text)):
         raise ArgumentTypeError(f"{text}: must be a compute capability, as 8.0")
-    major, minor = text.split(".")
-    return int(major), int(minor)
+    return int(found[1]), int(found[2])
 
 
 def compile_for(capability: tuple[int, int]) -> None:

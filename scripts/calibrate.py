@@ -180,7 +180,7 @@ def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
     # A few pictures make most of it, each at its own steps: what they say of a window holds around it too.
     width = 3 * WINDOW
     smooth = np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid")
-    return np.exp(smooth)[: steps + 1]
+    return np.exp(smooth)
 
 
 def best_plans(table: dict, sensitivity: np.ndarray) -> dict[int, list[Kind]]:

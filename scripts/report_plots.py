@@ -98,9 +98,9 @@ def scaling(series: dict[str, dict[int, float]], say: Callable[[str], str]) -> b
     return svg(figure)
 
 
-def photograph(file: Path, width: int = 1000) -> bytes:
-    """Return a picture as JPEG, at most `width` pixels wide."""
+def photograph(file: Path) -> bytes:
+    """Return a picture as JPEG, at most 1000 pixels wide."""
     sheet, buffer = Image.open(file).convert("RGB"), io.BytesIO()
-    sheet.thumbnail((width, sheet.height), Image.Resampling.LANCZOS)
+    sheet.thumbnail((1000, sheet.height), Image.Resampling.LANCZOS)
     sheet.save(buffer, "JPEG", quality=82, optimize=True)
     return buffer.getvalue()
