@@ -17,6 +17,7 @@ from conftest import ROOT
 from accel import door
 from accel.door.opening import reopen
 from accel.errors import UsageError
+from accel.forecast import write_plan
 from accel.precision import alone
 from accel.request import GridRequest
 from scripts.page import PLAN, Studio, choices, choose
@@ -60,6 +61,16 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
     half = steps // 2
     nearer = run.estimate(seen[half], half, (1, 5)) - latents
     assert nearer.square().mean() < (seen[half] - latents).square().mean()
+
+
+def test_a_plan_that_passes_over_steps_shows_estimates(studio, tmp_path, monkeypatch):
+    """Six are due of 12 steps, one after each stride but the last."""
+    monkeypatch.setattr("scripts.page.FOLDER", tmp_path)
+    how = dict(num_sampling_steps=12, labels=(1,), forecast="plan", forecast_plan=str(tmp_path / "plan.json"))
+    options, seen = reopen(studio.opened[0], **how), []
+    write_plan(tmp_path / "plan.json", door.plan_settings(options), [(1, 1), (3, 1), (4, 1), (4, 1)], {})
+    studio.picture(options, "a.png", lambda text, share, *estimate: seen.extend(estimate), previews=6)
+    assert len(seen) == 3 and (tmp_path / "a.png").is_file()
 
 
 def test_missing_gradio_is_a_line(tmp_path):
