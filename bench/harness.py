@@ -138,12 +138,6 @@ def safe(name: str) -> str:
     return re.sub(r"\W", "-", name)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class _Enough(Exception):
     """Ends a sampling run from its on_step."""
 
@@ -177,7 +171,8 @@ def step_times(loop: Callable | None, steps: int, device: torch.device) -> list[
             marks[-1].record()
 
     run_steps(loop, steps + 1, mark)
-    synchronize(device)
+    if cuda:
+        torch.cuda.synchronize(device)
     return [before.elapsed_time(after) if cuda else 1e3 * (after - before) for before, after in zip(marks, marks[1:])]
 
 
@@ -229,7 +224,6 @@ def random_decoder(device: torch.device) -> KLDecoder:
         return KLDecoder(SD_VAE_FT).eval().requires_grad_(False)
 
 
-HALF = tuple(name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32)
 PLAIN = dict(hoist=False, adaln="torch", gemm="torch", graph=False)  # no optimisation
 
 

@@ -55,13 +55,15 @@ def record(loop: Callable, steps: int, device: torch.device) -> profile:
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
+    cuda = device.type == "cuda"
+
     def on_step(*_):
-        if profiler.step_num == WAIT + WARMUP - 1:  # the steps before are not the recorded ones' work
-            harness.synchronize(device)
+        if cuda and profiler.step_num == WAIT + WARMUP - 1:  # the steps before are not the recorded ones' work
+            torch.cuda.synchronize(device)
         profiler.step()
 
     with profile(
-        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
         acc_events=True,
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=steps, repeat=1),
     ) as profiler:

@@ -31,7 +31,6 @@ from accel.latents.pixels import to_uint8
 from accel.network import Network
 from accel.request import GridRequest
 from bench import harness
-from bench.harness import HALF
 from bench.rival import RIVALS, Rival
 
 STEPS = (  # rung → switches of harness.build; each adds one to the rung before
@@ -43,6 +42,7 @@ STEPS = (  # rung → switches of harness.build; each adds one to the rung befor
     ("autotuned GEMMs", dict(gemm="auto")),
     ("CUDA graph", dict(graph=True)),
 )
+HALF = [name for name, tier in precision.TIERS.items() if tier.dtype != torch.float32]
 Rung = tuple[str, str, dict]  # name, tier, switches
 
 
