@@ -131,10 +131,6 @@ class Job:
         dist.gather(part.contiguous(), parts)
         return parts
 
-    def counter(self, name: str, add: int = 0) -> int:
-        """Add to a number that all ranks share, 0 at first, and return it. No rank waits for another."""
-        return self.store.add(f"counter/{name}", add)
-
     def stop_on_signals(self, *signals: signal.Signals) -> None:
         """Take each of these signals, on any rank, as a request that the whole job stop (`stopping`)."""
         for number in signals:
