@@ -21,7 +21,7 @@ import torch
 
 from accel import kernels
 from accel.errors import UsageError
-from accel.files import cache_folder, read_json
+from accel.files import cache_folder
 from accel.graphs import capture
 from accel.network import BlockNetwork, Network
 from accel.parallel import layouts
@@ -93,7 +93,7 @@ def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
     """Choose a layout and keep it on disk: equally fast layouts round differently, and two runs must agree."""
     where, file = situation(network, work, groups), cache_folder() / "plans.json"
-    if found := groups.job.from_rank_0(lambda: _kept(file).get(where)):
+    if found := groups.job.from_rank_0(lambda: kernels.kept(file).get(where)):
         with suppress(TypeError, ValueError):  # a damaged entry; a UsageError is a ValueError
             text, reason = found
             layout = OFF if text == "off" else layouts.parse(f"{text}")
@@ -101,16 +101,8 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
     layout, reason = choose(network, work, groups)
     if groups.job.rank == 0:
         text = "off" if layout == OFF else str(layout)
-        kernels.keep(file, json.dumps({**_kept(file), where: [text, reason]}, indent=1).encode())
+        kernels.keep(file, json.dumps({**kernels.kept(file), where: [text, reason]}, indent=1).encode())
     return layout, reason
-
-
-def _kept(file):
-    """Return the layouts that were chosen earlier, by situation; none if the file is absent or damaged."""
-    try:
-        return read_json(file)
-    except (OSError, ValueError):
-        return {}
 
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
