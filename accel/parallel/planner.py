@@ -107,14 +107,13 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
     """Describe all that a choice depends on: the key of a kept layout."""
-    hosts = groups.job.all_gather_object(groups.job.host)
-    sizes = "+".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))
+    sizes = "+".join(map(str, Counter(groups.job.all_gather_object(groups.job.host)).values()))  # ranks of each host
     gpu = groups.device.type == "cuda"
     name = torch.cuda.get_device_name(groups.device) if gpu else f"processors of {torch.get_num_threads()} threads"
     code = kernels.version(kernels.FOLDER, Path(__file__).parent)
     batch = f"{work.pictures} pictures, {work.at_once or 'all'} at a time, of {work.tokens} tokens"
-    shares = {copies: count / work.copies.total() for copies, count in sorted(work.copies.items())}
-    rows = ", ".join(f"{copies} batch rows each in {share:.0%} of evaluations" for copies, share in shares.items())
+    shares = sorted((copies, count / work.copies.total()) for copies, count in work.copies.items())
+    rows = ", ".join(f"{copies} batch rows each in {share:.0%} of evaluations" for copies, share in shares)
     where = f"{sizes} {name}, code {code}, torch {torch.__version__}"
     return f"{where}: {batch}, {rows}, {work.tier}, {network.describe()}"
 
