@@ -69,7 +69,6 @@ def load(
 
     model: of the same shape, without values (on the meta device). rows: batch rows of one evaluation on this rank.
     """
-    tuner = tuner or Tuner()
     zero = torch.zeros((), device=device)
     zeros = {  # without the blocks after the first, whose names begin with their list's and an index
         name: zero.expand(value.shape)

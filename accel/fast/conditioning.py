@@ -60,7 +60,7 @@ class Conditioning:
         return slice(start - self.own.start, stop - self.own.start), slice(start - first, stop - first)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """All tensors that depend on the weights."""
+        """Return all tensors that depend on the weights."""
         return iter((*self.time_mlp, self.labels, self.bias, self.weight))
 
     def __call__(self, t: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -43,11 +43,10 @@ class Reader:
     def heads(self, name: str, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's query heads, of `heads` of `size` rows; several may share a head of keys or values."""
         whole, mine = self.state[name].unflatten(0, (-1, size)), heads // self.part.ranks
-        shared = heads // len(whole)
-        own = [head // shared for head in range(mine * self.part.rank, mine * (self.part.rank + 1))]
-        rows = self._copy(whole[own[0] : own[-1] + 1], dtype)  # (kv heads, d, …)
+        shared, first = heads // len(whole), mine * self.part.rank
+        rows = self._copy(whole[first // shared : (first + mine - 1) // shared + 1], dtype)  # (kv heads, d, …)
         if shared > 1:
-            rows = rows[torch.tensor(own, device=self.device) - own[0]]
+            rows = rows.repeat_interleave(shared, dim=0)[first % shared :][:mine]
         return rows.flatten(0, 1)
 
     def _copy(self, tensor, dtype):

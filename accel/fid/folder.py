@@ -41,7 +41,7 @@ class Order(NamedTuple):
 
     @property
     def batch_sizes(self) -> set[int]:
-        """Numbers of pictures in a batch: upstream's way makes whole ones."""
+        """Return the numbers of pictures in a batch: upstream's way makes whole ones."""
         if not self.independent:
             return {self.batch_size}
         return {min(self.batch_size, self.count), self.count % self.batch_size} - {0}

@@ -14,8 +14,8 @@ SOURCES = {".py", ".cu", ".cuh", ".json"}
 
 
 def version(*paths: Path) -> str:
-    """A short hash of source files, and of all those in folders and their subfolders. It marks what depends on code:
-    measurements, plans, FID jobs."""
+    """Return a short hash of source files, and of those in folders and their subfolders. It marks what depends on code:
+    plans, FID jobs."""
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     contents = b"".join(file.read_bytes() for file in files if file.suffix in SOURCES)
     return hashlib.sha256(contents).hexdigest()[:8]

@@ -141,7 +141,7 @@ class Job:
 
     @property
     def stopping(self) -> bool:
-        """Whether any rank was asked to stop; ranks check this between batches."""
+        """Return whether any rank was asked to stop; ranks check this between batches."""
         if self._stop:
             self.store.set("stop", "")
         return self._stop or self.store.check(["stop"])

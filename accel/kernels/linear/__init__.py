@@ -41,14 +41,14 @@ class Linear:
             raise ValueError(f"linear: backend {backend!r} takes half precision on a GPU, not {given}; take 'auto'")
 
     def shape(self, m: int) -> tuple[int, int, int, bool]:
-        """(M, N, K, gelu) of the GEMM on M tokens."""
+        """Return (M, N, K, gelu) of the GEMM on M tokens."""
         return (m, *self.weight.shape, self.gelu)
 
     def prepare(self, m: int) -> None:
         """No-op: cuBLASLt has its kernels compiled."""
 
     def parameters(self) -> Iterator[Tensor]:
-        """The layer's tensors."""
+        """Return the layer's tensors."""
         return iter((self.weight, self.bias))
 
     def zeros(self, *shape: int) -> Tensor:

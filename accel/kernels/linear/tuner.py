@@ -54,7 +54,7 @@ class Tuner:
         self.seconds = []  # of each GEMM measured by this process
 
     def choose(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> Choice:
-        """The algorithm of a GEMM."""
+        """Return the algorithm of a GEMM."""
         gemm = m, n, k, gelu, dtype, _indexed(device)
         if gemm not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
@@ -78,14 +78,13 @@ class Tuner:
 
     def choose_alike(self, gemms: list[tuple]) -> None:
         """Take rank 0's choices on all ranks, or two runs of one job could differ. gemms: `choose`'s arguments."""
-        if gemms:
-            algorithms = self.share(lambda: [self.choose(*gemm).algorithm for gemm in gemms])
-            for (*gemm, device), algorithm in zip(gemms, algorithms, strict=True):
-                gemm = *gemm, _indexed(device)
-                self.chosen[gemm] = _restored(algorithm, gemm)
+        algorithms = self.share(lambda: [self.choose(*gemm).algorithm for gemm in gemms])
+        for (*gemm, device), algorithm in zip(gemms, algorithms, strict=True):
+            gemm = *gemm, _indexed(device)
+            self.chosen[gemm] = _restored(algorithm, gemm)
 
     def _files(self, device):
-        """Files of measurements for this kind of GPU and version of the library."""
+        """Return the files of measurements for this kind of GPU and version of the library."""
         kind = gpu.name(device).replace(" ", "-").replace("/", "-")
         return [folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json" for folder in self.folders]
 
@@ -128,7 +127,7 @@ def _fastest(gemm):
 
 
 def _milliseconds(choices, m, n, k, gelu, dtype, device):
-    """Median time of five launches of each choice, replayed from graphs in turns."""
+    """Return the median time of five launches of each choice, replayed from graphs in turns."""
     generator = torch.Generator(device).manual_seed(0)  # its own: a run's random stream must not depend on measurements
     shapes = (m, k), (n, k), (n,)
     x, weight, bias = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)

@@ -75,7 +75,7 @@ class SplitLinear:
         self(HighLow(pair, self.scale.new_ones(m) if self.scaled else None))
 
     def parameters(self) -> Iterator[Tensor]:
-        """The layer's tensors."""
+        """Return the layer's tensors."""
         return iter(one for one in (self.pair, self.scale, self.bias, self.after) if one is not None)
 
     def zeros(self, *shape: int) -> Tensor | HighLow:

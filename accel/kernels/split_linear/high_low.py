@@ -20,7 +20,7 @@ class HighLow(NamedTuple):
     scale: Tensor | None  # (…,) float32, a power of two a row; None is 1
 
     def value(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tensor (…, K) in `dtype`."""
+        """Return the tensor (…, K) in `dtype`."""
         value = self.pair[0].to(dtype) + self.pair[1].to(dtype)
         return value if self.scale is None else value * self.scale[..., None].to(dtype)
 
@@ -39,17 +39,17 @@ def split(x: Tensor, per_row: bool = True) -> HighLow:
 
 
 def new_stack(*shape: int, device: torch.device) -> Tensor:
-    """A pair (2, …, K) to be filled, with memory (…, 3·K) for high, low, high. Whoever fills it writes high twice."""
+    """Return an empty pair (2, …, K) with memory (…, 3·K) for high, low, high. Whoever fills it writes high twice."""
     return torch.empty(*shape[:-1], 3, shape[-1], dtype=torch.float16, device=device).movedim(-2, 0)[:2]
 
 
 def new_pair(*shape: int, device: torch.device, stack: bool = False) -> Tensor:
-    """A pair (2, …, K) to be filled, contiguous or a `new_stack`."""
+    """Return an empty pair (2, …, K), contiguous or a `new_stack`."""
     return new_stack(*shape, device=device) if stack else torch.empty(2, *shape, dtype=torch.float16, device=device)
 
 
 def stacked(pair: Tensor) -> Tensor:
-    """A pair (2, …, K) as (…, 3·K): high, low, high. A `new_stack` is not copied."""
+    """Return a pair (2, …, K) as (…, 3·K): high, low, high. A `new_stack` is not copied."""
     *shape, depth = pair.shape[1:]
     if (pair.stride(0), pair.stride(-2)) != (depth, 3 * depth):
         return torch.cat([*pair, pair[0]], -1)
