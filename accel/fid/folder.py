@@ -91,10 +91,8 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
     """Write pixels (n, H, W, 3) uint8 as PNGs. Each is on disk before it has its name."""
 
     def write(number, picture):
-        content = io.BytesIO()
-        Image.fromarray(picture).save(content, format="PNG")
         with atomic_write(folder / picture_name(number), durable=True, through_link=False) as file:
-            file.write(content.getvalue())
+            Image.fromarray(picture).save(file, format="PNG")
 
     with ThreadPoolExecutor(WRITERS) as pool:
         list(pool.map(write, numbers, pixels))
