@@ -86,7 +86,7 @@ class Job:
         result = self.run_collectively(work, only=0)
         for first in (True, False):
             mine = self.rank > 0 and (self.local_rank == 0) == first
-            result = self.run_collectively(lambda: work() if mine else result)  # noqa: B023 (called at once)
+            result = self.run_collectively(lambda: work() if mine else result)
         return result
 
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
