@@ -88,10 +88,9 @@ def load(
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        compiling = [pool.submit(warm_up, call) for call in calls]
+        compiling = pool.map(warm_up, calls)  # begins at once
         network = build(state, model, tier, device, tuner, part=part)
-        for job in compiling:
-            job.result()
+        list(compiling)  # raises what a call has raised
     return network
 
 

@@ -152,12 +152,10 @@ def _balanced(qkv, bias, rotation):
     other have the same."""
     q, k, v = balance(qkv, bias).chunk(3)  # each (D,)
     norms = rotation and rotation.norms
-    if rotation:
-        if norms is None:
-            sources = list(zip(qkv.chunk(3), bias.chunk(3)))[:2]
-        else:
-            sources = [(norm[0, :, None], norm[1]) for norm in norms]
-        q, k = (_balance_pairs(*source) for source in sources)
+    if norms is not None:
+        q, k = (_balance_pairs(norm[0, :, None], norm[1]) for norm in norms)
+    elif rotation:
+        q, k = map(_balance_pairs, qkv.chunk(3)[:2], bias.chunk(3))
     even = torch.exp2(torch.log2(q / k).div(2).round())
     if norms is None:
         return torch.cat([even, 1 / even, v]), None

@@ -144,8 +144,8 @@ def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[s
         return work.load(Placement(layout, world))
 
     def fits(rows, size):  # tokens stay in a host
-        hosts = [set(host_of[row * size : (row + 1) * size]) for row in range(rows)]
-        return tokens % size == 0 and all(len(of_row) == 1 for of_row in hosts)
+        together = all(len(set(host_of[row * size : (row + 1) * size])) == 1 for row in range(rows))
+        return together and tokens % size == 0
 
     batch_rows = max(work.copies) * min(work.pictures, work.at_once or work.pictures)
     meshes = [
@@ -156,13 +156,9 @@ def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[s
     ]
     found = [OFF]
     for layout in sorted(meshes, key=lambda layout: (layout.ranks, load(layout), layout.tokens)):
-        if load(layout) >= load(found[-1]):
-            continue
-        if layout.tokens == 1:
-            found.append(layout)
-            continue
-        usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
-        found += [layout._replace(exchange=name) for name in usable]
+        if load(layout) < load(found[-1]):
+            usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
+            found += [layout._replace(exchange=name) for name in usable] if layout.tokens > 1 else [layout]
     return found
 
 
@@ -174,16 +170,15 @@ def milliseconds(network: BlockNetwork, work: Work, groups: Groups, layout: Layo
     placement = Placement(layout, groups.job.world)  # of rank 0, which has the most pictures
     if groups.job.rank >= placement.busy:
         return 0.0
-    evaluations, times = work.evaluations(placement), []
+    device, evaluations, times = groups.device, work.evaluations(placement), []
     for one in shared:
         scheduled, advance = one.schedule([500], [0])
         advance(0)
-        each = [
-            count
-            * _milliseconds(partial(scheduled.tokens, *_inputs(network, work, groups.device, *shape)), groups.device)
-            for shape, count in evaluations.items()
-        ]
-        times.append(sum(each) / work.copies.total())
+        total = 0.0
+        for shape, count in evaluations.items():
+            step = partial(scheduled.tokens, *_inputs(network, work, device, *shape))
+            total += count * _milliseconds(step, device)
+        times.append(total / work.copies.total())
     a_block = (times[1] - times[0]) / max(depths[1] - depths[0], 1)
     return times[0] + a_block * (network.depth - depths[0])
 
