@@ -63,10 +63,12 @@ class Tuner:
         return self.chosen[gemm]
 
     def _choose(self, gemm):
-        *shape, dtype, device = gemm
-        name = f"{_name(*shape[:3])} {str(dtype).removeprefix('torch.')}{' gelu' * shape[3]}"
-        files, choice = self._files(device), _known(gemm)
-        if choice is None and (choice := _kept(files, name, gemm)) is None:
+        m, n, k, gelu, dtype, device = gemm
+        name = f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}{' gelu' * gelu}"
+        kind = gpu.name(device).replace(" ", "-").replace("/", "-")
+        files = [folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json" for folder in self.folders]
+        choice = _known(gemm) or _kept(files, name, gemm)
+        if choice is None:
             begun = time.perf_counter()
             measured = _fastest(gemm)
             self.seconds.append(time.perf_counter() - begun)
@@ -83,25 +85,16 @@ class Tuner:
             gemm = *gemm, _indexed(device)
             self.chosen[gemm] = _restored(algorithm, gemm)
 
-    def _files(self, device):
-        """Return the files of measurements for this kind of GPU and version of the library."""
-        kind = gpu.name(device).replace(" ", "-").replace("/", "-")
-        return [folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json" for folder in self.folders]
-
 
 def _indexed(device):
     """Return a device with its number, as tensors name it."""
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _name(m, n, k):
-    return f"{m}x{n}x{k}"
-
-
 def _known(gemm):
     """Return the choice that won on this kind of GPU under long load, if measured."""
-    *shape, gelu, _, device = gemm
-    wanted = KNOWN.get(gpu.name(device), {}).get(f"{_name(*shape)}{' gelu' * gelu}")
+    m, n, k, gelu, _, device = gemm
+    wanted = KNOWN.get(gpu.name(device), {}).get(f"{m}x{n}x{k}{' gelu' * gelu}")
     if wanted is None:
         return None
     one = cublaslt.Gemm(*gemm)
