@@ -171,25 +171,19 @@ def milliseconds(network: BlockNetwork, work: Work, groups: Groups, layout: Layo
     if groups.job.rank >= placement.busy:
         return 0.0
     device, evaluations, times = groups.device, work.evaluations(placement), []
+    side = isqrt(work.tokens) * network.patch_size
+    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     for one in shared:
         scheduled, advance = one.schedule([500], [0])
         advance(0)
         total = 0.0
-        for shape, count in evaluations.items():
-            step = partial(scheduled.tokens, *_inputs(network, work, device, *shape))
-            total += count * _milliseconds(step, device)
+        for (pictures, copies), count in evaluations.items():
+            x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=device)
+            zeros = torch.zeros(copies * pictures, dtype=torch.int64, device=device)  # indices and labels
+            total += count * _milliseconds(partial(scheduled.tokens, x, zeros, zeros), device)
         times.append(total / work.copies.total())
     a_block = (times[1] - times[0]) / max(depths[1] - depths[0], 1)
     return times[0] + a_block * (network.depth - depths[0])
-
-
-def _inputs(network, work, device, pictures, copies):
-    """Return noise, indices and labels of an evaluation."""
-    side = isqrt(work.tokens) * network.patch_size
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=device)
-    index = torch.zeros(copies * pictures, dtype=torch.int64, device=device)
-    return x, index, torch.zeros_like(index)
 
 
 def _milliseconds(step: Callable[[], object], device: torch.device) -> float:
