@@ -42,7 +42,6 @@ class Part(NamedTuple):
     rank: int = 0
     ranks: int = 1
     all_reduce: Callable[[torch.Tensor], object] | None = None  # sums a tensor over the ranks, in place
-    group: Any = None  # the ranks' process group; None on a rank that is left idle
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it."""

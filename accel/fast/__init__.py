@@ -69,7 +69,6 @@ def load(
 
     model: of the same shape, without values (on the meta device). rows: batch rows of one evaluation on this rank.
     """
-    tuner = tuner or Tuner()
     zero = torch.zeros((), device=device)
     zeros = {  # without the blocks after the first, whose names begin with their list's and an index
         name: zero.expand(value.shape)
@@ -89,10 +88,9 @@ def load(
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        compiling = [pool.submit(warm_up, call) for call in calls]
+        compiling = pool.map(warm_up, calls)  # begins at once
         network = build(state, model, tier, device, tuner, part=part)
-        for job in compiling:
-            job.result()
+        list(compiling)  # raises what a call has raised
     return network
 
 

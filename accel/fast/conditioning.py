@@ -39,7 +39,7 @@ class Conditioning:
         self.part, self.sinusoid = read.part, sinusoid
         self.time_mlp = [read(f"t_embedder.mlp.{i}.{kind}") for i in (0, 2) for kind in ("weight", "bias")]
         self.labels = read("y_embedder.embedding_table.weight")  # (classes + 1, C)
-        weights = [read.state[f"{layer}.weight"].detach() for layer in layers]  # each (·D, C)
+        weights = [read.state[f"{layer}.weight"] for layer in layers]  # each (·D, C)
         self.width, rows = len(weights[-1]) // 2, sum(map(len, weights))
         self.vectors = rows // self.width
         self.own = slice(rows * self.part.rank // self.part.ranks, rows * (self.part.rank + 1) // self.part.ranks)
@@ -60,7 +60,7 @@ class Conditioning:
         return slice(start - self.own.start, stop - self.own.start), slice(start - first, stop - first)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """All tensors that depend on the weights."""
+        """Return all tensors that depend on the weights."""
         return iter((*self.time_mlp, self.labels, self.bias, self.weight))
 
     def __call__(self, t: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Half:
         return qk_norm_rotary(qkv, rotation.table, first, norms, rotation.rms_eps)
 
     def overflowed(self) -> str | None:
-        """None: what overflows is not finite in the output."""
+        """Return None: what overflows is not finite in the output."""
         return None
 
 
@@ -128,12 +128,12 @@ class Split:
         return qk_norm_rotary_split(qkv, rotation.table, overflow, first, norms, rotation.rms_eps)
 
     def _watch(self, layer):
-        """A flag that kernels set where a value of `layer` leaves float16's range."""
+        """Return a flag that kernels set where a value of `layer` leaves float16's range."""
         self.watched[layer] = torch.zeros(1, dtype=torch.int32, device=self.device)
         return self.watched[layer]
 
     def overflowed(self) -> str | None:
-        """The first layer with a value too large for a split, or None. Waits for the device."""
+        """Return the first layer with a value too large for a split, or None. Wait for the device."""
         flags = torch.cat([*self.watched.values()]).tolist()
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
@@ -148,16 +148,14 @@ def _norms_left(part, qkv, rotation):
 
 
 def _balanced(qkv, bias, rotation):
-    """Powers of two for the outputs of qkv (3·D,), and the norms with theirs. Outputs that are rotated into each other
-    have the same."""
+    """Return powers of two for the outputs of qkv (3·D,), and the norms with theirs. Outputs that are rotated into each
+    other have the same."""
     q, k, v = balance(qkv, bias).chunk(3)  # each (D,)
     norms = rotation and rotation.norms
-    if rotation:
-        if norms is None:
-            sources = list(zip(qkv.chunk(3), bias.chunk(3)))[:2]
-        else:
-            sources = [(norm[0, :, None], norm[1]) for norm in norms]
-        q, k = (_balance_pairs(*source) for source in sources)
+    if norms is not None:
+        q, k = (_balance_pairs(norm[0, :, None], norm[1]) for norm in norms)
+    elif rotation:
+        q, k = map(_balance_pairs, qkv.chunk(3)[:2], bias.chunk(3))
     even = torch.exp2(torch.log2(q / k).div(2).round())
     if norms is None:
         return torch.cat([even, 1 / even, v]), None

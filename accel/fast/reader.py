@@ -13,44 +13,41 @@ class Reader:
     """
 
     def __init__(self, state: dict[str, Tensor], device: torch.device, stream: torch.dtype, part: Part):
-        self.state, self.device, self.stream, self.part = state, device, stream, part
+        self.state = {name: value.detach() for name, value in state.items()}
+        self.device, self.stream, self.part = device, stream, part
 
     def depth(self, layer: str) -> int:
         """Count the blocks: tensors whose name ends with `layer`."""
         return sum(name.endswith(f".{layer}") for name in self.state)
 
     def __call__(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole tensor, in `dtype` or the stream's."""
-        return self._copy(self._whole(name), dtype)
+        """Return the whole tensor, in `dtype` or the stream's."""
+        return self._copy(self.state[name], dtype)
 
     def rows(self, name: str, dtype: torch.dtype, matrices: int = 1) -> Tensor:
-        """This rank's outputs of a GEMM: its part of the rows of each of `matrices` matrices one below the other, or of
+        """Return this rank's outputs of a GEMM: its part of the rows of each of `matrices` stacked matrices, or of
         their bias."""
-        parts = self._whole(name).unflatten(0, (matrices, self.part.ranks, -1))
+        parts = self.state[name].unflatten(0, (matrices, self.part.ranks, -1))
         return self._copy(parts[:, self.part.rank], dtype).flatten(0, 1)
 
     def columns(self, name: str, dtype: torch.dtype) -> Tensor:
-        """This rank's inputs of a GEMM (N, K): its part of the columns, (N, K / ranks)."""
-        parts = self._whole(name).unflatten(1, (self.part.ranks, -1))
+        """Return this rank's inputs of a GEMM (N, K): its part of the columns, (N, K / ranks)."""
+        parts = self.state[name].unflatten(1, (self.part.ranks, -1))
         return self._copy(parts[:, self.part.rank], dtype)
 
     def once(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The bias of a GEMM whose results the ranks sum: on the first rank, zeros on the others."""
+        """Return the bias of a GEMM whose results the ranks sum: on the first rank, zeros on the others."""
         bias = self(name, dtype)
         return bias if self.part.rank == 0 else torch.zeros_like(bias)
 
     def heads(self, name: str, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows of this rank's query heads, of `heads` of `size` rows; several may share a head of keys or values."""
-        whole, mine = self._whole(name).unflatten(0, (-1, size)), heads // self.part.ranks
-        shared = heads // len(whole)
-        own = [head // shared for head in range(mine * self.part.rank, mine * (self.part.rank + 1))]
-        rows = self._copy(whole[own[0] : own[-1] + 1], dtype)  # (kv heads, d, …)
+        """Return this rank's query heads, of `heads` of `size` rows; several may share a head of keys or values."""
+        whole, mine = self.state[name].unflatten(0, (-1, size)), heads // self.part.ranks
+        shared, first = heads // len(whole), mine * self.part.rank
+        rows = self._copy(whole[first // shared : (first + mine - 1) // shared + 1], dtype)  # (kv heads, d, …)
         if shared > 1:
-            rows = rows[torch.tensor(own, device=self.device) - own[0]]
+            rows = rows.repeat_interleave(shared, dim=0)[first % shared :][:mine]
         return rows.flatten(0, 1)
-
-    def _whole(self, name):
-        return self.state[name].detach()
 
     def _copy(self, tensor, dtype):
         # First to the device, which converts faster.

@@ -134,9 +134,9 @@ def _make_pictures(maker, order, job, batches, finished):
                 pixels = to_uint8(maker.decode(latents)).numpy()
             written.result()  # at most one batch waits in memory
             written = background.submit(write_pictures, order.folder, batches.pictures(batch), pixels)
-            bar.update(already + job.counter("pictures", len(pixels)) - bar.n)
+            bar.update(already + job.store.add("pictures", len(pixels)) - bar.n)
         written.result()
         job.barrier()
-        bar.update(already + job.counter("pictures") - bar.n)
+        bar.update(already + job.store.add("pictures", 0) - bar.n)
     if any(job.all_gather_object(len(todo))):
         raise Stopped(f"stopped; start again with the same command to resume {order.folder}")

@@ -41,7 +41,7 @@ class Order(NamedTuple):
 
     @property
     def batch_sizes(self) -> set[int]:
-        """Numbers of pictures in a batch: upstream's way makes whole ones."""
+        """Return the numbers of pictures in a batch: upstream's way makes whole ones."""
         if not self.independent:
             return {self.batch_size}
         return {min(self.batch_size, self.count), self.count % self.batch_size} - {0}
@@ -51,44 +51,39 @@ class Batches:
     """The division of an order's pictures into batches and ranks.
 
     Upstream's way: in a round each rank makes n pictures, interleaved by rank; the total is rounded up to whole rounds.
-    The world-independent way: batch b is pictures b·n … b·n + n - 1, whoever makes it; the last may be smaller.
+    The world-independent way: a round is one batch, whoever makes it; the last may be smaller.
     """
 
     def __init__(self, order: Order, rank: int, world: int):
         self.order, self.rank, self.world = order, rank, world
-        if order.independent:
-            self.count, self.total = ceil(order.count / order.batch_size), order.count  # of all ranks
-        else:
-            self.count = world * ceil(order.count / (world * order.batch_size))
-            self.total = self.count * order.batch_size
+        self.in_round = 1 if order.independent else world  # batches, whose pictures are interleaved
+        self.count = self.in_round * ceil(order.count / (self.in_round * order.batch_size))  # of all ranks
+        self.total = order.count if order.independent else self.count * order.batch_size
 
     def finished(self) -> set[int]:
-        """The batches of all ranks whose pictures are all in the folder."""
+        """Return the batches of all ranks whose pictures are all in the folder."""
         there = {entry.name for entry in os.scandir(self.order.folder) if entry.is_file()}
         return {batch for batch in range(self.count) if there.issuperset(map(picture_name, self.pictures(batch)))}
 
     def left(self, finished: Collection[int]) -> list[int]:
-        """This rank's share of the batches that are not in `finished`, in order."""
+        """Return this rank's share of the batches that are not in `finished`, in order."""
         if self.order.independent:
             return [batch for batch in range(self.count) if batch not in finished][self.rank :: self.world]
         return [batch for batch in range(self.rank, self.count, self.world) if batch not in finished]
 
     def pictures(self, batch: int) -> range:
-        """Picture numbers of a batch. In upstream's way, batch i·world + rank is the i-th of that rank."""
-        n = self.order.batch_size
-        if self.order.independent:
-            return range(batch * n, min((batch + 1) * n, self.order.count))
-        index, rank = divmod(batch, self.world)
-        return range(index * self.world * n + rank, (index + 1) * self.world * n, self.world)
+        """Return the picture numbers of a batch. In upstream's way, batch i·world + rank is the i-th of that rank."""
+        (index, offset), size = divmod(batch, self.in_round), self.in_round * self.order.batch_size  # of a round
+        return range(index * size + offset, min((index + 1) * size, self.total), self.in_round)
 
 
 def npz_of(folder: Path) -> Path:
-    """The archive of a folder's pictures."""
+    """Return the path of the archive of a folder's pictures."""
     return folder.with_name(f"{folder.name}.npz")
 
 
 def picture_name(number: int) -> str:
-    """The name of a picture's file."""
+    """Return the name of a picture's file."""
     return f"{number:06d}.png"
 
 
@@ -96,10 +91,8 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
     """Write pixels (n, H, W, 3) uint8 as PNGs. Each is on disk before it has its name."""
 
     def write(number, picture):
-        content = io.BytesIO()
-        Image.fromarray(picture).save(content, format="PNG")
         with atomic_write(folder / picture_name(number), durable=True, through_link=False) as file:
-            file.write(content.getvalue())
+            Image.fromarray(picture).save(file, format="PNG")
 
     with ThreadPoolExecutor(WRITERS) as pool:
         list(pool.map(write, numbers, pixels))
@@ -107,7 +100,7 @@ def write_pictures(folder: Path, numbers: range, pixels: np.ndarray) -> None:
 
 
 def read_picture(path: Path, size: int) -> np.ndarray:
-    """Pixels (size, size, 3) uint8 of a whole PNG. UsageError for any other file."""
+    """Return pixels (size, size, 3) uint8 of a whole PNG. Raises UsageError for any other file."""
     try:
         content = read_small(path, 2**28)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:

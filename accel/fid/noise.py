@@ -13,10 +13,8 @@ Drawn = tuple[torch.Tensor, torch.Tensor, Draw]
 
 
 def labels_of(order: Order, pictures: range, drawn: torch.Tensor) -> torch.Tensor:
-    """Labels (n,) of `pictures`: `drawn`, or where they are balanced by the picture's number.
-
-    `drawn` is drawn all the same, so the noise is that of a job with random labels.
-    """
+    """Return labels (n,) of `pictures`: `drawn`, or by the picture's number if balanced. `drawn` is drawn in any case,
+    so the noise is that of a job with random labels."""
     if not order.balanced:
         return drawn
     return torch.tensor([number % order.num_classes for number in pictures], device=drawn.device)
@@ -35,11 +33,8 @@ class UpstreamNoise:
         torch.manual_seed(order.seed * batches.world + batches.rank)
 
     def skip(self, batch: int) -> bool:
-        """Draw a batch before `batch` without the network. False if there is none: `batch` is the next.
-
-        A resumed job so has the stream of an undisturbed one. A CUDA generator's offset could be advanced instead; the
-        CPU's generator has to draw.
-        """
+        """Draw one batch before `batch` without the network, so a resumed job has the stream of an undisturbed one.
+        Return False if there is none: `batch` is the next. A CUDA generator's offset could be advanced, a CPU's not."""
         if self.next == batch:
             return False
         _, _, draw = self.batch(self.next)
@@ -48,7 +43,7 @@ class UpstreamNoise:
         return True
 
     def batch(self, batch: int) -> Drawn:
-        """z (n, C, L, L), labels (n,) and the function that draws the noise of a step, of this rank's next batch."""
+        """Return z (n, C, L, L), labels (n,) and the function that draws a step's noise, of this rank's next batch."""
         order, device, n = self.order, self.device, self.order.batch_size
         assert batch == self.next
         self.next += self.batches.world
@@ -65,11 +60,11 @@ class PictureNoise:
         self.order, self.batches, self.device = order, batches, device
 
     def skip(self, batch: int) -> bool:
-        """False: there is no stream."""
+        """Return False: there is no stream."""
         return False
 
     def batch(self, batch: int) -> Drawn:
-        """z (n, C, L, L), labels (n,) and the function that draws the noise of a step."""
+        """Return z (n, C, L, L), labels (n,) and the function that draws a step's noise."""
         order, device, pictures = self.order, self.device, self.batches.pictures(batch)
         # The odd factor keeps the seeds of one job apart in their low 32 bits, all that the CPU's generator takes.
         seeds = [(order.seed * 0x9E3779B97F4A7C15 + number) % 2**63 for number in pictures]

@@ -7,15 +7,15 @@ cuda.py compiles, loads and launches CUDA text; hopper.cuh is device code that H
 import hashlib
 from pathlib import Path
 
-from accel.files import atomic_write
+from accel.files import atomic_write, read_json
 
 FOLDER = Path(__file__).parent
 SOURCES = {".py", ".cu", ".cuh", ".json"}
 
 
 def version(*paths: Path) -> str:
-    """Return a short hash of source files, files in folders and their subfolders included. It marks measurements, plans
-    and FID jobs, which depend on code."""
+    """Return a short hash of source files, files in folders and their subfolders included. It marks plans and FID jobs,
+    which depend on code."""
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     contents = b"".join(file.read_bytes() for file in files if file.suffix in SOURCES)
     return hashlib.sha256(contents).hexdigest()[:8]
@@ -25,6 +25,14 @@ def check_backend(op: str, backend: str, backends: tuple[str, ...]) -> None:
     """Raise ValueError unless an op has this backend."""
     if backend not in backends:
         raise ValueError(f"{op}: backend {backend!r}: one of {', '.join(backends)}")
+
+
+def kept(file: Path) -> dict:
+    """Return the JSON object in a file of a cache; none if it is absent or damaged: it is measured again."""
+    try:
+        return read_json(file)
+    except (OSError, ValueError):
+        return {}
 
 
 def keep(file: Path, content: bytes) -> None:

@@ -29,8 +29,7 @@ OPTIONS = b"--gpu-architecture=sm_90a", b"--std=c++17"
 
 
 def by_triton(op: str, backend: str, x: Tensor) -> bool:
-    """Return whether `op` computes x with its Triton kernel. backend: one of BACKENDS; "auto": on a GPU, but for
-    float64."""
+    """Return whether `op` uses its Triton kernel for x. backend: one of BACKENDS; "auto": on a GPU, but for float64."""
     check_backend(op, backend, BACKENDS)
     return HAS_TRITON and x.is_cuda and x.dtype != torch.float64 if backend == "auto" else backend == "triton"
 
@@ -41,8 +40,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def writes_to_peer(index: int, peer: int) -> bool:
-    """Return whether GPU `index` can write to GPU `peer` and update its words atomically: over NVLink, seldom over
-    PCIe."""
+    """Return whether GPU `index` can write to GPU `peer` and update its words atomically: over NVLink, rarely PCIe."""
     driver = _bindings("driver")
     devices = [call(driver.cuDeviceGet, ordinal) for ordinal in (index, peer)]
     return all(
@@ -89,11 +87,6 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
             gc.enable()
 
 
-#################################################################################
-#                                  Device code                                  #
-#################################################################################
-
-
 def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> str:
     """Return the CUDA text of a function around one warpgroup MMA, 64 × columns × 16: (d, a, b, accumulate).
 
@@ -117,7 +110,7 @@ def wgmma(name: str, columns: int, half: str, a_in_registers: bool = False) -> s
 
 
 def registers(consumers: int, blocks: int = 1) -> dict[str, int]:
-    """Return registers a thread of the consumer warpgroups and of the producer, with `blocks` on a multiprocessor.
+    """Return a thread's registers in the consumer warpgroups and in the producer's, with `blocks` on a multiprocessor.
 
     At the start every warpgroup gets an equal share of the 64 Ki, in eights; setmaxnreg then moves them.
     """
@@ -136,13 +129,8 @@ def source(files: tuple[Path, ...], config: NamedTuple, functions: str, half: st
     return "".join([*defines, functions, *(file.read_text() for file in (shared, *files))])
 
 
-#################################################################################
-#                              Compiling and loading                            #
-#################################################################################
-
-
 def compile_cubin(text: str, name: str) -> bytes:
-    """Compile to machine code for sm_90a by NVRTC; needs no GPU. Raises RuntimeError with the compiler's log."""
+    """Compile to machine code for sm_90a, by NVRTC; needs no GPU. Raises RuntimeError with the compiler's log."""
     nvrtc = _bindings("nvrtc")
     program = call(nvrtc.nvrtcCreateProgram, text.encode(), name.encode(), 0, None, None)
     try:
@@ -159,8 +147,8 @@ def compile_cubin(text: str, name: str) -> bytes:
 
 
 def cached_cubin(text: str, name: str) -> bytes:
-    """Return `compile_cubin`'s result. Keep it on disk behind its SHA-256, under a name that changes with text and
-    compiler. A file that does not match its digest is compiled again."""
+    """Return `compile_cubin`'s code, kept on disk behind its SHA-256, under a name that changes with text and compiler.
+    A file that does not match its digest is compiled again."""
     key = hashlib.sha256(b"\n".join((text.encode(), str(torch.version.cuda).encode(), *OPTIONS))).hexdigest()[:16]
     file = cache_folder() / f"{name}-{key}.cubin"
     try:

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels import cuda
-from accel.kernels.split_linear import HighLow, split
-from accel.kernels.split_linear.high_low import LARGEST
+from accel.kernels.split_linear.high_low import LARGEST, HighLow, split
 
 try:
     import triton

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.kernels import cuda
-from accel.kernels.split_linear import HighLow, split
-from accel.kernels.split_linear.high_low import new_pair
+from accel.kernels.split_linear.high_low import HighLow, new_pair, split
 
 try:
     import triton

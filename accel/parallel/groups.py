@@ -29,7 +29,7 @@ class Groups:
         group, rank = self._group(range(layout.ranks)), self.job.rank
         if rank >= layout.ranks:
             return Part(0, layout.ranks, lambda x: None)
-        return Part(rank, layout.ranks, partial(dist.all_reduce, group=group), group)
+        return Part(rank, layout.ranks, partial(dist.all_reduce, group=group))
 
     def apply(self, network: BlockNetwork, layout: Layout) -> Network:
         """Return the network as this rank evaluates it under `layout`: itself on a rank that shares no evaluation, and

@@ -18,7 +18,7 @@ class Layout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share a network evaluation."""
+        """Return the number of ranks that share a network evaluation."""
         return self.rows * self.tokens * self.weights
 
     def __str__(self):

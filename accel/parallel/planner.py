@@ -21,7 +21,7 @@ import torch
 
 from accel import kernels
 from accel.errors import UsageError
-from accel.files import cache_folder, read_json
+from accel.files import cache_folder
 from accel.graphs import capture
 from accel.network import BlockNetwork, Network
 from accel.parallel import layouts
@@ -93,7 +93,7 @@ def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
     """Choose a layout and keep it on disk: equally fast layouts round differently, and two runs must agree."""
     where, file = situation(network, work, groups), cache_folder() / "plans.json"
-    if found := groups.job.from_rank_0(lambda: _kept(file).get(where)):
+    if found := groups.job.from_rank_0(lambda: kernels.kept(file).get(where)):
         with suppress(TypeError, ValueError):  # a damaged entry; a UsageError is a ValueError
             text, reason = found
             layout = OFF if text == "off" else layouts.parse(f"{text}")
@@ -101,28 +101,19 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
     layout, reason = choose(network, work, groups)
     if groups.job.rank == 0:
         text = "off" if layout == OFF else str(layout)
-        kernels.keep(file, json.dumps({**_kept(file), where: [text, reason]}, indent=1).encode())
+        kernels.keep(file, json.dumps({**kernels.kept(file), where: [text, reason]}, indent=1).encode())
     return layout, reason
-
-
-def _kept(file):
-    """Return the layouts that were chosen earlier, by situation; none if the file is absent or damaged."""
-    try:
-        return read_json(file)
-    except (OSError, ValueError):
-        return {}
 
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
     """Describe all that a choice depends on: the key of a kept layout."""
-    hosts = groups.job.all_gather_object(groups.job.host)
-    sizes = "+".join(str(hosts.count(host)) for host in dict.fromkeys(hosts))
+    sizes = "+".join(map(str, Counter(groups.job.all_gather_object(groups.job.host)).values()))  # ranks of each host
     gpu = groups.device.type == "cuda"
     name = torch.cuda.get_device_name(groups.device) if gpu else f"processors of {torch.get_num_threads()} threads"
     code = kernels.version(kernels.FOLDER, Path(__file__).parent)
     batch = f"{work.pictures} pictures, {work.at_once or 'all'} at a time, of {work.tokens} tokens"
-    shares = {copies: count / work.copies.total() for copies, count in sorted(work.copies.items())}
-    rows = ", ".join(f"{copies} batch rows each in {share:.0%} of evaluations" for copies, share in shares.items())
+    shares = sorted((copies, count / work.copies.total()) for copies, count in work.copies.items())
+    rows = ", ".join(f"{copies} batch rows each in {share:.0%} of evaluations" for copies, share in shares)
     where = f"{sizes} {name}, code {code}, torch {torch.__version__}"
     return f"{where}: {batch}, {rows}, {work.tier}, {network.describe()}"
 
@@ -153,8 +144,8 @@ def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[s
         return work.load(Placement(layout, world))
 
     def fits(rows, size):  # tokens stay in a host
-        hosts = [set(host_of[row * size : (row + 1) * size]) for row in range(rows)]
-        return tokens % size == 0 and all(len(of_row) == 1 for of_row in hosts)
+        together = all(len(set(host_of[row * size : (row + 1) * size])) == 1 for row in range(rows))
+        return together and tokens % size == 0
 
     batch_rows = max(work.copies) * min(work.pictures, work.at_once or work.pictures)
     meshes = [
@@ -165,13 +156,9 @@ def candidates(work: Work, heads: int, host_of: list[str], exchanges: Iterable[s
     ]
     found = [OFF]
     for layout in sorted(meshes, key=lambda layout: (layout.ranks, load(layout), layout.tokens)):
-        if load(layout) >= load(found[-1]):
-            continue
-        if layout.tokens == 1:
-            found.append(layout)
-            continue
-        usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
-        found += [layout._replace(exchange=name) for name in usable]
+        if load(layout) < load(found[-1]):
+            usable = [name for name in exchanges if name != "ulysses" or heads % layout.tokens == 0]
+            found += [layout._replace(exchange=name) for name in usable] if layout.tokens > 1 else [layout]
     return found
 
 
@@ -183,27 +170,20 @@ def milliseconds(network: BlockNetwork, work: Work, groups: Groups, layout: Layo
     placement = Placement(layout, groups.job.world)  # of rank 0, which has the most pictures
     if groups.job.rank >= placement.busy:
         return 0.0
-    evaluations, times = work.evaluations(placement), []
+    device, evaluations, times = groups.device, work.evaluations(placement), []
+    side = isqrt(work.tokens) * network.patch_size
+    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
     for one in shared:
         scheduled, advance = one.schedule([500], [0])
         advance(0)
-        each = [
-            count
-            * _milliseconds(partial(scheduled.tokens, *_inputs(network, work, groups.device, *shape)), groups.device)
-            for shape, count in evaluations.items()
-        ]
-        times.append(sum(each) / work.copies.total())
+        total = 0.0
+        for (pictures, copies), count in evaluations.items():
+            x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=device)
+            zeros = torch.zeros(copies * pictures, dtype=torch.int64, device=device)  # indices and labels
+            total += count * _milliseconds(partial(scheduled.tokens, x, zeros, zeros), device)
+        times.append(total / work.copies.total())
     a_block = (times[1] - times[0]) / max(depths[1] - depths[0], 1)
     return times[0] + a_block * (network.depth - depths[0])
-
-
-def _inputs(network, work, device, pictures, copies):
-    """Return noise, indices and labels of an evaluation."""
-    side = isqrt(work.tokens) * network.patch_size
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random stream begins untouched
-    x = torch.randn(pictures, network.in_channels, side, side, generator=generator, device=device)
-    index = torch.zeros(copies * pictures, dtype=torch.int64, device=device)
-    return x, index, torch.zeros_like(index)
 
 
 def _milliseconds(step: Callable[[], object], device: torch.device) -> float:

@@ -86,7 +86,7 @@ class Job:
         result = self.run_collectively(work, only=0)
         for first in (True, False):
             mine = self.rank > 0 and (self.local_rank == 0) == first
-            result = self.run_collectively(lambda: work() if mine else result)  # noqa: B023 (called at once)
+            result = self.run_collectively(lambda: work() if mine else result)
         return result
 
     def from_rank_0(self, make: Callable[[], Any]) -> Any:
@@ -131,10 +131,6 @@ class Job:
         dist.gather(part.contiguous(), parts)
         return parts
 
-    def counter(self, name: str, add: int = 0) -> int:
-        """Add to a number that all ranks share, 0 at first, and return it. No rank waits for another."""
-        return self.store.add(f"counter/{name}", add)
-
     def stop_on_signals(self, *signals: signal.Signals) -> None:
         """Take each of these signals, on any rank, as a request that the whole job stop (`stopping`)."""
         for number in signals:
@@ -145,7 +141,7 @@ class Job:
 
     @property
     def stopping(self) -> bool:
-        """Whether any rank was asked to stop; ranks check this between batches."""
+        """Return whether any rank was asked to stop; ranks check this between batches."""
         if self._stop:
             self.store.set("stop", "")
         return self._stop or self.store.check(["stop"])

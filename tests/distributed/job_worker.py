@@ -20,12 +20,9 @@ def exchange(job):
     assert job.all_gather_object({"rank": job.rank}) == [{"rank": rank} for rank in range(job.world)]
     assert job.from_rank_0(lambda: f"made on rank {job.rank}") == "made on rank 0"
     assert job.run_collectively(lambda: job.rank, only=1) == (1 if job.rank == 1 else None)
-    rank, turn = job.run_in_turns(lambda: (job.rank, job.counter("turns", 1)))  # each once, rank 0 first
-    assert rank == job.rank and (turn == 1) == (rank == 0) and job.counter("turns") == job.world
+    rank, turn = job.run_in_turns(lambda: (job.rank, job.store.add("turns", 1)))  # each once, rank 0 first
+    assert rank == job.rank and (turn == 1) == (rank == 0) and job.store.add("turns", 0) == job.world
     assert job.max_over_ranks([job.rank, -job.rank]) == [job.world - 1, 0]
-    job.counter("pictures", job.rank + 1)
-    job.barrier()
-    assert job.counter("pictures") == sum(range(job.world + 1)) and job.counter("others") == 0
     for n, layout in ((7, Layout()), (2, Layout()), (1, Layout(rows=2))):
         placement = Placement(layout, job.world, job.rank)
         numbers = torch.arange(3 * n).view(n, 3)
@@ -36,7 +33,7 @@ def exchange(job):
 
 def turns(job):
     """Two nodes of two: a download is made on rank 0, then by one rank of the other node, then by all that are left."""
-    first, _, second_node, _ = taken = job.all_gather_object(job.run_in_turns(lambda: job.counter("turns", 1)))
+    first, _, second_node, _ = taken = job.all_gather_object(job.run_in_turns(lambda: job.store.add("turns", 1)))
     assert first == 1 and second_node == 2 and sorted(taken) == [1, 2, 3, 4], taken
 
 

@@ -110,7 +110,7 @@ def accelerated(job, model, generator):
             whole = build(state, one, tier, torch.device("cpu"))
         with BytesRead(state) as read:
             network = build(state, one, tier, torch.device("cpu"), part=part)
-        if part.group is None:
+        if job.rank >= ranks:  # idle
             continue
         row = dict(kind="accelerated", tier=tier, family=type(one).__name__, ranks=ranks)
         row |= dict(held=held(network) / held(whole), read=read.total / whole_read.total)

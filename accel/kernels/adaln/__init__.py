@@ -19,11 +19,7 @@ from torch import Tensor
 from accel.kernels import cuda
 from accel.kernels.adaln import reference
 from accel.kernels.adaln.reference import Branches, Modulation
-from accel.kernels.cuda import BACKENDS
-from accel.kernels.split_linear import HighLow, split
-from accel.kernels.split_linear.high_low import new_pair
-
-__all__ = ["BACKENDS", "Branches", "Modulation", "adaln", "adaln_split"]
+from accel.kernels.split_linear.high_low import HighLow, new_pair, split
 
 
 def adaln(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from accel import gpu
-from accel.files import cache_folder, read_json
-from accel.kernels import cuda, keep
+from accel.files import cache_folder
+from accel.kernels import cuda, keep, kept
 from accel.kernels.linear import cublaslt
 
 # `cublaslt.configuration` of the fastest algorithm by GPU and shape, for XL/2's GEMMs: after seconds of load, when an
@@ -54,7 +54,7 @@ class Tuner:
         self.seconds = []  # of each GEMM measured by this process
 
     def choose(self, m: int, n: int, k: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> Choice:
-        """Return the choice for a GEMM; measure on first use."""
+        """Return the algorithm of a GEMM."""
         gemm = m, n, k, gelu, dtype, _indexed(device)
         if gemm not in self.chosen:
             if torch.cuda.is_current_stream_capturing():
@@ -63,31 +63,27 @@ class Tuner:
         return self.chosen[gemm]
 
     def _choose(self, gemm):
-        *shape, dtype, device = gemm
-        name = f"{_name(*shape[:3])} {str(dtype).removeprefix('torch.')}{' gelu' * shape[3]}"
-        files, choice = self._files(device), _known(gemm)
-        if choice is None and (choice := _kept(files, name, gemm)) is None:
+        m, n, k, gelu, dtype, device = gemm
+        name = f"{m}x{n}x{k} {str(dtype).removeprefix('torch.')}{' gelu' * gelu}"
+        kind = gpu.name(device).replace(" ", "-").replace("/", "-")
+        files = [folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json" for folder in self.folders]
+        choice = _known(gemm) or _kept(files, name, gemm)
+        if choice is None:
             begun = time.perf_counter()
             measured = _fastest(gemm)
             self.seconds.append(time.perf_counter() - begun)
             choice = _kept(files, name, gemm) or measured  # another process's, if that was done first
         for file in files:
             if name not in (found := _read(file)):
-                keep(file, json.dumps({**found, name: _plain(choice.algorithm)}).encode())
+                keep(file, json.dumps({**found, name: choice.algorithm}).encode())
         return choice
 
     def choose_alike(self, gemms: list[tuple]) -> None:
         """Take rank 0's choices on all ranks, or two runs of one job could differ. gemms: `choose`'s arguments."""
-        if gemms:
-            plain = self.share(lambda: [_plain(self.choose(*gemm).algorithm) for gemm in gemms])
-            for (*gemm, device), choice in zip(gemms, plain, strict=True):
-                gemm = *gemm, _indexed(device)
-                self.chosen[gemm] = _restored(choice, gemm)
-
-    def _files(self, device):
-        """Return the files of measurements for this kind of GPU and version of the library."""
-        kind = gpu.name(device).replace(" ", "-").replace("/", "-")
-        return [folder / f"products-{kind}-cublaslt-{cublaslt.version()}.json" for folder in self.folders]
+        algorithms = self.share(lambda: [self.choose(*gemm).algorithm for gemm in gemms])
+        for (*gemm, device), algorithm in zip(gemms, algorithms, strict=True):
+            gemm = *gemm, _indexed(device)
+            self.chosen[gemm] = _restored(algorithm, gemm)
 
 
 def _indexed(device):
@@ -95,14 +91,10 @@ def _indexed(device):
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def _name(m, n, k):
-    return f"{m}x{n}x{k}"
-
-
 def _known(gemm):
     """Return the choice that won on this kind of GPU under long load, if measured."""
-    *shape, gelu, _, device = gemm
-    wanted = KNOWN.get(gpu.name(device), {}).get(f"{_name(*shape)}{' gelu' * gelu}")
+    m, n, k, gelu, _, device = gemm
+    wanted = KNOWN.get(gpu.name(device), {}).get(f"{m}x{n}x{k}{' gelu' * gelu}")
     if wanted is None:
         return None
     one = cublaslt.Gemm(*gemm)
@@ -111,8 +103,8 @@ def _known(gemm):
 
 def _kept(files, name, gemm):
     """Return the choice in the first of `files` that has one."""
-    plain = next((found[name] for found in map(_read, files) if name in found), None)
-    return None if plain is None else _restored(plain, gemm)
+    algorithm = next((found[name] for found in map(_read, files) if name in found), None)
+    return None if algorithm is None else _restored(algorithm, gemm)
 
 
 def _fastest(gemm):
@@ -150,27 +142,20 @@ def _milliseconds(choices, m, n, k, gelu, dtype, device):
     return torch.tensor([start.elapsed_time(end) for start, end in times]).view(3, -1).median(0).values
 
 
-def _plain(algorithm):
-    """Return an algorithm as [words, workspace]."""
-    return [list(algorithm.words), algorithm.workspace]
-
-
-def _restored(plain, gemm):
-    words, workspace = plain
+def _restored(algorithm, gemm):
+    """Return the choice of an algorithm (words, workspace), also as JSON has it: two lists."""
+    words, workspace = algorithm
     return Choice(cublaslt.Gemm(*gemm), cublaslt.Algorithm(tuple(words), workspace))
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return a file's algorithms by name; none if it is absent or damaged: they are measured again."""
-    try:
-        kept = read_json(file)
-    except (OSError, ValueError):
-        return {}
-    return kept if all(map(_is_algorithm, kept.values())) else {}
+    """Return a file's algorithms by name; none if one is damaged."""
+    found = kept(file)
+    return found if all(map(_is_algorithm, found.values())) else {}
 
 
-def _is_algorithm(plain):
-    match plain:  # as `_plain` writes it
+def _is_algorithm(value):
+    match value:  # an Algorithm in JSON
         case [[*words], int(workspace)]:
             return workspace >= 0 and len(words) == 8 and all(type(word) is int for word in words)
     return False

@@ -57,7 +57,7 @@ class SplitLinear:
     ):
         check_backend("split_linear", backend, BACKENDS)
         assert after is None or overflow is not None
-        self.name, self.backend = name, choose(weight.device) if backend == "auto" else backend
+        self.backend = choose(weight.device) if backend == "auto" else backend
         if not bool(weight.isfinite().all() & bias.isfinite().all()):
             raise ValueError(f"{name}: has weights that are not finite")
         self.columns, self.depth = weight.shape

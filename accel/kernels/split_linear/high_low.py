@@ -55,11 +55,11 @@ def stacked(pair: Tensor) -> Tensor:
     return pair.as_strided((*shape, 3 * depth), pair.stride()[1:])
 
 
-def balance(weight: Tensor, bias: Tensor, target: float = 4.0) -> Tensor:
-    """Return powers of two (N,) that bring x·Wᵀ + b near `target` in size for inputs of size one.
+def balance(weight: Tensor, bias: Tensor) -> Tensor:
+    """Return powers of two (N,) that bring x·Wᵀ + b near 4 in size for inputs of size one.
 
     float16 then has room for outliers four thousand times as large, at a floor of 2⁻²⁷ of the usual size.
     """
     size = (weight.double().square().sum(1) + bias.double().square()).sqrt()  # (N,)
-    exponent = torch.where(size > 0, torch.log2(target / size.clamp(min=1e-300)), 0).round().clamp(-60, 60)
+    exponent = torch.where(size > 0, torch.log2(4 / size.clamp(min=1e-300)), 0).round().clamp(-60, 60)
     return torch.exp2(exponent).float()
