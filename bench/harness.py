@@ -26,7 +26,7 @@ from accel.files import atomic_write
 from accel.flags import check_writable, positive
 from accel.kernels.linear import Tuner
 from accel.latents.autoencoder_kl import SD_VAE_FT, KLDecoder
-from accel.network import Network, Plain
+from accel.network import Network, Plain, unpatchify
 from accel.request import GridRequest
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
@@ -282,4 +282,5 @@ def guided(network: Network, args: Namespace, device: torch.device) -> torch.Ten
     """Return a guided evaluation of the batch that `args` names at timestep 500, as float64."""
     guidance, (z, labels) = Guidance(SCALE, args.num_classes), batch(network, args, device)
     y = guidance.labels(labels)
-    return guidance.combine(network.forward(z, torch.full_like(y, 500), y)).double()
+    out = network.tokens(z, torch.full_like(y, 500), y)  # `forward` would round a float64 network's output
+    return guidance.combine(unpatchify(out, network.patch_size)).double()
