@@ -188,12 +188,12 @@ _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 class KLDecoder(nn.Module):
     """The decoder's input (N, C, L, L) → pixels (N, 3, H, W). Its state-dict keys are AutoencoderKL's.
 
-    config: an AutoencoderKL's config.json as a dict. Raises ValueError as check_config does.
+    config: an AutoencoderKL's config.json as a dict; `entries`: the result of check_config, which may raise ValueError.
     """
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()
-        config = check_config(config)
+        self.entries = config = check_config(config)
         channels = config["latent_channels"]
         self.post_quant_conv = nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
         self.decoder = Layers(

@@ -47,7 +47,7 @@ class Decoder:
         self.space, self.device, self.precision, self.otherwise = space, device, precision, otherwise
         self.captured, self.network = captured, network
         self.half = self.refusal = self._loading = None
-        self._loaded = self._warned = False
+        self._warned = False
 
     def load_ahead(self) -> None:
         """On a GPU, load the network and compile its kernels in a thread. The weights wait on the CPU until the
@@ -69,12 +69,10 @@ class Decoder:
 
     def load(self) -> "Decoder":
         """Load the network onto the device and check float16, at the first call. Returns this decoder."""
-        if self._loaded:
-            return self
         if self.network is None:
             loaded = self._loading.result() if self._loading else files.load(self.space, self.device)
             self.network = loaded.to(self.device)
-        if self.precision == "fp16":
+        if self.precision == "fp16" and self.half is None:
             from accel.latents.half import HalfDecoder  # imports Triton, which float32 does not need
 
             half = HalfDecoder(self.network)
@@ -84,7 +82,6 @@ class Decoder:
                 print(self.refusal)
             else:
                 self.half = Replayed(half) if self.captured and self.device.type == "cuda" else half
-        self._loaded = True
         return self
 
     @torch.inference_mode()
@@ -119,8 +116,7 @@ class Decoder:
         pixels = self._each(self.half, latents)
         if failed := _not_finite(pixels):
             if not self._warned:
-                in_float32 = f"such pictures are decoded in {NAMES[self.otherwise]}"
-                print(f"a picture overflows the float16 decoder; {in_float32}")
+                print(f"a picture overflows the float16 decoder; such pictures are decoded in {NAMES[self.otherwise]}")
                 self._warned = True
             pixels[failed] = self._in_float32(latents[failed], self.otherwise)
         return pixels

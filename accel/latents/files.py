@@ -10,7 +10,7 @@ import torch
 
 from accel.errors import UsageError
 from accel.latents import LatentSpace, ldm_layout
-from accel.latents.autoencoder_kl import KLDecoder, check_config, space_of
+from accel.latents.autoencoder_kl import KLDecoder, space_of
 from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
 from accel.weights.shapes import shapes_only
@@ -18,7 +18,6 @@ from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read
 
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
-LOCAL = "fetch https://huggingface.co/{} by other means and give its folder, or its .pt file"
 
 
 def find(name: str, statistics: str | None = None) -> LatentSpace:
@@ -32,13 +31,15 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
     mode, is_tensors = mode_of(folder, "vae"), folder.suffix in FILE_SUFFIXES
     if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
-        on_hub = HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists()
-        if name not in PUBLISHED and not on_hub:
-            raise UsageError(
-                f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}"
-            )
-        repository = f"stabilityai/sd-vae-ft-{name}" if name in PUBLISHED else name
-        remedy = f"put {' and '.join(FILES)} of {repository} into {folder}" if name in PUBLISHED else LOCAL.format(name)
+        both = " and ".join(FILES)
+        if name in PUBLISHED:
+            repository = f"stabilityai/sd-vae-ft-{name}"
+            remedy = f"put {both} of {repository} into {folder}"
+        elif HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists():
+            repository = name
+            remedy = f"fetch https://huggingface.co/{name} by other means and give its folder, or its .pt file"
+        else:
+            raise UsageError(f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}")
         folder = fetch_from_hub(repository, "", "vae", remedy)
     if stat.S_ISREG(mode_of(folder, "vae")):
         return ldm_layout.with_statistics(space_of(_open(folder)[0], folder), statistics or ldm_layout.beside(folder))
@@ -82,17 +83,12 @@ def _open(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 @lru_cache(maxsize=1)
 def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch.Tensor]]:
-    state = {}
-    if len(files) == 1:
-        config, state = ldm_layout.read(files[0])
-    else:
-        config = read_json(files[0], "vae")
+    config, state = ldm_layout.read(files[0]) if len(files) == 1 else (read_json(files[0], "vae"), {})
     if config.get("_class_name") != "AutoencoderKL":
         raise UsageError(f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL")
     try:
-        entries = check_config(config)
         with shapes_only():
-            decoder = KLDecoder(entries)
+            decoder = KLDecoder(config)
     except ValueError as error:
         raise UsageError(f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL") from None
     for file in files[1:]:
@@ -105,4 +101,4 @@ def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch
             f"`vae={files[-1]}`: these weights are not those of {'config.json' if files[1:] else 'an AutoencoderKL'} "
             f"({len(wrong)} entries differ, first {wrong[0]}); copy them again"
         )
-    return entries, state
+    return decoder.entries, state
