@@ -179,7 +179,7 @@ class DiT_Llama(dit.DiT):
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
         self.patch_size = patch_size
         self.dim = dim
-        self.n_heads = n_heads
+        self.n_heads = self.num_heads = n_heads  # the latter is DiT's name
 
         condition = min(dim, 1024)
         self.x_embedder = nn.Linear(patch_size * patch_size * in_channels, dim)
@@ -204,11 +204,6 @@ class DiT_Llama(dit.DiT):
     def blocks(self) -> nn.ModuleList:
         """`layers` under DiT's name."""
         return self.layers
-
-    @property
-    def num_heads(self) -> int:
-        """`n_heads` under DiT's name."""
-        return self.n_heads
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
         """Embed latents (N, C, H, W) as tokens (N, T, D); return the slice `tokens` of each row. Raises ValueError for
