@@ -21,12 +21,12 @@ FILES = ("config.json", WEIGHTS)
 
 
 def find(name: str, statistics: str | None = None) -> LatentSpace:
-    """The latent space of a VAE, with the folder or file of its decoder.
+    """Return the latent space of a VAE, with the folder or file of its decoder.
 
     name: a folder in diffusers' layout, a diffusers pipeline's root with vae/ in it, a .pt file in LDM's layout, a hub
     id, or ema or mse: pretrained_models/sd-vae-ft-NAME, else the hub's stabilityai/sd-vae-ft-NAME, which is fetched.
-    statistics: a file with those of the latents' channels; of a decoder in LDM's layout default: the one beside it.
-    Raises UsageError unless it holds a decoder of that kind.
+    statistics: a file with mean and deviation of the latents' channels; default, for LDM's layout: the file beside it.
+    Raises UsageError unless the files hold an AutoencoderKL's decoder.
     """
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
     mode, is_tensors = mode_of(folder, "vae"), folder.suffix in FILE_SUFFIXES
@@ -50,7 +50,7 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
 
 
 def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
-    """The float32 decoder of a space that `find` gave, on `device`. Raises UsageError as find does."""
+    """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as find does."""
     entries, state = _open(space.decoder)
     with shapes_only():
         decoder = KLDecoder(entries)
@@ -75,8 +75,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _open(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The entries of config.json that the decoder takes and its weights, memory-mapped. They are opened once and kept
-    until a file changes."""
+    """Return (the entries of config.json that the decoder takes, its weights, memory-mapped). Open the files once and
+    keep both until a file changes."""
     files = _files(folder)
     return _read(tuple(files), tuple(file_stamps(files, "vae")))
 
