@@ -41,11 +41,11 @@ def find(name: str, statistics: str | None = None) -> LatentSpace:
         else:
             raise UsageError(f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}")
         folder = fetch_from_hub(repository, "", "vae", remedy)
-    if stat.S_ISREG(mode_of(folder, "vae")):
-        return ldm_layout.with_statistics(space_of(_open(folder)[0], folder), statistics or ldm_layout.beside(folder))
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         folder = folder / "vae"
     space = space_of(_open(folder)[0], folder)
+    if folder.is_file() and not statistics:
+        statistics = ldm_layout.beside(folder)
     return ldm_layout.with_statistics(space, statistics) if statistics else space
 
 
