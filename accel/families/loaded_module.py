@@ -22,8 +22,8 @@ class OfModule(NamedTuple):
     """The rules to read, call and replace a module of a family. The defaults are for models.DiT."""
 
     family: Family
-    latent_size: int
     metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
+    latent_size: int | None = None  # side of the latent; None: that of its position table
     strength: int = 0  # if several families recognise a module, the strongest claim wins
     read: Callable[[dict], dict] = dict  # renames the entries of its state dict as in the family's files
     arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})  # x, t, y of the reference network → its own
@@ -61,14 +61,14 @@ class LoadedModule:
             self.metadata["schedule"] = dict(schedule)
         try:
             fit = recognise(self.name, raw, self.metadata)
-            self.fit = fit._replace(model=self.name, latent_size=how.latent_size)
+            self.fit = fit._replace(model=self.name, latent_size=how.latent_size or fit.latent_size)
         except UsageError as error:
             raise UsageError(error.marked.replace(f"`ckpt={self.name}`", self.name)) from None
         if how.timestep_embedding:
             self.fit = self.fit._replace(build=partial(_with_embedding, self.fit.build, how.timestep_embedding))
         self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
         with shapes_only():
-            self.model = self.fit.build(input_size=how.latent_size, num_classes=self.fit.num_classes)
+            self.model = self.fit.build(input_size=self.fit.latent_size, num_classes=self.fit.num_classes)
         self._require_attributes()
 
     @property

@@ -17,7 +17,6 @@ def of_module(module: nn.Module) -> OfModule:
     """Return the rules to read the module. Raises ValueError for a configuration that is not a DiT's."""
     return OfModule(
         dit.FAMILY,
-        module.config.sample_size,
         check_config(dict(module.config), from_diffusers(module.state_dict())),
         read=from_diffusers,
         arguments=lambda x, t, y: ((x,), dict(timestep=t, class_labels=y)),
