@@ -242,30 +242,29 @@ class DiT(nn.Module):
     def initialize_weights(self) -> None:
         """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02, adaLN and the last layer by
         zeros, so that every block starts as the identity (section 3.2). No-op on the meta device."""
-        if self.pos_embed.is_meta:
+        if self.final_layer.linear.weight.is_meta:
             return
 
         def xavier(module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
         self.apply(xavier)
-        self.pos_embed.data.copy_(self.position_table())
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
-        for weight in (
-            self.y_embedder.embedding_table.weight,
-            self.t_embedder.mlp[0].weight,
-            self.t_embedder.mlp[2].weight,
-        ):
+        self.initialize_patches()
+        for weight in (self.y_embedder.embedding_table.weight, *(self.t_embedder.mlp[i].weight for i in (0, 2))):
             nn.init.normal_(weight, std=0.02)
-        for linear in [block.adaLN_modulation[-1] for block in self.blocks] + [
-            self.final_layer.adaLN_modulation[-1],
-            self.final_layer.linear,
-        ]:
+        modulations = [module.adaLN_modulation[-1] for module in (*self.blocks, self.final_layer)]
+        for linear in (*modulations, self.final_layer.linear):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
+
+    def initialize_patches(self) -> None:
+        """Initialise the patch embedding as a linear layer, and fill the position table."""
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.out_channels, -1))
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        self.pos_embed.data.copy_(self.position_table())
 
     def position_table(self) -> Tensor:
         """Return the position embedding (1, T, D) float32, a function of the grid alone."""

@@ -84,14 +84,13 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
     vae = find(vae).decoder if vae else None
     weights = Checkpoint(ckpt)
     fit = fit_of(weights, model)
-    state = {name: tensor.contiguous() for name, tensor in weights.state.items()}
     if target.suffix:
-        kept = ask(fit.family, "sampled", state, weights.metadata)
-        if dropped := state.keys() - kept.keys():
+        state = ask(fit.family, "sampled", weights.state, weights.metadata)
+        if dropped := weights.state.keys() - state.keys():
             print(f"{shown(ckpt)}: left out {len(dropped)} entries that only training needs, such as {min(dropped)}")
-        state = kept
     else:
         state = diffusers_state(ckpt, weights, fit)
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
     require_finite(ckpt, state, allow_nonfinite)
     try:
         write(state, fit, target, pipeline, vae)
@@ -113,7 +112,7 @@ def diffusers_state(ckpt: str, weights: Checkpoint, fit: Fit) -> dict[str, torch
         raise UsageError(f"`output`: diffusers has no {fit.family.name}; name a .pt or .safetensors file")
     if not fit.null_class:
         raise UsageError("`output`: diffusers' class has a null class, these weights have none; name a .safetensors")
-    state = {name: tensor.contiguous() for name, tensor in reference_state(weights, fit).items()}
+    state = reference_state(weights, fit)
     off = require_sinusoid(ckpt, state, fit, "diffusers computes the latter; name a .pt or .safetensors file")
     if off:
         print(f"{shown(ckpt)}: its position table is up to {off:.1g} off the sine-cosine table, an average's rounding")

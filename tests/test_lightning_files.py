@@ -66,6 +66,7 @@ def checkpoint(folder, **form):
 
 
 def test_va_vae_is_an_autoencoder_kl(tmp_path):
+    torch.manual_seed(0)  # the accuracy of float32 depends on the draw
     vae, stats = vae_files(tmp_path)
     space, latents = find(str(tmp_path / "vavae.pt")), torch.randn(1, 32, 2, 2)
     assert (space.channels, space.factor, space.scale) == (32, 16, 1.0)

@@ -10,9 +10,9 @@ from torch.func import functional_call
 
 from accel.errors import UsageError
 from accel.families import Family, families
-from accel.families.recognise import ask, families_with, recognise, reference_state
+from accel.families.recognise import ask, families_with, recognise
 from accel.network import unwrapped
-from accel.weights.shapes import require_fit, shapes_of, shapes_only
+from accel.weights.shapes import shapes_of, shapes_only
 from accel.weights.tensor_files import require_floats
 
 COMPARED = "eps", "approximate"  # attributes that change a submodule's function and are in no state dict
@@ -22,8 +22,8 @@ class OfModule(NamedTuple):
     """The rules to read, call and replace a module of a family. The defaults are for models.DiT."""
 
     family: Family
-    latent_size: int
     metadata: dict[str, Any]  # facts that no tensor holds, such as num_heads
+    latent_size: int | None = None  # side of the latent; None: that of its position table
     strength: int = 0  # if several families recognise a module, the strongest claim wins
     read: Callable[[dict], dict] = dict  # renames the entries of its state dict as in the family's files
     arguments: Callable[..., tuple] = lambda x, t, y: ((x, t, y), {})  # x, t, y of the reference network → its own
@@ -61,15 +61,14 @@ class LoadedModule:
             self.metadata["schedule"] = dict(schedule)
         try:
             fit = recognise(self.name, raw, self.metadata)
-            self.fit = fit._replace(model=self.name, latent_size=how.latent_size)
+            self.fit = fit._replace(model=self.name, latent_size=how.latent_size or fit.latent_size)
         except UsageError as error:
             raise UsageError(error.marked.replace(f"`ckpt={self.name}`", self.name)) from None
         if how.timestep_embedding:
             self.fit = self.fit._replace(build=partial(_with_embedding, self.fit.build, how.timestep_embedding))
         self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
         with shapes_only():
-            self.model = self.fit.build(input_size=how.latent_size, num_classes=self.fit.num_classes)
-        require_fit(self.name, reference_state(self, self.fit), self.model)
+            self.model = self.fit.build(input_size=self.fit.latent_size, num_classes=self.fit.num_classes)
         self._require_attributes()
 
     @property
@@ -128,29 +127,26 @@ class LoadedModule:
         """Return the module's output, converted to the reference network's: x (N, C, H, W), t (N,), y (N,) →
         (N, C', H, W). state: replaces the module's weights."""
         arguments, named = self.how.arguments(x, t, y)
-        if state is None:  # forward, not __call__: a module that was compiled in place compiles in __call__
-            return self.how.output(self.module.forward(*arguments, **named))
-        return self.how.output(functional_call(self.module, state, arguments, named))
+        return self.how.output(self._call("forward", state, *arguments, **named))
 
     def evaluate_guided(
         self, x: Tensor, t: Tensor, y: Tensor, scale: float, state: dict[str, Tensor] | None = None
     ) -> Tensor:
         """Return the output (2N, C', H, W) of the module's own forward_with_cfg. state: as for `evaluate`."""
-        if state is None:
-            return self.module.forward_with_cfg(x, t, y, scale)
-        named = {f"module.{name}": value for name, value in state.items()}
-        return functional_call(_Guided(self.module), named, (x, t, y, scale))
+        return self._call("forward_with_cfg", state, x, t, y, scale)
+
+    def _call(self, method, state, *arguments, **named):
+        """Call a method of the module. Not `__call__`, in which a module that was compiled in place compiles."""
+        weights = {f"module.{name}": value for name, value in (state or {}).items()}
+        return functional_call(_Method(self.module, method), weights, arguments, named)
 
 
-class _Guided(nn.Module):
-    """A wrapper whose forward calls the module's forward_with_cfg, for functional_call."""
+class _Method(nn.Module):
+    """A wrapper whose forward is a method of the module, for functional_call."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, method: str):
         super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any) -> Tensor:
-        return self.module.forward_with_cfg(*arguments)
+        self.module, self.forward = module, getattr(module, method)
 
 
 def _with_embedding(build: Callable[..., nn.Module], embedding: Callable, **shape: Any) -> nn.Module:

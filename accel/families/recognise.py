@@ -15,7 +15,6 @@ and, if the family differs from the default,
     claim(shapes, metadata)        (strength, reason) if other entries or metadata prove the family, or None
     converted(state, metadata)     state dict of the file → state dict of the reference network; default: unchanged
     sampled(state, metadata)       the entries of a file that sampling needs, under its names; default: unchanged
-    latent_size(state)             side of the latents that converted weights were trained on, or None
     recipe(model, metadata, path)  values of settings that a file at `path` implies
 """
 
@@ -23,6 +22,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -120,6 +120,7 @@ def recognise(
     usual = family.models.get(name, family.recipe).num_classes
     if num_classes is None and "num_classes" not in metadata and classes not in (1000, usual):
         print(f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? --num-classes {rows})")
+    table = state.get("pos_embed")
     given = {key: metadata.get(key) for key in ("image_size", "vae", "schedule")}
     return Fit(
         family,
@@ -131,7 +132,7 @@ def recognise(
         classes,
         null_class,
         learn_sigma=network.out_channels == 2 * network.in_channels,
-        latent_size=ask(family, "latent_size", state),
+        latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
         class_names=tuple(metadata.get("class_names", ())),
         usual=standard,
         recipe=_recipe(metadata),
@@ -156,7 +157,6 @@ _DEFAULTS = {
     "claim": lambda shapes, metadata: None,
     "converted": lambda state, metadata: state,
     "sampled": lambda state, metadata: state,
-    "latent_size": lambda state: None,
     "recipe": lambda model, metadata, path: {},
 }
 

@@ -48,8 +48,8 @@ LARGEST = 1e6  # of scales and shifts, far beyond any
 
 
 def check_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a config.json that decide the decoder's function, with AutoencoderKL's defaults. Raises ValueError
-    for an entry that is damaged or asks for another function than is computed here."""
+    """Return the entries of a config.json that decide the decoder's function, with AutoencoderKL's defaults. Raises
+    ValueError for an entry that is damaged or asks for another function than is computed here."""
 
     def is_size(value, most=MOST_CHANNELS):
         return type(value) is int and 0 < value <= most
@@ -60,27 +60,25 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     def is_scale(value):
         return is_number(value, 1 / LARGEST)
 
-    def are_kinds(values):
-        return isinstance(values, list) and len(values) == len(widths) and all(one in [*UP_BLOCKS] for one in values)
-
-    def has_one_a_channel(values, check):
-        return isinstance(values, list) and len(values) == entries["latent_channels"] and all(map(check, values))
+    def is_list(values, length, check):
+        return isinstance(values, list) and len(values) == length and all(map(check, values))
 
     entries = {name: config.get(name, value) for name, value in DEFAULTS.items()}
     widths, shift, mean, std = (entries[name] for name in ("block_out_channels", "shift_factor", *STATISTICS))
-    is_plain, is_list = mean is None and std is None, isinstance(widths, list) and 0 < len(widths) <= MOST_LEVELS
+    levels, channels = len(widths) if isinstance(widths, list) else 0, entries["latent_channels"]
+    is_plain = mean is None and std is None
     valid = {name: isinstance(entries[name], bool) for name in FLAGS} | {
         "act_fn": entries["act_fn"] == "silu",
         "out_channels": entries["out_channels"] == 3,
-        "latent_channels": is_size(entries["latent_channels"]),
+        "latent_channels": is_size(channels),
         "norm_num_groups": is_size(entries["norm_num_groups"]),
         "layers_per_block": is_size(entries["layers_per_block"], MOST_LAYERS),
-        "block_out_channels": is_list and all(map(is_size, widths)),
-        "up_block_types": is_list and are_kinds(entries["up_block_types"]),
+        "block_out_channels": 0 < levels <= MOST_LEVELS and all(map(is_size, widths)),
+        "up_block_types": is_list(entries["up_block_types"], levels, list(UP_BLOCKS).__contains__),
         "scaling_factor": is_scale(entries["scaling_factor"]),
         "shift_factor": shift is None or is_number(shift) and (is_plain or shift == 0),
-        "latents_mean": is_plain or has_one_a_channel(mean, is_number),
-        "latents_std": is_plain or has_one_a_channel(std, is_scale),
+        "latents_mean": is_plain or is_list(mean, channels, is_number),
+        "latents_std": is_plain or is_list(std, channels, is_scale),
     }
     for name, is_valid in valid.items():
         if not is_valid:
@@ -89,7 +87,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def space_of(entries: dict[str, Any], folder: Path) -> LatentSpace:
-    """The latent space that the entries of `check_config` describe."""
+    """Return the latent space that the entries of `check_config` describe."""
     return LatentSpace(
         channels=entries["latent_channels"],
         factor=2 ** (len(entries["block_out_channels"]) - 1),
@@ -188,12 +186,12 @@ _OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_
 class KLDecoder(nn.Module):
     """The decoder's input (N, C, L, L) → pixels (N, 3, H, W). Its state-dict keys are AutoencoderKL's.
 
-    config: an AutoencoderKL's config.json as a dict. Raises ValueError as check_config does.
+    config: an AutoencoderKL's config.json as a dict; `entries`: the result of check_config, which may raise ValueError.
     """
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()
-        config = check_config(config)
+        self.entries = config = check_config(config)
         channels = config["latent_channels"]
         self.post_quant_conv = nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
         self.decoder = Layers(
@@ -209,7 +207,7 @@ class KLDecoder(nn.Module):
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
 
     def renamed(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The entries of an AutoencoderKL's state dict that this half needs, under today's names and in its shapes."""
+        """Return the entries of an AutoencoderKL's state dict that this half needs, under its names, in its shapes."""
         want, found = self.state_dict(), {}
         for name, tensor in state.items():
             parts = name.split(".")

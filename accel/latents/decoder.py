@@ -1,4 +1,4 @@
-"""Latents → pixels, one picture at a time, by a decoder that is loaded when it is needed, or ahead while the GPU
+"""Decode latents to pixels, one picture at a time. Load the decoder at the first use, or ahead while the GPU
 denoises."""
 
 import math
@@ -31,8 +31,8 @@ class Decoder:
 
     float16 is compared with float32 once, at loading, on noise of a generator of its own. So the outcome depends on the
     weights alone: every rank and every restart finds the same, and the run's random stream is untouched. If float16
-    overflows or stays below REQUIRED_PSNR, `refusal` says so in one line and `precision` is `otherwise`. A single
-    picture that overflows later is decoded in float32: its bits, too, depend on its latents and the weights alone.
+    overflows or stays below REQUIRED_PSNR, a line is printed and `precision` becomes `otherwise`. A single picture that
+    overflows later is decoded in float32: its bits, too, depend on its latents and the weights alone.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Decoder:
     ):
         self.space, self.device, self.precision, self.otherwise = space, device, precision, otherwise
         self.captured, self.network = captured, network
-        self.half = self.refusal = self._loading = None
-        self._loaded = self._warned = False
+        self.half = self._loading = None
+        self._warned = False
 
     def load_ahead(self) -> None:
         """On a GPU, load the network and compile its kernels in a thread. The weights wait on the CPU until the
@@ -69,22 +69,18 @@ class Decoder:
 
     def load(self) -> "Decoder":
         """Load the network onto the device and check float16, at the first call. Returns this decoder."""
-        if self._loaded:
-            return self
         if self.network is None:
             loaded = self._loading.result() if self._loading else files.load(self.space, self.device)
             self.network = loaded.to(self.device)
-        if self.precision == "fp16":
+        if self.precision == "fp16" and self.half is None:
             from accel.latents.half import HalfDecoder  # imports Triton, which float32 does not need
 
             half = HalfDecoder(self.network)
             if problem := self._problem(half):
                 self.precision = self.otherwise
-                self.refusal = f"this decoder {problem}: decoding in {NAMES[self.otherwise]}"
-                print(self.refusal)
+                print(f"this decoder {problem}: decoding in {NAMES[self.otherwise]}")
             else:
                 self.half = Replayed(half) if self.captured and self.device.type == "cuda" else half
-        self._loaded = True
         return self
 
     @torch.inference_mode()
@@ -103,8 +99,8 @@ class Decoder:
         return None
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (n, C, L, L), finite → pixels (n, 3, H, W) float32, about (-1, 1). Raises UsageError if one picture
-        does not fit in memory, or if the decoder makes pixels that are not finite, which would become black ones."""
+        """Return pixels (n, 3, H, W) float32, about (-1, 1), of finite latents (n, C, L, L). Raises UsageError if one
+        picture does not fit in memory, or if the decoder makes pixels that are not finite: they would become black."""
         try:
             self.load()
             with torch.inference_mode():
@@ -119,8 +115,7 @@ class Decoder:
         pixels = self._each(self.half, latents)
         if failed := _not_finite(pixels):
             if not self._warned:
-                in_float32 = f"such pictures are decoded in {NAMES[self.otherwise]}"
-                print(f"a picture overflows the float16 decoder; {in_float32}")
+                print(f"a picture overflows the float16 decoder; such pictures are decoded in {NAMES[self.otherwise]}")
                 self._warned = True
             pixels[failed] = self._in_float32(latents[failed], self.otherwise)
         return pixels

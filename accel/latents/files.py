@@ -10,7 +10,7 @@ import torch
 
 from accel.errors import UsageError
 from accel.latents import LatentSpace, ldm_layout
-from accel.latents.autoencoder_kl import KLDecoder, check_config, space_of
+from accel.latents.autoencoder_kl import KLDecoder, space_of
 from accel.weights.checkpoint import FILE_SUFFIXES, FOLDER, HUB_ID, fetch_from_hub
 from accel.weights.diffusers_layout import WEIGHTS, weight_files
 from accel.weights.shapes import shapes_only
@@ -18,38 +18,39 @@ from accel.weights.tensor_files import cached_digest, file_stamps, mode_of, read
 
 PUBLISHED = ("ema", "mse")
 FILES = ("config.json", WEIGHTS)
-LOCAL = "fetch https://huggingface.co/{} by other means and give its folder, or its .pt file"
 
 
 def find(name: str, statistics: str | None = None) -> LatentSpace:
-    """The latent space of a VAE, with the folder or file of its decoder.
+    """Return the latent space of a VAE, with the folder or file of its decoder.
 
     name: a folder in diffusers' layout, a diffusers pipeline's root with vae/ in it, a .pt file in LDM's layout, a hub
     id, or ema or mse: pretrained_models/sd-vae-ft-NAME, else the hub's stabilityai/sd-vae-ft-NAME, which is fetched.
-    statistics: a file with those of the latents' channels; of a decoder in LDM's layout default: the one beside it.
-    Raises UsageError unless it holds a decoder of that kind.
+    statistics: a file with mean and deviation of the latents' channels; default, for LDM's layout: the file beside it.
+    Raises UsageError unless the files hold an AutoencoderKL's decoder.
     """
     folder = FOLDER / f"sd-vae-ft-{name}" if name in PUBLISHED else Path(name)
     mode, is_tensors = mode_of(folder, "vae"), folder.suffix in FILE_SUFFIXES
     if not stat.S_ISDIR(mode) and not (stat.S_ISREG(mode) and is_tensors):
-        on_hub = HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists()
-        if name not in PUBLISHED and not on_hub:
-            raise UsageError(
-                f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {' and '.join(FILES)}"
-            )
-        repository = f"stabilityai/sd-vae-ft-{name}" if name in PUBLISHED else name
-        remedy = f"put {' and '.join(FILES)} of {repository} into {folder}" if name in PUBLISHED else LOCAL.format(name)
+        both = " and ".join(FILES)
+        if name in PUBLISHED:
+            repository = f"stabilityai/sd-vae-ft-{name}"
+            remedy = f"put {both} of {repository} into {folder}"
+        elif HUB_ID.fullmatch(name) and not mode and not is_tensors and not folder.parent.exists():
+            repository = name
+            remedy = f"fetch https://huggingface.co/{name} by other means and give its folder, or its .pt file"
+        else:
+            raise UsageError(f"`vae={name}`: neither ema nor mse nor a folder; give a folder with {both}")
         folder = fetch_from_hub(repository, "", "vae", remedy)
-    if stat.S_ISREG(mode_of(folder, "vae")):
-        return ldm_layout.with_statistics(space_of(_open(folder)[0], folder), statistics or ldm_layout.beside(folder))
     if not mode_of(folder / FILES[0], "vae") and stat.S_ISDIR(mode_of(folder / "vae", "vae")):
         folder = folder / "vae"
     space = space_of(_open(folder)[0], folder)
+    if folder.is_file() and not statistics:
+        statistics = ldm_layout.beside(folder)
     return ldm_layout.with_statistics(space, statistics) if statistics else space
 
 
 def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
-    """The float32 decoder of a space that `find` gave, on `device`. Raises UsageError as find does."""
+    """Return the float32 decoder of a space from `find`, on `device`. Raises UsageError as find does."""
     entries, state = _open(space.decoder)
     with shapes_only():
         decoder = KLDecoder(entries)
@@ -74,25 +75,20 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _open(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The entries of config.json that the decoder takes and its weights, memory-mapped. They are opened once and kept
-    until a file changes."""
+    """Return (the entries of config.json that the decoder takes, its weights, memory-mapped). Open the files once and
+    keep both until a file changes."""
     files = _files(folder)
     return _read(tuple(files), tuple(file_stamps(files, "vae")))
 
 
 @lru_cache(maxsize=1)
 def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch.Tensor]]:
-    state = {}
-    if len(files) == 1:
-        config, state = ldm_layout.read(files[0])
-    else:
-        config = read_json(files[0], "vae")
+    config, state = ldm_layout.read(files[0]) if len(files) == 1 else (read_json(files[0], "vae"), {})
     if config.get("_class_name") != "AutoencoderKL":
         raise UsageError(f"`vae={files[0]}`: describes {config.get('_class_name')}, not AutoencoderKL")
     try:
-        entries = check_config(config)
         with shapes_only():
-            decoder = KLDecoder(entries)
+            decoder = KLDecoder(config)
     except ValueError as error:
         raise UsageError(f"`vae={files[0]}`: {error}, which is not computed here; give another AutoencoderKL") from None
     for file in files[1:]:
@@ -105,4 +101,4 @@ def _read(files: tuple[Path, ...], stamps: tuple) -> tuple[dict, dict[str, torch
             f"`vae={files[-1]}`: these weights are not those of {'config.json' if files[1:] else 'an AutoencoderKL'} "
             f"({len(wrong)} entries differ, first {wrong[0]}); copy them again"
         )
-    return entries, state
+    return decoder.entries, state

@@ -72,15 +72,13 @@ def beside(file: Path) -> Path:
 def with_statistics(space: LatentSpace, file: str | Path) -> LatentSpace:
     """Return a space whose latents have these statistics: mean and std (1, C, 1, 1). Raises UsageError."""
     content, found = read_tensors(Path(file), "latent_stats"), {}
-    for name in ("mean", "std"):
+    for name, least in (("mean", -LARGEST), ("std", 1 / LARGEST)):
         value = content.get(name)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() != space.channels:
             raise UsageError(
                 f"`latent_stats={file}`: must hold mean and std of {space.channels} channels; has no such {name}"
             )
         found[name] = tuple(value.flatten().tolist())
-    if not all(1 / LARGEST <= one <= LARGEST for one in found["std"]) or not all(
-        abs(one) <= LARGEST for one in found["mean"]
-    ):
-        raise UsageError(f"`latent_stats={file}`: holds values that are no mean or deviation; compute it again")
+        if not all(least <= one <= LARGEST for one in found[name]):
+            raise UsageError(f"`latent_stats={file}`: holds values that are no mean or deviation; compute it again")
     return space._replace(**found, scale=1.0, shift=0.0)

@@ -54,7 +54,7 @@ def holds(folder: Path) -> bool:
 
 
 def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (state dict of models.DiT, the facts beside it). Raises UsageError about --ckpt."""
+    """Return (state dict of models.DiT, the facts beside it, None if unknown). Raises UsageError about --ckpt."""
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}
     for file in weight_files(folder, "ckpt"):
@@ -65,8 +65,7 @@ def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], di
         state = from_diffusers(state)
         found = check_config(config, state)
     except ValueError as error:
-        text = error.marked if isinstance(error, UsageError) else error
-        raise UsageError(f"`ckpt={folder / 'config.json'}`: {text}") from None
+        raise UsageError(f"`ckpt={folder / 'config.json'}`: {error}") from None
     return state, found | (_of_pipeline(folder.parent) if folder.name == "transformer" else {})
 
 
@@ -99,8 +98,7 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
             raise ValueError(f"{shown(name)} {shown(value)} is unknown, so it cannot be computed; remove it if idle")
     if side % patch:
         raise ValueError(f"sample_size is {side}, which {patch}, the patch, must divide; copy both again")
-    found = {"family": "DiT", "latent_size": side, "num_heads": heads, "num_classes": classes}
-    return {name: value for name, value in found.items() if value is not None}
+    return {"family": "DiT", "latent_size": side, "num_heads": heads, "num_classes": classes}
 
 
 def has_vae(folder: Path) -> bool:
@@ -110,7 +108,7 @@ def has_vae(folder: Path) -> bool:
 
 
 def _of_pipeline(folder):
-    """The decoder, the schedule and the names of the classes that a DiTPipeline's folder holds."""
+    """Return the decoder, the schedule and the names of the classes that a DiTPipeline's folder holds."""
     found = {"vae": str(folder / "vae")} if (folder / "vae" / "config.json").is_file() else {}
     if (folder / SCHEDULE).is_file():
         found["schedule"] = read_json(folder / SCHEDULE, "ckpt")

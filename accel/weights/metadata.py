@@ -29,12 +29,14 @@ def _is_names(value):
 
 def _is_recipe(value):
     """Whether a dict has values of settings that this program wrote."""
-    number, low_high = (int, float), value.get("guidance_interval", (0, 1)) if isinstance(value, dict) else ()
     bounds = {"cfg_scale": (1, 10**6), "timestep_shift": (0.01, 100), "num_sampling_steps": (1, 1000)}
-    if not isinstance(low_high, (list, tuple)) or len(low_high) != 2 or {*value} - {"guidance_interval", *bounds}:
+    if not isinstance(value, dict) or value.keys() - {"guidance_interval", *bounds}:
         return False
-    known = [(value[name], *ends) for name, ends in bounds.items() if name in value] + [(one, 0, 1) for one in low_high]
-    return all(type(one) in number and low <= one <= high for one, low, high in known) and low_high[0] < low_high[1]
+    ends = value.get("guidance_interval", (0, 1))
+    if not isinstance(ends, (list, tuple)) or len(ends) != 2:
+        return False
+    numbers = [(one, 0, 1) for one in ends] + [(value[name], *bounds[name]) for name in bounds if name in value]
+    return all(type(one) in (int, float) and low <= one <= high for one, low, high in numbers) and ends[0] < ends[1]
 
 
 _TEXT = _Entry(lambda value: isinstance(value, str) and len(value) <= 4096, "text")

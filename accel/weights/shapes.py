@@ -1,9 +1,8 @@
-"""Shapes of a state dict, how they differ from a module's, and modules without values."""
+"""Shapes of a state dict, their differences from a module's, and modules without values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isqrt
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -40,23 +39,17 @@ def shapes_of(state: dict[str, torch.Tensor]) -> Shapes:
     return shapes
 
 
-def different(have: Shapes, module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the entries in which weights of shapes `have` and those of `module` differ: name → (there, wanted)."""
-    want = shapes_of(module.state_dict())
-    # The module's own order: the first difference is then the nearest to the input.
-    return {name: (have.get(name), want.get(name)) for name in {**want, **have} if have.get(name) != want.get(name)}
-
-
 def require_fit(name: str, state: dict[str, torch.Tensor], model: torch.nn.Module) -> None:
     """Raise UsageError about `name` unless `state` has the entries of `model`, of their shapes, and no others."""
-    wrong = different(shapes_of(state), model)
+    have, want = shapes_of(state), shapes_of(model.state_dict())
+    # In the module's order: the first difference is then the nearest to the input.
+    wrong = [entry for entry in {**want, **have} if have.get(entry) != want.get(entry)]
     if not wrong:
         return
-    names = sorted(wrong, key=lambda name: wrong[name][0] is None)  # what the caller has is named first
-    first, count = names[0], f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
-    have, want = wrong[first]
-    if want is None:
+    first = next((entry for entry in wrong if entry in have), wrong[0])  # what the caller has is named first
+    count = f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
+    if first not in want:
         raise UsageError(f"{name}: {first} is no weight of a {type(model).__name__}, and would be ignored{count}")
-    if have is None:
+    if first not in have:
         raise UsageError(f"{name}: is not a {type(model).__name__}: no {first}{count}")
-    raise UsageError(f"{name}: {first} is {have}, must be {want}{count}")
+    raise UsageError(f"{name}: {first} is {have[first]}, must be {want[first]}{count}")

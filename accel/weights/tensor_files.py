@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,11 +39,7 @@ def read_tensors(path: Path, parameter: str, mapped: bool = True) -> dict:
     the format allows it. Raises UsageError about `parameter`."""
     if path.suffix == ".safetensors":
         return read_safetensors(path, parameter, mapped)[0]
-    with _regular_file(path, parameter):
-        content = _read_pickle(path, parameter, mapped)
-    if not isinstance(content, dict):
-        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not a state dict")
-    return content
+    return _read_pickle(path, parameter, dict, "a state dict", mapped)
 
 
 def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -64,11 +61,7 @@ def read_safetensors(path: Path, parameter: str, mapped: bool = True) -> tuple[d
 def read_namespace(path: Path, parameter: str) -> dict:
     """Return the arguments of a training run, an argparse.Namespace of torch.save. Raises UsageError about
     `parameter`."""
-    with _regular_file(path, parameter):
-        content = _read_pickle(path, parameter, mapped=False)
-    if not isinstance(content, argparse.Namespace):
-        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not the arguments of a training run")
-    return vars(content)
+    return vars(_read_pickle(path, parameter, argparse.Namespace, "the arguments of a training run"))
 
 
 def read_json(path: Path, parameter: str) -> dict:
@@ -143,25 +136,28 @@ def _regular_file(path: Path, parameter: str) -> Iterator[None]:
         yield
 
 
-def _read_pickle(path: Path, parameter: str, mapped: bool) -> object:
+def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: bool = False) -> Any:
+    """Return the content of a file of torch.save, an object of `kind`; meaning: the kind in words. Raises UsageError
+    about `parameter`."""
     damaged = UsageError(f"`{parameter}={path}`: truncated or not a checkpoint; copy it again")
     try:
         # Training scripts store their parsed arguments beside the weights: a Namespace is plain data.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        safe = torch.serialization.safe_globals([argparse.Namespace])
+        with _regular_file(path, parameter), safe, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the format, of interest to torch's developers
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and _can_be_mapped(path))
     except pickle.UnpicklingError as error:
-        what = re.search(r"GLOBAL (\S+)|class (\S+)", str(error))
-        if what is None:  # it names nothing to run: another kind of file, or the half of one
+        code = re.search(r"(?:GLOBAL|class) (\S+)", str(error))
+        if code is None:  # another kind of file, or the half of one
             raise damaged from None
-        what = next(filter(None, what.groups()))
         raise UsageError(
-            f"`{parameter}={path}`: refused, loading it would run code ({what}); save its state dict with torch.save"
+            f"`{parameter}={path}`: refused, loading it would run code ({code[1]}); save its state dict with torch.save"
         ) from None
-    except OSError:
-        raise
     except Exception as error:  # an unpickler ends in whatever the bytes happen to mean
         raise (as_usage_error(error) or damaged) from None
+    if not isinstance(content, kind):
+        raise UsageError(f"`{parameter}={path}`: holds a {type(content).__name__}, not {meaning}")
+    return content
 
 
 def _can_be_mapped(path: Path) -> bool:

@@ -19,4 +19,4 @@ def sizes(shapes, metadata):
 
 def of_module(module, state):
     """How a module is read if it is a Toy."""
-    return OfModule(FAMILY, module.input_size, {}) if KEYS[0] in state else None
+    return OfModule(FAMILY, {}, module.input_size) if KEYS[0] in state else None

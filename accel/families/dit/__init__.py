@@ -3,6 +3,7 @@
 from accel.families import DEMO, Defaults, Family
 
 PUBLISHED = {256: "DiT-XL-2-256x256.pt", 512: "DiT-XL-2-512x512.pt"}
+SIZES = tuple(f"{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8))
 DRAWN = ("planet", "mountains", "flower", "ball", "block", "sea", "balloon", "mushroom")  # the demo's classes
 
 
@@ -14,8 +15,8 @@ def demo(file: str) -> Defaults:
 FAMILY = Family(
     name="DiT",
     models={
+        **{f"DiT-{size}": Defaults() for size in SIZES},
         "DiT-XL/2": Defaults(published=PUBLISHED),
-        **{f"DiT-{size}": Defaults() for size in ("XL/4", "XL/8", *(f"{s}/{p}" for s in "LBS" for p in (2, 4, 8)))},
         "DiT-Demo/2": demo("dit.safetensors"),
     },
     prediction="noise",

@@ -15,19 +15,10 @@ from accel.weights.diffusers_layout import check_config, from_diffusers
 
 def of_module(module: nn.Module) -> OfModule:
     """Return the rules to read the module. Raises ValueError for a configuration that is not a DiT's."""
-    config = dict(module.config)  # a copy: `read` must not keep the module alive
-
-    def read(state):
-        state = from_diffusers(state)
-        check_config(config, state)
-        return state
-
-    facts = check_config(config, from_diffusers(module.state_dict()))
     return OfModule(
         dit.FAMILY,
-        module.config.sample_size,
-        facts,
-        read=read,
+        check_config(dict(module.config), from_diffusers(module.state_dict())),
+        read=from_diffusers,
         arguments=lambda x, t, y: ((x,), dict(timestep=t, class_labels=y)),
         output=lambda out: out.sample,
         timestep_embedding=timestep_embedding,

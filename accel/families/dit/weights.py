@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import isqrt
 from typing import Any
 
 import torch
@@ -79,11 +78,6 @@ def converted(state: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[
 sampled = converted  # diffusers' layout has no position table, a file of ours has
 
 
-def latent_size(state: dict[str, torch.Tensor]) -> int:
-    """Return the latent's side that the position table is for."""
-    return isqrt(state["pos_embed"].shape[1]) * state[PATCHES].shape[-1]
-
-
 def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
     """Return the rules to read a DiT: this repository's, the original or diffusers'. None for another module."""
     if hasattr(module, "transformer_blocks"):
@@ -95,4 +89,4 @@ def of_dit(family: Family, module: nn.Module, state: dict[str, torch.Tensor], **
     """Return the rules to read a module with DiT's entries; None for another module. how: other fields of OfModule."""
     if not all(name in state for name in KEYS):
         return None
-    return OfModule(family, latent_size(state), dict(num_heads=module.num_heads), **how)
+    return OfModule(family, dict(num_heads=module.num_heads), **how)

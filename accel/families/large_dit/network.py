@@ -179,7 +179,7 @@ class DiT_Llama(dit.DiT):
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
         self.patch_size = patch_size
         self.dim = dim
-        self.n_heads = n_heads
+        self.n_heads = self.num_heads = n_heads  # the latter is DiT's name
 
         condition = min(dim, 1024)
         self.x_embedder = nn.Linear(patch_size * patch_size * in_channels, dim)
@@ -192,22 +192,8 @@ class DiT_Llama(dit.DiT):
         self.final_layer = FinalLayer(dim, patch_size, self.out_channels)
         self.initialize_weights()
 
-    def initialize_weights(self) -> None:
-        """Initialise linears by Xavier, embeddings by normals of standard deviation 0.02, adaLN and the last layer by
-        zeros, so that every block starts as the identity. No-op on the meta device."""
-        if self.x_embedder.weight.is_meta:
-            return
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        for weight in (self.y_embedder.embedding_table.weight, *(self.t_embedder.mlp[i].weight for i in (0, 2))):
-            nn.init.normal_(weight, std=0.02)
-        modulations = [module.adaLN_modulation[-1] for module in (*self.layers, self.final_layer)]
-        for linear in (*modulations, self.final_layer.linear):
-            nn.init.zeros_(linear.weight)
-            nn.init.zeros_(linear.bias)
+    def initialize_patches(self) -> None:
+        """No-op: the patch embedding is a linear layer, and there is no position table."""
 
     def rotation(self, x: Tensor) -> Tensor:
         """Return the rotations of all positions (T, d/2, 2) on x's device, in float32 or wider."""
@@ -218,11 +204,6 @@ class DiT_Llama(dit.DiT):
     def blocks(self) -> nn.ModuleList:
         """`layers` under DiT's name."""
         return self.layers
-
-    @property
-    def num_heads(self) -> int:
-        """`n_heads` under DiT's name."""
-        return self.n_heads
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
         """Embed latents (N, C, H, W) as tokens (N, T, D); return the slice `tokens` of each row. Raises ValueError for

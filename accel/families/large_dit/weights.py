@@ -64,4 +64,4 @@ def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | N
         patch_size=module.patch_size,
         in_channels=module.in_channels,
     )
-    return OfModule(large_dit.FAMILY, module.input_size, facts)
+    return OfModule(large_dit.FAMILY, facts, module.input_size)

@@ -19,6 +19,7 @@ from accel.families.dit import network as dit
 from accel.families.dit.network import _constructor, attention, modulate
 from accel.families.large_dit.network import DiT_Llama, RMSNorm, rotate
 from accel.families.large_dit.network import rotation_table as axis_table
+from accel.families.lightning_dit import SIZES
 from accel.families.sit.network import SiT
 
 EPS = 1e-6
@@ -125,18 +126,14 @@ class LightningDiT(SiT):
 #################################################################################
 
 _SIZES = {
-    "XL/1": dict(**dit._SIZES["XL"], patch_size=1),
-    "XL/2": dict(**dit._SIZES["XL"], patch_size=2),
-    "L/2": dict(**dit._SIZES["L"], patch_size=2),
-    "B/1": dict(**dit._SIZES["B"], patch_size=1),
-    "B/2": dict(**dit._SIZES["B"], patch_size=2),
-    "1p0B/1": dict(depth=24, hidden_size=1536, num_heads=24, patch_size=1),
-    "1p0B/2": dict(depth=24, hidden_size=1536, num_heads=24, patch_size=2),
-    "1p6B/1": dict(depth=28, hidden_size=1792, num_heads=28, patch_size=1),
-    "1p6B/2": dict(depth=28, hidden_size=1792, num_heads=28, patch_size=2),
+    **dit._SIZES,
+    "1p0B": dict(depth=24, hidden_size=1536, num_heads=24),
+    "1p6B": dict(depth=28, hidden_size=1792, num_heads=28),
 }
 LightningDiT_models = {
-    f"LightningDiT-{size}": _constructor(f"LightningDiT_{size.replace('/', '_')}", LightningDiT, **config)
-    for size, config in _SIZES.items()
+    f"LightningDiT-{size}/{p}": _constructor(
+        f"LightningDiT_{size}_{p}", LightningDiT, **_SIZES[size], patch_size=int(p)
+    )
+    for size, p in (name.split("/") for name in SIZES)
 }
 globals().update({build.__name__: build for build in LightningDiT_models.values()})

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from accel.families import lightning_dit
 from accel.families.dit.weights import KEYS as DIT_KEYS
-from accel.families.dit.weights import LABELS, PATCHES, latent_size, of_dit, sizes_of
+from accel.families.dit.weights import LABELS, PATCHES, of_dit, sizes_of
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
 from accel.families.lightning_dit.recipe import recipe
 from accel.families.loaded_module import OfModule
 from accel.families.recognise import STRUCTURE
 from accel.weights.shapes import Shapes
 
-__all__ = ["KEYS", "LABELS", "MODELS", "converted", "latent_size", "of_module", "recipe", "sizes"]
+__all__ = ["KEYS", "LABELS", "MODELS", "converted", "of_module", "recipe", "sizes"]
 MODELS = LightningDiT_models  # name → constructor
 KEYS = *DIT_KEYS, "blocks.0.mlp.w12.weight"
 COS, SIN = "feat_rope.freqs_cos", "feat_rope.freqs_sin"  # each (T, d), every number twice

@@ -5,12 +5,13 @@ Guidance follows REPA's recipe: scale 1.8 on all four channels at noise levels u
 """
 
 from accel.families import Defaults, Family, sit
+from accel.families.dit import SIZES
 
 RECIPE = Defaults(image_size=256, cfg_scale=1.8, guidance_channels=4, guidance_interval=(0.0, 0.7))
 
 FAMILY = Family(
     name="REPA",
-    models={f"REPA-SiT-{size}": RECIPE for size in sit.SIZES},
+    models={f"REPA-SiT-{size}": RECIPE for size in SIZES},
     prediction="velocity",
     samplers=sit.FAMILY.samplers,
     code=__name__,

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
-from accel.families.dit.weights import KEYS, LABELS, latent_size, of_dit, sizes_of
+from accel.families.dit.weights import KEYS, LABELS, of_dit, sizes_of
 from accel.families.loaded_module import OfModule
 from accel.families.recognise import STRUCTURE
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.sit.weights import is_sit, require_computable
 from accel.weights.shapes import Shapes
 
-__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "sampled", "sizes"]
+__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "of_module", "sampled", "sizes"]
 MODELS = {name.replace("SiT", "REPA-SiT", 1): SiT_models[name] for name in SiT_models if "Demo" not in name}
 PROJECTORS = "projectors."  # training compares their outputs with an encoder's features
 ARGUMENT = "enc_type"  # only REPA's training has this argument

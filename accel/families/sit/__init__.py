@@ -1,9 +1,7 @@
 """SiT: Ma et al., 2024, arXiv:2401.08740. DiT's network, trained as a flow."""
 
 from accel.families import Defaults, Family
-from accel.families.dit import demo
-
-SIZES = tuple(f"{size}/{patch}" for size in ("XL", "L", "B", "S") for patch in (2, 4, 8))
+from accel.families.dit import SIZES, demo
 
 FAMILY = Family(
     name="SiT",

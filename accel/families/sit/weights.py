@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from accel.families import sit
-from accel.families.dit.weights import KEYS, LABELS, converted, latent_size, of_dit, sizes_of
+from accel.families.dit.weights import KEYS, LABELS, converted, of_dit, sizes_of
 from accel.families.loaded_module import OfModule
 from accel.families.recognise import NAMED
 from accel.families.sit.network import SiT, SiT_models
 from accel.weights.shapes import Shapes
 
-__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "latent_size", "of_module", "sizes"]
+__all__ = ["KEYS", "LABELS", "MODELS", "claim", "converted", "of_module", "sizes"]
 MODELS = SiT_models  # name → constructor
 COMPUTED = {"path_type": ("Linear", "linear"), "prediction": ("velocity", "v")}  # supported values of arguments
 
