@@ -199,10 +199,6 @@ class Accelerated:
             state, loaded, old = self._loaded.read(state), self._loaded, self.network
             require_fit("load_state_dict", state, loaded.model)
             new = build(state, loaded.model, self.precision, self.device, getattr(old, "tuner", None))
+            require_finite(new, loaded, self.precision)
             old.exchange(new)
-            try:
-                require_finite(old, loaded, self.precision)
-            except UsageError:
-                old.exchange(new)
-                raise
         self._source = None

@@ -191,10 +191,9 @@ def _exchange(run, loaded, settings):
     if (heads := loaded.fit.num_heads) != settings.fit.num_heads:  # no shape says it
         raise UsageError(f"{loaded.name}: has {heads} heads, unlike the model of this Sampler; make another of it")
     new = load_network(loaded, loaded.fit, model, run.tier, run.device, batch)
-    run.network.exchange(new)
-    if TIERS[run.tier].accelerated and overflows(run.network, batch, run.device, model.SOME_TIMES):
-        run.network.exchange(new)
+    if TIERS[run.tier].accelerated and overflows(new, batch, run.device, model.SOME_TIMES):
         raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")
+    run.network.exchange(new)
 
 
 def _kind(loaded):
