@@ -38,12 +38,6 @@ def moves_of(process: Process, guidance: Guidance | Unguided) -> list[Move]:
     return found
 
 
-def unlike(moves: list[Move]) -> list[Move]:
-    """Return the first move of each kind and guidance: making these warms up, and captures, all."""
-    first = {(move.kind, move.guidance): move for move in reversed(moves)}
-    return sorted(first.values(), key=lambda move: move.step)
-
-
 def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
     """Count the evaluations of a run by their batch rows a latent."""
     return Counter(guidance.at(level).copies for level in process.levels())
