@@ -21,16 +21,6 @@ GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "adv
 what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
 
 
-SHIFT = (
-    "of a flow by euler or heun: below 1 its steps are shorter at noise than at the picture; default: what the model "
-    "implies, 1 unless its recipe says otherwise"
-)
-STATS = (
-    "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + mean; default: the "
-    "latents_stats.pt beside --vae, if that is a file"
-)
-
-
 @dataclass(frozen=True)
 class Request:
     """The fields that every run has. A field that is None is left open: settings.py says what it implies.
@@ -58,7 +48,12 @@ class Request:
         "otherwise",
     )
     num_sampling_steps: int = what(None, "denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000))
-    timestep_shift: float = what(None, SHIFT, bounds=(0.01, 100))
+    timestep_shift: float = what(
+        None,
+        "of a flow by euler or heun: below 1 its steps are shorter at noise than at the picture; default: what the "
+        "model implies, 1 unless its recipe says otherwise",
+        bounds=(0.01, 100),
+    )
     guidance_interval: tuple = what(
         None,
         "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
@@ -122,7 +117,11 @@ class Request:
         "a hub id; default: the published weights for the image size",
     )
     vae: str = files(None, "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's")
-    latent_stats: str = files(None, STATS)
+    latent_stats: str = files(
+        None,
+        "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + mean; default: the "
+        "latents_stats.pt beside --vae, if that is a file",
+    )
     forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
     device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
 
