@@ -1,5 +1,4 @@
-"""A flag as a dataclass field: its default, help, choices and bounds, and the check of a value from the command line or
-from Python against them."""
+"""A flag as a dataclass field, and the check of a value from the command line or from Python against it."""
 
 import argparse
 import numbers

@@ -159,7 +159,7 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
     given = {name: value for name, value in vars(request).items() if value is not None}
     known = SimpleNamespace(**{**vars(request), **found, **given, "model": model, "factor": factor})
     patch_size = fit.patch_size if fit else int((model or "/2").rpartition("/")[2])
-    if family:  # else the unit of a size is unknown
+    if family and known.image_size is not None:  # else the size or its unit is unknown
         _check_size(known.image_size, factor, patch_size)
     _check_process(known, family)
     if fit:
@@ -178,8 +178,6 @@ def _decoder(name):
 
 
 def _check_size(size, factor, patch_size):
-    if size is None:
-        return
     if size > MOST_PIXELS:
         raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
     if size % (factor * patch_size):

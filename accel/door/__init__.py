@@ -82,8 +82,7 @@ def batch_of(
     placement: Placement = ALONE,
     sizes: Iterable[int] | None = None,
 ) -> Batch:
-    """Return the network evaluations of a run on any rank. sizes: numbers of pictures that are denoised at once;
-    default: a grid's."""
+    """Return a run's network evaluations on any rank. sizes: pictures that are denoised at once; default: a grid's."""
     sizes = sizes or placement.sizes(len(settings.labels), settings.batch_size)
     rows = {placement.rows(n, copies) for n in sizes for copies in count_copies(process, guidance)}
     most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
@@ -207,8 +206,7 @@ def save(settings: GridSettings, path: str, content: Tensor, watch: Stopwatch, d
 
 
 def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | None]:
-    """Return the process groups and the layout of a grid, None if it is to be measured. Raises UsageError for a layout
-    that cannot run."""
+    """Return the process groups and a grid's layout, None to measure it. Raises UsageError if it cannot run."""
     from accel.parallel import planner  # brings torch.distributed
     from accel.parallel.groups import Groups
 

@@ -103,8 +103,7 @@ def _require_channels(request, known, fit, space):
 
 
 def fit_of(weights: Checkpoint | LoadedModule, model: str | None = None, num_classes: int | None = None) -> Fit:
-    """Return the family and sizes of weights. Raises UsageError if they contradict the user's model or number of
-    classes."""
+    """Return the family and sizes of weights. Raises UsageError if the user's model or classes contradict them."""
     if isinstance(weights, LoadedModule):
         if num_classes not in (None, weights.fit.num_classes):
             given = f"`num_classes={num_classes}`: {weights.name} has {weights.fit.num_classes} classes"

@@ -45,8 +45,7 @@ def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int
 
 def initial_noise(n: int, channels: int, latent_size: int, generator: torch.Generator) -> torch.Tensor:
     """Draw the first normal of a run, z (n, C, L, L), on the generator's device."""
-    shape = n, channels, latent_size, latent_size
-    return torch.randn(shape, generator=generator, device=generator.device)
+    return torch.randn(n, channels, latent_size, latent_size, generator=generator, device=generator.device)
 
 
 def upstream_noise(
