@@ -14,8 +14,8 @@ from accel.families import Defaults, family_of
 from accel.labels import find_label, imagenet
 from accel.latents import LatentSpace
 from accel.parallel import layouts
-from accel.parallel.layouts import OFF, Layout
-from accel.request import MOST_PIXELS, GridRequest, Request
+from accel.parallel.layouts import OFF
+from accel.request import MOST_PIXELS, FidRequest, GridRequest, Request
 
 if TYPE_CHECKING:  # these bring torch
     import torch
@@ -28,30 +28,20 @@ LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classe
 STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}  # of 1000 diffusers rounds two to one time
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A run, complete. `settle` makes it; the fields that a request has too mean the same."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Request):
+    """A run: a request with every open field filled, and the opened weights. `settle` makes it.
 
-    request: Request
+    device: a torch.device; precision: the tier; labels: numbers; class_names: of every class, or () if unknown.
+    """
+
+    request: Request  # as it was asked for
     weights: "Checkpoint | LoadedModule"
     fit: "Fit"  # of the weights
     space: LatentSpace
-    device: "torch.device"
-    tier: str
-    vae_precision: str
-    model: str
-    image_size: int
-    num_classes: int
-    vae: str
-    sampler: str
-    num_sampling_steps: int
-    eta: float
-    cfg_scale: float
-    guidance_channels: int
-    guidance_interval: tuple[float, float]
-    timestep_shift: float
-    seed: int
-    forecast: str
+
+    def __post_init__(self):
+        """No-op: `implied` has checked the values."""
 
     @property
     def latent_size(self) -> int:
@@ -65,17 +55,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class GridSettings(Settings):
+class GridSettings(Settings, GridRequest):
     """A grid, or a grid for each of several seeds."""
-
-    labels: tuple[int, ...]
-    class_names: tuple[str, ...]  # of every class; () where they are unknown
-    seeds: tuple[int, ...]
-    outputs: tuple[str, ...]  # for each seed
-    output_type: str
-    batch_size: int | None  # None: all pictures at a time
-    repeats: int
-    layout: Layout | None  # None: to be measured
 
     @property
     def guided(self) -> bool:
@@ -85,7 +66,7 @@ class GridSettings(Settings):
     @property
     def pictures(self) -> str:
         """Return the number of pictures in words."""
-        seeds = f" × {len(self.seeds)} seeds" if self.request.seed_list else ""
+        seeds = f" × {len(self.seeds)} seeds" if self.seed_list else ""
         return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}{seeds}"
 
     @property
@@ -100,14 +81,8 @@ class GridSettings(Settings):
 
 
 @dataclass(frozen=True)
-class FidSettings(Settings):
+class FidSettings(Settings, FidRequest):
     """An FID job."""
-
-    num_fid_samples: int
-    world_independent_noise: bool
-    balanced_labels: bool
-    per_proc_batch_size: int
-    sample_dir: str
 
     @property
     def guided(self) -> bool:
@@ -135,7 +110,7 @@ def settle(
     vae_precision: str,
 ) -> Settings:
     """Return the settings of a request for opened weights. Raises UsageError as `implied` does."""
-    found = dict(weights=weights, device=device, tier=tier, vae_precision=vae_precision)
+    found = dict(weights=weights, device=device, precision=tier, tf32=None, vae_precision=vae_precision)
     values = {**vars(implied(request, fit, space)), **found, "request": request, "fit": fit, "space": space}
     kind = GridSettings if isinstance(request, GridRequest) else FidSettings
     return kind(**{item.name: values[item.name] for item in fields(kind)})
@@ -215,7 +190,7 @@ def _check_weights(known, fit):
 
 
 def _complete_grid(known, request, fit, names_of_model):
-    """Give `known` the values of a grid: classes by number and name, files and layout."""
+    """Give `known` the values of a grid: classes by number and name, and layout."""
     classes = known.num_classes
     if request.class_names is not None and (given := len(request.class_names)) != classes:
         raise UsageError(f"`class_names`: are {given} names for {classes} classes; give one for each")
@@ -224,8 +199,7 @@ def _complete_grid(known, request, fit, names_of_model):
     known.class_names = next((names for names in candidates if len(names) == classes), ())
     labels = request.labels or (LABELS if classes == 1000 else range(min(classes, 8)))
     known.labels = tuple(find_label(label, known.class_names, classes) for label in labels)
-    known.seeds, known.outputs, known.layout = request.seeds, request.outputs, request.layout
     if fit and not fit.null_class:
         if request.layout not in (None, OFF):
             raise UsageError(f"`parallel={request.parallel}`: shares evaluations with guidance only; use off")
-        known.layout = OFF
+        known.parallel = "off"

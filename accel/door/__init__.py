@@ -118,7 +118,7 @@ def load(
 
 def decoder_of(settings: Settings, captured: bool = False) -> Decoder | None:
     """Return the decoder, not loaded yet; None for latents. captured: for many pictures, as for Decoder."""
-    if settings.request.output_type == "latent":
+    if settings.output_type == "latent":
         return None
     otherwise = precision.float32_decoder(settings.tier, settings.device)
     return Decoder(settings.space, settings.device, settings.vae_precision, otherwise, captured)
@@ -230,8 +230,8 @@ def place(settings: GridSettings, run: Run, groups: "Groups", layout: Layout | N
 
 def plan_path(settings: Settings) -> Path:
     """Return the path of the weights' plan: `forecast_plan`, or a name beside or in the checkpoint."""
-    if settings.request.forecast_plan is not None:
-        return Path(settings.request.forecast_plan)
+    if settings.forecast_plan is not None:
+        return Path(settings.forecast_plan)
     weights = settings.weights.path
     return weights / "forecast.json" if weights.is_dir() else weights.with_name(f"{weights.stem}.forecast.json")
 
