@@ -3,7 +3,6 @@
 import difflib
 import importlib.util
 import json
-import operator
 import re
 import runpy
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +58,7 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     matter only where two names differ in nothing else. Raises UsageError for any other label.
     """
     if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d{1,30}\s*", label):
-        number = int(label) if isinstance(label, str) else operator.index(label)
+        number = int(label)
         if not 0 <= number < num_classes:
             raise UsageError(f"`labels={shown(str(number))}`: the model knows classes 0 to {num_classes - 1}")
         return number

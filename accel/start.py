@@ -253,11 +253,10 @@ def run(world: int, program: str) -> int:
 
 
 def _start(world):
-    port = _free_port()
-    began = {_BEGAN: f"{BEGAN:.6f} {os.getpid()}"}
-    common = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), **began)
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
-    ranks = [{**threads, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    common = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
+    common |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(world))
+    common[_BEGAN] = f"{BEGAN:.6f} {os.getpid()}"
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     # Sessions of their own: Ctrl-C reaches the parent alone, which ends all ranks without a traceback of each.
     command = [sys.executable, *sys.argv]
     return [subprocess.Popen(command, env=environment, start_new_session=True) for environment in ranks]
