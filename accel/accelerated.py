@@ -72,7 +72,7 @@ class Accelerated:
     training = False
 
     def __init__(
-        self, loaded: LoadedModule, tier: str, device: torch.device, check: bool, guidance_channels: int | None = None
+        self, loaded: LoadedModule, tier: str, device: torch.device, check: bool, guidance_channels: int | None
     ):
         self.precision, self.device, self._loaded = tier, device, loaded
         state = reference_state(loaded, loaded.fit)

@@ -28,9 +28,8 @@ def open_weights(request: Request, device: torch.device, weights: Checkpoint | L
     fetched.
     """
     weights = weights or checkpoint_of(request, device)
-    tier, vae_precision = choose_precision(request, device)
-    fit, space = fetch(request, weights)
-    return settle(request, weights, fit, space, device, tier, vae_precision)
+    precisions = choose_precision(request, device)
+    return settle(request, weights, *fetch(request, weights), device, *precisions)
 
 
 def reopen(settings: Settings, **changes: Any) -> Settings:
@@ -80,7 +79,7 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
     if not missing:
         fit = fit_of(weights, known.model, known.num_classes)
         with_weights = implied(request, fit, space)
-        require_schedule(weights.name, fit.schedule)
+        require_schedule(f"`ckpt={weights.name}`", fit.schedule)
         if with_weights.vae != known.vae:
             if with_weights.vae in PUBLISHED:  # before it is fetched
                 _require_channels(request, with_weights, fit, LatentSpace())
