@@ -148,7 +148,7 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
 
 
 def _decoder(name):
-    """The decoder that a file names, if it can be found here."""
+    """Return the decoder that a file names if it can be found here."""
     return name if name in ("ema", "mse") or name and Path(name).is_dir() else None
 
 

@@ -71,23 +71,21 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
             missing.append(error.marked)
 
     def find_decoder(name):
-        wanted = name and request.output_type == "image"
-        return attempt(find, name, request.latent_stats) if wanted else None
+        return find(name, request.latent_stats) if name and request.output_type == "image" else None
 
-    space = find_decoder(known.vae)
+    space = attempt(find_decoder, known.vae)
     attempt(weights.fetch)
-    if not missing:
-        fit = fit_of(weights, known.model, known.num_classes)
-        with_weights = implied(request, fit, space)
-        require_schedule(f"`ckpt={weights.name}`", fit.schedule)
-        if with_weights.vae != known.vae:
-            if with_weights.vae in PUBLISHED:  # before it is fetched
-                _require_channels(request, with_weights, fit, LatentSpace())
-            space = find_decoder(with_weights.vae)
     if len(missing) > 1:
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
     if missing:
         raise UsageError("; ".join(missing))
+    fit = fit_of(weights, known.model, known.num_classes)
+    with_weights = implied(request, fit, space)
+    require_schedule(f"`ckpt={weights.name}`", fit.schedule)
+    if with_weights.vae != known.vae:
+        if with_weights.vae in PUBLISHED:  # before it is fetched
+            _require_channels(request, with_weights, fit, LatentSpace())
+        space = find_decoder(with_weights.vae)
     space = space or LatentSpace(fit.in_channels, with_weights.factor)  # latents need no decoder
     _require_channels(request, with_weights, fit, space)
     return fit, space
