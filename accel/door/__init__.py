@@ -170,8 +170,8 @@ def sample(
         times = []
         for _ in range(settings.repeats):
             start = time.perf_counter()
-            with watch.phase("sample"), step_bar(steps, run.device, disable=not show) as queued:
-                found = run.latents(settings.labels, seed, batches, lambda index, _, queued=queued: queued(index))
+            with watch.phase("sample"), step_bar(steps, run.device, disable=not show) as on_step:
+                found = run.latents(settings.labels, seed, batches, on_step)
             times.append(time.perf_counter() - start)
         of_seeds.append(found)
         if len(times) > 1 and show:
