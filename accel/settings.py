@@ -7,7 +7,7 @@ weights are open. Imports no torch.
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.errors import UsageError
 from accel.families import Defaults, family_of
@@ -18,8 +18,6 @@ from accel.parallel.layouts import OFF
 from accel.request import MOST_PIXELS, FidRequest, GridRequest, Request
 
 if TYPE_CHECKING:  # these bring torch
-    import torch
-
     from accel.families.loaded_module import LoadedModule
     from accel.families.recognise import Fit
     from accel.weights.checkpoint import Checkpoint
@@ -100,18 +98,10 @@ class FidSettings(Settings, FidRequest):
         return f"`per_proc_batch_size={self.per_proc_batch_size}`: does not fit in free GPU memory; use a smaller one"
 
 
-def settle(
-    request: Request,
-    weights: "Checkpoint | LoadedModule",
-    fit: "Fit",
-    space: LatentSpace,
-    device: "torch.device",
-    tier: str,
-    vae_precision: str,
-) -> Settings:
-    """Return the settings of a request for opened weights. Raises UsageError as `implied` does."""
-    found = dict(weights=weights, device=device, precision=tier, tf32=None, vae_precision=vae_precision)
-    values = {**vars(implied(request, fit, space)), **found, "request": request, "fit": fit, "space": space}
+def settle(request: Request, fit: "Fit", space: LatentSpace, **opened: Any) -> Settings:
+    """Return the settings of a request. fit, space: of its weights and decoder; opened: the weights, the device and
+    both precisions, by their fields. Raises UsageError as `implied` does."""
+    values = vars(implied(request, fit, space)) | dict(request=request, fit=fit, space=space, tf32=None) | opened
     kind = GridSettings if isinstance(request, GridRequest) else FidSettings
     return kind(**{item.name: values[item.name] for item in fields(kind)})
 

@@ -29,14 +29,14 @@ def open_weights(request: Request, device: torch.device, weights: Checkpoint | L
     """
     weights = weights or checkpoint_of(request, device)
     precisions = choose_precision(request, device)
-    return settle(request, weights, *fetch(request, weights), device, *precisions)
+    return settle(request, *fetch(request, weights), weights=weights, device=device, **precisions)
 
 
 def reopen(settings: Settings, **changes: Any) -> Settings:
     """Return settings for the same weights, device and decoder, with `changes` to the request's fields."""
     request = replace(settings.request, **changes)
     precisions = choose_precision(request, settings.device)
-    return settle(request, settings.weights, settings.fit, settings.space, settings.device, *precisions)
+    return settle(request, settings.fit, settings.space, weights=settings.weights, device=settings.device, **precisions)
 
 
 def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
@@ -49,14 +49,15 @@ def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
     return Checkpoint(name, mapped=device.type != "cpu" or divided)
 
 
-def choose_precision(request: Request, device: torch.device) -> tuple[str, str]:
-    """Set the backend switches of the request's tier, or of the device's default. Return (tier, the decoder's)."""
+def choose_precision(request: Request, device: torch.device) -> dict[str, str]:
+    """Set the backend switches of the request's tier, or of the device's default. Return the tier and the decoder's
+    arithmetic, by their fields."""
     tier = request.tier or precision.default_tier(device)
     if tier == "tf32" and request.tf32 and not precision.supports(tier, device):
         print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     precision.apply_precision(tier, device)
-    return tier, precision.decoder_precision(request.vae_precision, tier, device)
+    return dict(precision=tier, vae_precision=precision.decoder_precision(request.vae_precision, tier, device))
 
 
 def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, LatentSpace]:
