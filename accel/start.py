@@ -32,13 +32,9 @@ STARTED_HERE = _PARENT is not None
 BEGAN = float(_PARENT[1]) if STARTED_HERE else time.perf_counter()  # one clock for all processes of a machine
 _RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 FIRST = not _RANK.lstrip("0").isdecimal()  # rank 0, the only process, or one whose number will be refused
-_STOPPED_LINE = "stopped; start again with the same command"
-ENDINGS = {
-    signal.SIGINT: (INTERRUPTED, "interrupted"),
-    signal.SIGTERM: (STOPPED, _STOPPED_LINE),
-    signal.SIGHUP: (STOPPED, _STOPPED_LINE),
-    signal.SIGUSR1: (STOPPED, _STOPPED_LINE),  # of queues, before they take a job's nodes away
-}
+_STOPS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1  # the last by queues, before they take a job's nodes away
+ENDINGS = {signal.SIGINT: (INTERRUPTED, "interrupted")}
+ENDINGS |= dict.fromkeys(_STOPS, (STOPPED, "stopped; start again with the same command"))
 _ended_by = []  # the signal, until its line is printed
 OF_RANKS = signal.SIGINT, signal.SIGUSR1  # SIGTERM comes from their launcher, which prints the cause
 

@@ -22,8 +22,6 @@ SOLVERS = {
     "dpm++": ("scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler"),
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
-
-
 LINEAR = get_named_beta_schedule("linear", 1000)
 
 
