@@ -5,17 +5,14 @@
 """
 
 import re
+from importlib import import_module
+
+DOORS = {"Sampler": "accel.api", "accelerate": "accel.accelerated"}  # imported when asked for: they bring torch, Triton
 
 
 def __getattr__(name: str):
-    if name == "accelerate":  # only when asked for: it brings Triton
-        from accel.accelerated import accelerate
-
-        return accelerate
-    if name == "Sampler":
-        from accel.api import Sampler
-
-        return Sampler
+    if name in DOORS:
+        return getattr(import_module(DOORS[name]), name)
     if name == "__version__":
         from accel.families import ROOT
 

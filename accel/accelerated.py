@@ -72,7 +72,7 @@ class Accelerated:
     training = False
 
     def __init__(
-        self, loaded: LoadedModule, tier: str, device: torch.device, check: bool, guidance_channels: int | None = None
+        self, loaded: LoadedModule, tier: str, device: torch.device, check: bool, guidance_channels: int | None
     ):
         self.precision, self.device, self._loaded = tier, device, loaded
         state = reference_state(loaded, loaded.fit)
@@ -83,8 +83,7 @@ class Accelerated:
                 require_same(network, loaded, tier)
             own = own_guidance(loaded) if check and guidance_channels is None else None
         self._guides = own != OTHER
-        usual = loaded.fit.family.recipe.guidance_channels
-        self.guidance_channels = guidance_channels or own or usual
+        self.guidance_channels = guidance_channels or own or loaded.fit.family.recipe.guidance_channels
         self.in_channels, self.out_channels = loaded.model.in_channels, loaded.model.out_channels
         self.num_classes, self.input_size = loaded.fit.num_classes, loaded.fit.latent_size
         self._forward, self._guided = network.forward, self._forward_guided
@@ -199,10 +198,6 @@ class Accelerated:
             state, loaded, old = self._loaded.read(state), self._loaded, self.network
             require_fit("load_state_dict", state, loaded.model)
             new = build(state, loaded.model, self.precision, self.device, getattr(old, "tuner", None))
-            old.exchange(new)
-            try:
-                require_finite(old, loaded, self.precision)
-            except UsageError:
-                old.exchange(new)
-                raise
+            require_finite(new, loaded, self.precision)
+            old.copy_weights(new)
         self._source = None

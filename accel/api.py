@@ -94,7 +94,7 @@ class Sampler:
             request = GridRequest(**options)
             with alone():
                 self.settings, self._run, self._decoder = door.ready(request, weights=loaded)
-                self._kind = _kind(loaded) if loaded else (self.settings.fit.family.name, None)
+                self._embedding = loaded.how.timestep_embedding if loaded else None
                 if self._decoder and vae == folder:
                     self._decoder.load()  # while the folder is there
                 if loaded:  # the network has a copy of its weights by now
@@ -109,11 +109,12 @@ class Sampler:
         captured steps stay valid. Raises ValueError, and keeps the old weights, for another shape or an overflow."""
         with self._running() as run:
             new = LoadedModule(model, copy=True)
-            if _kind(new) != self._kind:
+            # They decide the network's function beside shapes and values.
+            if (new.fit.family, new.how.timestep_embedding) != (self.settings.fit.family, self._embedding):
                 raise UsageError(f"{new.name}: is of another class than the model of this Sampler; make another of it")
             if self.settings.forecast == "plan":
                 raise UsageError("`forecast=plan`: was made for other weights; make another Sampler without it")
-            _exchange(run, new, self.settings)
+            _renew(run, new, self.settings)
 
     def sample(
         self,
@@ -161,9 +162,8 @@ class Sampler:
     def close(self) -> None:
         """Free the memory of network and decoder. The sampler cannot be used afterwards."""
         with alone():
-            if self._run is not None:
-                device, self._run, self._decoder = self._run.device, None, None
-                free_memory(device)
+            self._run = self._decoder = None
+            free_memory(self.settings.device)
 
     def __reduce__(self):
         raise UsageError("a Sampler cannot be pickled or copied; make another of the same weights")
@@ -184,22 +184,16 @@ class Sampler:
             yield self._run
 
 
-def _exchange(run, loaded, settings):
+def _renew(run, loaded, settings):
     """Copy a module's weights into the run's network, all or none. Raises UsageError for weights that do not fit."""
     model, batch = opening.empty_model(settings), door.batch_of(settings, run.process, run.guidance)
     require_fit(loaded.name, reference_state(loaded, loaded.fit), model)
     if (heads := loaded.fit.num_heads) != settings.fit.num_heads:  # no shape says it
         raise UsageError(f"{loaded.name}: has {heads} heads, unlike the model of this Sampler; make another of it")
     new = load_network(loaded, loaded.fit, model, run.tier, run.device, batch)
-    run.network.exchange(new)
-    if TIERS[run.tier].accelerated and overflows(run.network, batch, run.device, model.SOME_TIMES):
-        run.network.exchange(new)
+    if TIERS[run.tier].accelerated and overflows(new, batch, run.device, model.SOME_TIMES):
         raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")
-
-
-def _kind(loaded):
-    """Return the family and the timestep embedding: they decide the network's function beside shapes and values."""
-    return loaded.fit.family.name, loaded.how.timestep_embedding
+    run.network.copy_weights(new)
 
 
 def _load_module(model, options, check):

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +53,10 @@ def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None
     """Raise UsageError unless `network` and the module have the same output on a batch row of noise. A module whose
     output is zero, such as an untrained one, is compared with noise in place of its zero weights."""
     device = next(network.parameters()).device
-    want, got = _output(loaded), network.forward(*_inputs(loaded, device))
+    want, got = _evaluate(loaded), network.forward(*_inputs(loaded, device))
     if not want.any():
         weights, tier = _not_zero(loaded), "fp32"
-        want = _output(loaded, weights)
+        want = _evaluate(loaded, weights)
         got = build(loaded.read(weights), loaded.model, tier, device).forward(*_inputs(loaded, device))
     if want.shape != got.shape:
         raise UsageError(
@@ -81,10 +80,10 @@ def own_guidance(loaded: LoadedModule) -> int | None:
     if not hasattr(loaded.module, "forward_with_cfg") or loaded.how.face or not loaded.fit.null_class:
         return None
     found = set()
-    weights = None if _output(loaded).any() else _not_zero(loaded)
+    weights = None if _evaluate(loaded).any() else _not_zero(loaded)
     for t, scale in zip(loaded.model.SOME_TIMES, (1.7, 3.1)):
-        plain = _evaluate(loaded, partial(loaded.evaluate, state=weights), t, both=True)
-        own = _evaluate(loaded, partial(loaded.evaluate_guided, scale=scale, state=weights), t, both=True)
+        plain = _evaluate(loaded, weights, t, both=True)
+        own = _evaluate(loaded, weights, t, both=True, scale=scale)
         cond, uncond = plain.chunk(2)
         whole = uncond + scale * (cond - uncond)
         # TF32, where the caller allows it, may round differently in each call.
@@ -110,14 +109,10 @@ def _not_zero(loaded):
     }
 
 
-def _output(loaded, weights=None):
-    """Evaluate the module on a batch row; weights: in place of its own."""
-    return _evaluate(loaded, partial(loaded.evaluate, state=weights))
-
-
-def _evaluate(loaded, function, t=None, both=False):
-    """Return `function` of a batch row of noise, in evaluation mode; both: of two rows, with a class and the null
-    class. The module, its mode and the random state are left as they were."""
+def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
+    """Evaluate the module on a batch row of noise, in evaluation mode; weights: in place of its own; both: on two rows,
+    with a class and the null class; scale: by its forward_with_cfg. The module, its mode and the random state are left
+    as they were."""
     first, training = next(loaded.module.parameters()), [one for one in loaded.module.modules() if one.training]
     x, t, y = _inputs(loaded, first.device, t)
     if both:
@@ -129,7 +124,9 @@ def _evaluate(loaded, function, t=None, both=False):
         try:
             for one in training:
                 one.training = False
-            return function(x, t, y).detach()
+            if scale is None:
+                return loaded.evaluate(x, t, y, weights).detach()
+            return loaded.evaluate_guided(x, t, y, scale, weights).detach()
         except Exception as error:  # of code that is not ours
             reason = (str(error).splitlines() or [""])[0][:120]
             raise UsageError(

@@ -29,20 +29,16 @@ class UsageError(ValueError):
     """A user's mistake: one printable line that names the parameter and the remedy. The messages of several ranks are a
     line each.
 
-    Parameters stand in backquotes: "`image_size=17`: must be a multiple of 16". Callers in Python read image_size=17.
-    Commands say --image-size 17 (`by_flags`) and exit with USAGE.
+    Parameters stand in backquotes, as in `marked`: "`image_size=17`: must be a multiple of 16". Callers in Python read
+    image_size=17. Commands say --image-size 17 (`by_flags`) and exit with USAGE.
     """
 
     def __init__(self, *lines: str):
-        super().__init__("\n".join(map(printable, lines)))
+        self.marked = "\n".join(map(printable, lines))
+        super().__init__(self.marked)
 
     def __str__(self):
         return PARAMETER.sub(lambda found: found[0][1:-1], self.marked)
-
-    @property
-    def marked(self) -> str:
-        """Return the text with its backquotes."""
-        return self.args[0]
 
     def by_flags(self, flags: Mapping[str, str] = MappingProxyType({})) -> str:
         """Return the text with flags for parameters. flags: by parameter, where the names differ."""

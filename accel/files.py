@@ -63,8 +63,7 @@ def require_writable(folder: str | Path) -> None:
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> IO[bytes]:
-    """Open a regular file in binary, with the flags of os.open. Raises OSError for a folder, a pipe, a device, and with
-    O_NOFOLLOW for a link."""
+    """Open a regular file in binary; flags: of os.open. Raises OSError for others, and with O_NOFOLLOW for a link."""
     mode = stat.S_IFREG
     with suppress(FileNotFoundError):  # os.open says so, or makes it
         mode = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
@@ -113,8 +112,7 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder of this program, which may not exist yet; without a home a private temporary
-    folder."""
+    """Return the user's cache folder, which may not exist yet; without a home directory a private temporary one."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit"
     except RuntimeError:  # a container's user without a passwd entry

@@ -1,5 +1,4 @@
-"""A flag as a dataclass field: its default, help, choices and bounds, and the check of a value from the command line or
-from Python against them."""
+"""A flag as a dataclass field, and the check of a value from the command line or from Python against it."""
 
 import argparse
 import numbers
@@ -14,7 +13,7 @@ from accel.errors import UsageError, path_errors, shown
 from accel.files import require_writable
 
 
-def flag(default: Any, help: str, **argument) -> Any:
+def flag(help: str, default: Any = None, **argument) -> Any:
     """Return a field with its flag: `argument` as argparse takes it, with the `group` of --help. names: flags, where
     they are not the field's name; ranks: flags in commands of many ranks; ranks_only: whether other commands lack it;
     bounds: least and most; convert: the function that checks and converts the value."""

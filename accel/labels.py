@@ -3,7 +3,6 @@
 import difflib
 import importlib.util
 import json
-import operator
 import re
 import runpy
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,14 +58,13 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     matter only where two names differ in nothing else. Raises UsageError for any other label.
     """
     if not isinstance(label, str) or re.fullmatch(r"\s*[+-]?\d{1,30}\s*", label):
-        number = int(label) if isinstance(label, str) else operator.index(label)
+        number = int(label)
         if not 0 <= number < num_classes:
             raise UsageError(f"`labels={shown(str(number))}`: the model knows classes 0 to {num_classes - 1}")
         return number
+    numbers = f"give a number from 0 to {num_classes - 1}"
     if not names:
-        raise UsageError(
-            f"`labels={shown(label)}`: no class names are known here; give a number from 0 to {num_classes - 1}"
-        )
+        raise UsageError(f"`labels={shown(label)}`: no class names are known here; {numbers}")
     if list(names).count(label) == 1:
         return list(names).index(label)
     words = file_name(label)
@@ -78,7 +76,7 @@ def find_label(label: int | str, names: Sequence[str], num_classes: int) -> int:
     near = found or [plain.index(name) for name in difflib.get_close_matches(words, plain, NEAREST)]
     listed = ", ".join(f"{names[i]} ({i})" for i in near[:NEAREST]) + ", …" * (len(near) > NEAREST)
     problem = f"{len(found)} classes have that name" if found else "no class has that name"
-    remedy = f"give one of {listed}" if near else f"give a number from 0 to {num_classes - 1}"
+    remedy = f"give one of {listed}" if near else numbers
     raise UsageError(f"`labels={shown(label)}`: {problem}; {remedy}")
 
 

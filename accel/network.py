@@ -122,13 +122,10 @@ class BlockNetwork(Network):
         """All tensors that depend on the weights, in their layout and precision of computation."""
 
     @torch.no_grad()
-    def exchange(self, other: "BlockNetwork") -> None:
-        """Exchange the weights with another network of the same tier and shape, in place: captured graphs of both stay
-        valid."""
+    def copy_weights(self, other: "BlockNetwork") -> None:
+        """Copy the weights of a network of the same tier and shape in place: captured graphs stay valid."""
         for own, new in zip(self.parameters(), other.parameters(), strict=True):
-            kept = own.clone()
             own.copy_(new)
-            new.copy_(kept)
 
     @abstractmethod
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:

@@ -102,10 +102,8 @@ def switches_kept() -> Iterator[None]:
 @contextmanager
 def convolutions(name: str) -> Iterator[None]:
     """Run the block in the decoder's float32. name: tf32, or fp32, without TF32 anywhere."""
-    with switches_kept():
+    with switches_kept() if name == "tf32" else true_float32():
         torch.backends.cudnn.allow_tf32 = name == "tf32"
-        if name != "tf32":
-            torch.backends.cuda.matmul.allow_tf32 = False
         yield
 
 

@@ -27,18 +27,18 @@ class Stopwatch:
 
 
 @contextmanager
-def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[[int], None]]:
-    """Show a tqdm bar of `total` steps. Yields a function to call with the index of each step that has been queued; the
-    bar advances when the device has finished it, and nothing waits."""
+def step_bar(total: int, device: torch.device, **options) -> Iterator[Callable[..., None]]:
+    """Show a tqdm bar of `total` steps. Yields on_step(index[, x]), to call when a step has been queued; the bar
+    advances when the device has finished it, and nothing waits."""
     from tqdm import tqdm
 
     with tqdm(total=total, unit="step", **options) as bar:
         if device.type != "cuda":
-            yield lambda index: bar.update(index + 1 - bar.n)
+            yield lambda index, x=None: bar.update(index + 1 - bar.n)
             return
         pending = []
 
-        def queued(index):
+        def queued(index, x=None):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))  # the current GPU may be another
             pending.append((event, index + 1))

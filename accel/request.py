@@ -17,18 +17,8 @@ from accel.parallel import layouts
 from accel.parallel.layouts import OFF, Layout
 
 MOST_PIXELS = 8192  # of a side: a mistyped size should not ask for terabytes
-GROUPS = WHAT, SPEED, FILES, ADVANCED = "what to sample", "speed", "files", "advanced"  # of --help
-what, speed, files, advanced = (partial(flag, group=group) for group in GROUPS)
-
-
-SHIFT = (
-    "of a flow by euler or heun: below 1 its steps are shorter at noise than at the picture; default: what the model "
-    "implies, 1 unless its recipe says otherwise"
-)
-STATS = (
-    "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + mean; default: the "
-    "latents_stats.pt beside --vae, if that is a file"
-)
+SPEED = "speed"  # a group of --help
+what, speed, files, advanced = (partial(flag, group=group) for group in ("what to sample", SPEED, "files", "advanced"))
 
 
 @dataclass(frozen=True)
@@ -40,27 +30,27 @@ class Request:
     """
 
     model: str = what(
-        None,
         f"network: {', '.join(model_names())}; Demo models ship with their weights and run anywhere; default: that of "
         "--ckpt, else DiT-XL/2",
         action="store",
         metavar="NAME",
     )
     image_size: int = what(
-        None,
         "side of a picture in pixels, a multiple of 16: what the weights were trained for, other sizes look worse; "
         "default: that of --ckpt, else 512",
         bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float = what(
-        None,
         "strength of classifier-free guidance, 1 or more; default: what the model implies, 4.0 unless its recipe says "
         "otherwise",
     )
-    num_sampling_steps: int = what(None, "denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000))
-    timestep_shift: float = what(None, SHIFT, bounds=(0.01, 100))
+    num_sampling_steps: int = what("denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000))
+    timestep_shift: float = what(
+        "of a flow by euler or heun: below 1 its steps are shorter at noise than at the picture; default: what the "
+        "model implies, 1 unless its recipe says otherwise",
+        bounds=(0.01, 100),
+    )
     guidance_interval: tuple = what(
-        None,
         "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
         "on half the rows; default: what the model implies, 0 1 unless its recipe says otherwise",
         nargs=2,
@@ -68,63 +58,61 @@ class Request:
         metavar=("LOW", "HIGH"),
     )
     guidance_channels: int = what(
-        None,
         "latent channels that are guided, from the first on: 3, as published, or all 4, as diffusers does; default: "
         "what the model implies",
         bounds=(1, 1024),
     )
     sampler: str = what(
-        None,
         "of a network that predicts noise ddpm, the default: ancestral sampling; ddim: deterministic unless --eta says "
         "otherwise, for few steps such as 25; dpm++, unipc: diffusers' solvers, for 10 to 25 steps: other pictures. Of "
         "a flow sde, the default; euler, heun: deterministic, for fewer steps",
         choices=sampler_names(),
     )
-    eta: float = what(0.0, "ddim: noise of a step, from 0, none, to 1, as much as ddpm draws")
+    eta: float = what("ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", default=0.0)
     seed: int = what(
-        0,
         "seed of the noise: same seed, device and number of GPUs, same pictures; a CPU takes its lower 32 bits",
+        default=0,
         ranks=("--global-seed", "--seed"),
     )
     num_classes: int = what(
-        None, "classes that the weights were trained with; default: what --ckpt says, else 1000", bounds=(1, 10**6)
+        "classes that the weights were trained with; default: what --ckpt says, else 1000", bounds=(1, 10**6)
     )
 
     precision: str = speed(
-        None,
         "fp16: float16 GEMMs with all else in float32, the fast one; bf16: for weights that overflow float16; "
         "tf32: float32 with TF32 GEMMs, as DiT ships; fp32: true float32; exact: fp32's pictures from float16 tensor "
         "cores; default: fp16 on a GPU with tensor cores (bf16 if the weights overflow it), else fp32",
         choices=("fp32", "exact", "tf32", "fp16", "bf16"),
     )
     tf32: bool = speed(
-        None,
         "--tf32 is --precision tf32 where the hardware has it, else fp32; --no-tf32 is --precision fp32",
         action=argparse.BooleanOptionalAction,
         ranks_only=True,
     )
     vae_precision: str = speed(
-        "auto",
         "the decoder's arithmetic. fp16: a fraction of the time and memory, used if a check of its weights passes; "
         "tf32: float32 with TF32 convolutions; fp32: true float32; auto: fp16 for fp16 and bf16, else as --precision",
+        default="auto",
         choices=("auto", "fp32", "tf32", "fp16"),
     )
     forecast: str = speed(
-        "off",
         "off: every step evaluates the network; plan: the steps that scripts/calibrate.py found to be enough for these "
         "weights, whose pictures it checked",
+        default="off",
         choices=("off", "plan"),
     )
 
     ckpt: str = files(
-        None,
         "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder in diffusers' layout or "
         "a hub id; default: the published weights for the image size",
     )
-    vae: str = files(None, "decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's")
-    latent_stats: str = files(None, STATS)
-    forecast_plan: str = files(None, "the plan's file; default: beside the checkpoint, CKPT.forecast.json")
-    device: str = advanced(None, "where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
+    vae: str = files("decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's")
+    latent_stats: str = files(
+        "mean and std of the latents' channels, a .pt file: the decoder takes latents × std + mean; default: the "
+        "latents_stats.pt beside --vae, if that is a file",
+    )
+    forecast_plan: str = files("the plan's file; default: beside the checkpoint, CKPT.forecast.json")
+    device: str = advanced("where to sample, such as cuda, cuda:1 or cpu; default: a GPU if there is one")
 
     output_type = "image"
     layout = OFF
@@ -163,14 +151,12 @@ class GridRequest(Request):
     """Pictures of chosen classes, in one file or a folder, by one process or many."""
 
     labels: tuple = what(
-        None,
         'class of each picture, by number or name ("golden retriever"); default: eight ImageNet classes, or the first '
         "eight of a model with other classes",
         nargs="+",
         metavar="LABEL",
     )
     class_names: tuple = files(
-        None,
         "names of the classes, for --labels and file names: a file with one name a line in their order, or JSON; "
         "default: those that --ckpt brings, or ImageNet's",
         metavar="FILE",
@@ -178,7 +164,6 @@ class GridRequest(Request):
         convert=read_class_names,
     )
     seed_list: tuple = what(
-        None,
         "in place of --seed: a grid or folder for each of these seeds, OUTPUT-seed-0.png or OUTPUT/seed-0/",
         names=("--seeds",),
         nargs="+",
@@ -186,29 +171,29 @@ class GridRequest(Request):
         metavar="SEED",
     )
     batch_size: int = speed(
-        None,
         "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures stay the same; default: "
         "all of --labels",
         bounds=(1, 10**9),
     )
-    repeats: int = speed(1, "time the sampling this often after a warm-up: median and spread", bounds=(1, 10**9))
+    repeats: int = speed(
+        "time the sampling this often after a warm-up: median and spread", default=1, bounds=(1, 10**9)
+    )
     parallel: str = speed(
-        "auto",
         "how GPUs share fewer pictures than there are of them. auto: the fastest layout, measured once a machine; "
         "off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, "
         "and how tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in "
         "one GPU",
+        default="auto",
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
         ranks_only=True,
     )
     output: str = files(
-        None,
         "file to write, its folders are made; a folder (FOLDER/) gets one PNG a picture, such as "
         "000-207-golden-retriever.png; default: sample.png, or sample.npy for latents",
     )
     output_type: str = files(
-        "image",
         "image: one PNG, four pictures a row; latent: float32 .npy (n, 4, L, L), no decoder needed",
+        default="image",
         choices=("image", "latent"),
     )
 
@@ -256,23 +241,22 @@ class FidRequest(Request):
     """A folder of many pictures of random classes, by many processes."""
 
     num_fid_samples: int = what(
-        None,
         "make so many pictures of random classes, one PNG each, and an .npz for FID; default: one grid of --labels",
         bounds=(1, 10**9),
     )
     world_independent_noise: bool = what(
-        False,
         "FID: key noise and labels by picture, so that any number of ranks makes the same pictures; default: the usual "
         "stream, a seed a rank",
+        default=False,
         action="store_true",
     )
     balanced_labels: bool = what(
-        False,
         "FID: as many pictures of each class, picture i of class i mod --num-classes; default: random classes",
+        default=False,
         action="store_true",
     )
-    per_proc_batch_size: int = speed(32, "FID: pictures that a rank makes at a time", bounds=(1, 10**5))
-    sample_dir: str = files("samples", "FID: where the folder is made")
+    per_proc_batch_size: int = speed("FID: pictures that a rank makes at a time", default=32, bounds=(1, 10**5))
+    sample_dir: str = files("FID: where the folder is made", default="samples")
 
 
 def _require_seed(seed):

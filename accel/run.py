@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel.errors import UsageError
 from accel.network import Network, remedy
-from accel.sampling import OnStep, denoise, initial_noise, moves_of, unlike, upstream_noise
+from accel.sampling import OnStep, denoise, initial_noise, moves_of, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.sampling.process import Process
 
@@ -83,13 +83,16 @@ class Run(NamedTuple):
     def warm_up(self, labels: Sequence[int], batches: Sequence[slice] = ALL) -> None:
         """Make each move of `latents` once, with each number of labels in a slice and each guidance: on a GPU this
         compiles kernels, chooses algorithms and captures graphs."""
-        moves, sizes = unlike(moves_of(self.process, self.guidance)), set()
+        first, sizes = {}, set()
+        for move in moves_of(self.process, self.guidance):
+            first.setdefault((move.kind, move.guidance), move)
         # Most labels first: they need the largest conditioning table, and a new table voids captured graphs.
         for part in sorted(batches, key=lambda part: -len(set(labels[part]))):
             if len(labels[part]) not in sizes:
                 sizes.add(len(labels[part]))
                 with enough_memory(self.too_large):
-                    denoise(self.network, self.process, self.guidance, *self._noise(labels, 0, part), moves=moves)
+                    noise = self._noise(labels, 0, part)
+                    denoise(self.network, self.process, self.guidance, *noise, moves=[*first.values()])
 
     def _noise(self, labels, seed, part):
         """Return z (n', C, L, L), labels (n',) and the function that draws a step's noise, for a slice of `labels`."""

@@ -7,19 +7,17 @@ weights are open. Imports no torch.
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel.errors import UsageError
 from accel.families import Defaults, family_of
 from accel.labels import find_label, imagenet
 from accel.latents import LatentSpace
 from accel.parallel import layouts
-from accel.parallel.layouts import OFF, Layout
-from accel.request import MOST_PIXELS, GridRequest, Request
+from accel.parallel.layouts import OFF
+from accel.request import MOST_PIXELS, FidRequest, GridRequest, Request
 
 if TYPE_CHECKING:  # these bring torch
-    import torch
-
     from accel.families.loaded_module import LoadedModule
     from accel.families.recognise import Fit
     from accel.weights.checkpoint import Checkpoint
@@ -28,30 +26,20 @@ LABELS = (207, 360, 387, 974, 88, 979, 417, 279)  # of ImageNet; of other classe
 STEPS = {"sde": (2, 1000), "dpm++": (1, 999), "unipc": (1, 999)}  # of 1000 diffusers rounds two to one time
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A run, complete. `settle` makes it; the fields that a request has too mean the same."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Request):
+    """A run: a request with every open field filled, and the opened weights. `settle` makes it.
 
-    request: Request
+    device: a torch.device; precision: the tier; labels: numbers; class_names: of every class, or () if unknown.
+    """
+
+    request: Request  # as it was asked for
     weights: "Checkpoint | LoadedModule"
     fit: "Fit"  # of the weights
     space: LatentSpace
-    device: "torch.device"
-    tier: str
-    vae_precision: str
-    model: str
-    image_size: int
-    num_classes: int
-    vae: str
-    sampler: str
-    num_sampling_steps: int
-    eta: float
-    cfg_scale: float
-    guidance_channels: int
-    guidance_interval: tuple[float, float]
-    timestep_shift: float
-    seed: int
-    forecast: str
+
+    def __post_init__(self):
+        """No-op: `implied` has checked the values."""
 
     @property
     def latent_size(self) -> int:
@@ -65,17 +53,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class GridSettings(Settings):
+class GridSettings(Settings, GridRequest):
     """A grid, or a grid for each of several seeds."""
-
-    labels: tuple[int, ...]
-    class_names: tuple[str, ...]  # of every class; () where they are unknown
-    seeds: tuple[int, ...]
-    outputs: tuple[str, ...]  # for each seed
-    output_type: str
-    batch_size: int | None  # None: all pictures at a time
-    repeats: int
-    layout: Layout | None  # None: to be measured
 
     @property
     def guided(self) -> bool:
@@ -85,7 +64,7 @@ class GridSettings(Settings):
     @property
     def pictures(self) -> str:
         """Return the number of pictures in words."""
-        seeds = f" × {len(self.seeds)} seeds" if self.request.seed_list else ""
+        seeds = f" × {len(self.seeds)} seeds" if self.seed_list else ""
         return f"{len(self.labels)} label{'s' * (len(self.labels) > 1)}{seeds}"
 
     @property
@@ -100,14 +79,8 @@ class GridSettings(Settings):
 
 
 @dataclass(frozen=True)
-class FidSettings(Settings):
+class FidSettings(Settings, FidRequest):
     """An FID job."""
-
-    num_fid_samples: int
-    world_independent_noise: bool
-    balanced_labels: bool
-    per_proc_batch_size: int
-    sample_dir: str
 
     @property
     def guided(self) -> bool:
@@ -125,18 +98,10 @@ class FidSettings(Settings):
         return f"`per_proc_batch_size={self.per_proc_batch_size}`: does not fit in free GPU memory; use a smaller one"
 
 
-def settle(
-    request: Request,
-    weights: "Checkpoint | LoadedModule",
-    fit: "Fit",
-    space: LatentSpace,
-    device: "torch.device",
-    tier: str,
-    vae_precision: str,
-) -> Settings:
-    """Return the settings of a request for opened weights. Raises UsageError as `implied` does."""
-    found = dict(weights=weights, device=device, tier=tier, vae_precision=vae_precision)
-    values = {**vars(implied(request, fit, space)), **found, "request": request, "fit": fit, "space": space}
+def settle(request: Request, fit: "Fit", space: LatentSpace, **opened: Any) -> Settings:
+    """Return the settings of a request. fit, space: of its weights and decoder; opened: the weights, the device and
+    both precisions, by their fields. Raises UsageError as `implied` does."""
+    values = vars(implied(request, fit, space)) | dict(request=request, fit=fit, space=space, tf32=None) | opened
     kind = GridSettings if isinstance(request, GridRequest) else FidSettings
     return kind(**{item.name: values[item.name] for item in fields(kind)})
 
@@ -159,7 +124,7 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
     given = {name: value for name, value in vars(request).items() if value is not None}
     known = SimpleNamespace(**{**vars(request), **found, **given, "model": model, "factor": factor})
     patch_size = fit.patch_size if fit else int((model or "/2").rpartition("/")[2])
-    if family:  # else the unit of a size is unknown
+    if family and known.image_size is not None:  # else the size or its unit is unknown
         _check_size(known.image_size, factor, patch_size)
     _check_process(known, family)
     if fit:
@@ -173,13 +138,11 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
 
 
 def _decoder(name):
-    """The decoder that a file names, if it can be found here."""
+    """Return the decoder that a file names if it can be found here."""
     return name if name in ("ema", "mse") or name and Path(name).is_dir() else None
 
 
 def _check_size(size, factor, patch_size):
-    if size is None:
-        return
     if size > MOST_PIXELS:
         raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
     if size % (factor * patch_size):
@@ -217,7 +180,7 @@ def _check_weights(known, fit):
 
 
 def _complete_grid(known, request, fit, names_of_model):
-    """Give `known` the values of a grid: classes by number and name, files and layout."""
+    """Give `known` the values of a grid: classes by number and name, and layout."""
     classes = known.num_classes
     if request.class_names is not None and (given := len(request.class_names)) != classes:
         raise UsageError(f"`class_names`: are {given} names for {classes} classes; give one for each")
@@ -226,8 +189,7 @@ def _complete_grid(known, request, fit, names_of_model):
     known.class_names = next((names for names in candidates if len(names) == classes), ())
     labels = request.labels or (LABELS if classes == 1000 else range(min(classes, 8)))
     known.labels = tuple(find_label(label, known.class_names, classes) for label in labels)
-    known.seeds, known.outputs, known.layout = request.seeds, request.outputs, request.layout
     if fit and not fit.null_class:
         if request.layout not in (None, OFF):
             raise UsageError(f"`parallel={request.parallel}`: shares evaluations with guidance only; use off")
-        known.layout = OFF
+        known.parallel = "off"

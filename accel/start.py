@@ -32,13 +32,9 @@ STARTED_HERE = _PARENT is not None
 BEGAN = float(_PARENT[1]) if STARTED_HERE else time.perf_counter()  # one clock for all processes of a machine
 _RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 FIRST = not _RANK.lstrip("0").isdecimal()  # rank 0, the only process, or one whose number will be refused
-_STOPPED_LINE = "stopped; start again with the same command"
-ENDINGS = {
-    signal.SIGINT: (INTERRUPTED, "interrupted"),
-    signal.SIGTERM: (STOPPED, _STOPPED_LINE),
-    signal.SIGHUP: (STOPPED, _STOPPED_LINE),
-    signal.SIGUSR1: (STOPPED, _STOPPED_LINE),  # of queues, before they take a job's nodes away
-}
+_STOPS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1  # the last by queues, before they take a job's nodes away
+ENDINGS = {signal.SIGINT: (INTERRUPTED, "interrupted")}
+ENDINGS |= dict.fromkeys(_STOPS, (STOPPED, "stopped; start again with the same command"))
 _ended_by = []  # the signal, until its line is printed
 OF_RANKS = signal.SIGINT, signal.SIGUSR1  # SIGTERM comes from their launcher, which prints the cause
 
@@ -253,11 +249,10 @@ def run(world: int, program: str) -> int:
 
 
 def _start(world):
-    port = _free_port()
-    began = {_BEGAN: f"{BEGAN:.6f} {os.getpid()}"}
-    common = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), **began)
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
-    ranks = [{**threads, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    common = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world)), **os.environ}
+    common |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(world))
+    common[_BEGAN] = f"{BEGAN:.6f} {os.getpid()}"
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     # Sessions of their own: Ctrl-C reaches the parent alone, which ends all ranks without a traceback of each.
     command = [sys.executable, *sys.argv]
     return [subprocess.Popen(command, env=environment, start_new_session=True) for environment in ranks]

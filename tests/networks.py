@@ -46,7 +46,8 @@ def settings_of(request, weights=None):
     known = implied(request)
     patch_size = int(known.model.rpartition("/")[2])
     fit = Fit(family_of(known.model), known.model, constructor_of(known.model), 6, 4, patch_size, known.num_classes)
-    return settle(request, weights, fit, LatentSpace(), torch.device("cpu"), request.tier or "fp32", "fp32")
+    opened = dict(weights=weights, device=torch.device("cpu"), precision=request.tier or "fp32", vae_precision="fp32")
+    return settle(request, fit, LatentSpace(), **opened)
 
 
 def side_of(model):

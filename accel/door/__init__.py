@@ -82,8 +82,7 @@ def batch_of(
     placement: Placement = ALONE,
     sizes: Iterable[int] | None = None,
 ) -> Batch:
-    """Return the network evaluations of a run on any rank. sizes: numbers of pictures that are denoised at once;
-    default: a grid's."""
+    """Return a run's network evaluations on any rank. sizes: pictures that are denoised at once; default: a grid's."""
     sizes = sizes or placement.sizes(len(settings.labels), settings.batch_size)
     rows = {placement.rows(n, copies) for n in sizes for copies in count_copies(process, guidance)}
     most_first = sorted(rows, key=lambda rows: (prod(rows), rows), reverse=True)
@@ -119,7 +118,7 @@ def load(
 
 def decoder_of(settings: Settings, captured: bool = False) -> Decoder | None:
     """Return the decoder, not loaded yet; None for latents. captured: for many pictures, as for Decoder."""
-    if settings.request.output_type == "latent":
+    if settings.output_type == "latent":
         return None
     otherwise = precision.float32_decoder(settings.tier, settings.device)
     return Decoder(settings.space, settings.device, settings.vae_precision, otherwise, captured)
@@ -171,8 +170,8 @@ def sample(
         times = []
         for _ in range(settings.repeats):
             start = time.perf_counter()
-            with watch.phase("sample"), step_bar(steps, run.device, disable=not show) as queued:
-                found = run.latents(settings.labels, seed, batches, lambda index, _, queued=queued: queued(index))
+            with watch.phase("sample"), step_bar(steps, run.device, disable=not show) as on_step:
+                found = run.latents(settings.labels, seed, batches, on_step)
             times.append(time.perf_counter() - start)
         of_seeds.append(found)
         if len(times) > 1 and show:
@@ -207,8 +206,7 @@ def save(settings: GridSettings, path: str, content: Tensor, watch: Stopwatch, d
 
 
 def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | None]:
-    """Return the process groups and the layout of a grid, None if it is to be measured. Raises UsageError for a layout
-    that cannot run."""
+    """Return the process groups and a grid's layout, None to measure it. Raises UsageError if it cannot run."""
     from accel.parallel import planner  # brings torch.distributed
     from accel.parallel.groups import Groups
 
@@ -232,8 +230,8 @@ def place(settings: GridSettings, run: Run, groups: "Groups", layout: Layout | N
 
 def plan_path(settings: Settings) -> Path:
     """Return the path of the weights' plan: `forecast_plan`, or a name beside or in the checkpoint."""
-    if settings.request.forecast_plan is not None:
-        return Path(settings.request.forecast_plan)
+    if settings.forecast_plan is not None:
+        return Path(settings.forecast_plan)
     weights = settings.weights.path
     return weights / "forecast.json" if weights.is_dir() else weights.with_name(f"{weights.stem}.forecast.json")
 

@@ -28,16 +28,15 @@ def open_weights(request: Request, device: torch.device, weights: Checkpoint | L
     fetched.
     """
     weights = weights or checkpoint_of(request, device)
-    tier, vae_precision = choose_precision(request, device)
-    fit, space = fetch(request, weights)
-    return settle(request, weights, fit, space, device, tier, vae_precision)
+    precisions = choose_precision(request, device)
+    return settle(request, *fetch(request, weights), weights=weights, device=device, **precisions)
 
 
 def reopen(settings: Settings, **changes: Any) -> Settings:
     """Return settings for the same weights, device and decoder, with `changes` to the request's fields."""
     request = replace(settings.request, **changes)
     precisions = choose_precision(request, settings.device)
-    return settle(request, settings.weights, settings.fit, settings.space, settings.device, *precisions)
+    return settle(request, settings.fit, settings.space, weights=settings.weights, device=settings.device, **precisions)
 
 
 def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
@@ -50,14 +49,15 @@ def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
     return Checkpoint(name, mapped=device.type != "cpu" or divided)
 
 
-def choose_precision(request: Request, device: torch.device) -> tuple[str, str]:
-    """Set the backend switches of the request's tier, or of the device's default. Return (tier, the decoder's)."""
+def choose_precision(request: Request, device: torch.device) -> dict[str, str]:
+    """Set the backend switches of the request's tier, or of the device's default. Return the tier and the decoder's
+    arithmetic, by their fields."""
     tier = request.tier or precision.default_tier(device)
     if tier == "tf32" and request.tf32 and not precision.supports(tier, device):
         print(f"--tf32: {device} has no {precision.TIERS[tier].hardware}; sampling in fp32")
         tier = "fp32"
     precision.apply_precision(tier, device)
-    return tier, precision.decoder_precision(request.vae_precision, tier, device)
+    return dict(precision=tier, vae_precision=precision.decoder_precision(request.vae_precision, tier, device))
 
 
 def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, LatentSpace]:
@@ -72,23 +72,21 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
             missing.append(error.marked)
 
     def find_decoder(name):
-        wanted = name and request.output_type == "image"
-        return attempt(find, name, request.latent_stats) if wanted else None
+        return find(name, request.latent_stats) if name and request.output_type == "image" else None
 
-    space = find_decoder(known.vae)
+    space = attempt(find_decoder, known.vae)
     attempt(weights.fetch)
-    if not missing:
-        fit = fit_of(weights, known.model, known.num_classes)
-        with_weights = implied(request, fit, space)
-        require_schedule(weights.name, fit.schedule)
-        if with_weights.vae != known.vae:
-            if with_weights.vae in PUBLISHED:  # before it is fetched
-                _require_channels(request, with_weights, fit, LatentSpace())
-            space = find_decoder(with_weights.vae)
     if len(missing) > 1:
         missing.append("or take `model=DiT-Demo/2`, which ships with both")
     if missing:
         raise UsageError("; ".join(missing))
+    fit = fit_of(weights, known.model, known.num_classes)
+    with_weights = implied(request, fit, space)
+    require_schedule(f"`ckpt={weights.name}`", fit.schedule)
+    if with_weights.vae != known.vae:
+        if with_weights.vae in PUBLISHED:  # before it is fetched
+            _require_channels(request, with_weights, fit, LatentSpace())
+        space = find_decoder(with_weights.vae)
     space = space or LatentSpace(fit.in_channels, with_weights.factor)  # latents need no decoder
     _require_channels(request, with_weights, fit, space)
     return fit, space
@@ -103,8 +101,7 @@ def _require_channels(request, known, fit, space):
 
 
 def fit_of(weights: Checkpoint | LoadedModule, model: str | None = None, num_classes: int | None = None) -> Fit:
-    """Return the family and sizes of weights. Raises UsageError if they contradict the user's model or number of
-    classes."""
+    """Return the family and sizes of weights. Raises UsageError if the user's model or classes contradict them."""
     if isinstance(weights, LoadedModule):
         if num_classes not in (None, weights.fit.num_classes):
             given = f"`num_classes={num_classes}`: {weights.name} has {weights.fit.num_classes} classes"

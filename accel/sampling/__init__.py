@@ -8,13 +8,14 @@ normal draw of the whole guided batch. The null half's noise is drawn and not us
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from accel.network import Network
 from accel.sampling.guidance import Guidance, Unguided
-from accel.sampling.process import Evaluations, Kind, Process
+from accel.sampling.process import Kind, Process
 
 OnStep = Callable[[int, torch.Tensor], None]
 
@@ -38,12 +39,6 @@ def moves_of(process: Process, guidance: Guidance | Unguided) -> list[Move]:
     return found
 
 
-def unlike(moves: list[Move]) -> list[Move]:
-    """Return the first move of each kind and guidance: making these warms up, and captures, all."""
-    first = {(move.kind, move.guidance): move for move in reversed(moves)}
-    return sorted(first.values(), key=lambda move: move.step)
-
-
 def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int]:
     """Count the evaluations of a run by their batch rows a latent."""
     return Counter(guidance.at(level).copies for level in process.levels())
@@ -51,8 +46,7 @@ def count_copies(process: Process, guidance: Guidance | Unguided) -> Counter[int
 
 def initial_noise(n: int, channels: int, latent_size: int, generator: torch.Generator) -> torch.Tensor:
     """Draw the first normal of a run, z (n, C, L, L), on the generator's device."""
-    shape = n, channels, latent_size, latent_size
-    return torch.randn(shape, generator=generator, device=generator.device)
+    return torch.randn(n, channels, latent_size, latent_size, generator=generator, device=generator.device)
 
 
 def upstream_noise(
@@ -96,8 +90,8 @@ def denoise(
     if captures and not process.captured:
         evaluate = network.replayed(tuple(process.times()), evaluate)
 
-    def move(kind, guidance, at, y, noise, *state):
-        return process.move(kind, state, at, noise, Evaluations(evaluate, guidance, at, y))
+    def move(kind, parts, at, y, noise, *state):
+        return process.move(kind, state, at, noise, partial(_guided, evaluate, parts, at, y))
 
     make = network.replayed((process, guidance), move) if captures and process.captured else move
     state, noise = process.begin(z), z[None, :0]
@@ -111,3 +105,9 @@ def denoise(
         if on_step is not None:
             on_step(step + steps - 1, state[0])
     return state[0]
+
+
+def _guided(evaluate, parts, at, y, x, number=0):
+    """Evaluate the network at x (n, C, H, W), a move's `number`-th time, guided → (n, C', H, W) in x's dtype."""
+    at, guidance = at + number if number else at, parts[number]
+    return guidance.combine(evaluate(x, at.repeat(guidance.copies), y[: guidance.copies * len(x)]))

@@ -2,31 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from accel.diffusion import create_diffusion
-from accel.sampling.guidance import Guidance, Unguided
 
 Kind = tuple[int, int]  # (steps, network evaluations) of a move
 State = tuple[Tensor, ...]  # the latents x (n, C, H, W), then anything else that a process carries between moves
-
-
-@dataclass(frozen=True)
-class Evaluations:
-    """The network at the evaluations of one move."""
-
-    evaluate: Callable[..., Tensor]  # the network's `forward`, or its replay
-    guidance: tuple[Guidance | Unguided, ...]  # of each evaluation
-    at: Tensor  # (n,): the index of the move's first evaluation in the run
-    labels: Tensor  # (N,): of the guided batch rows, the n conditional ones first
-
-    def __call__(self, x: Tensor, number: int = 0) -> Tensor:
-        """Evaluate the network at x (n, C, H, W), the move's `number`-th time, guided → (n, C', H, W) in x's dtype."""
-        at, copies = self.at + number if number else self.at, self.guidance[number].copies
-        return self.guidance[number].combine(self.evaluate(x, at.repeat(copies), self.labels[: copies * len(x)]))
 
 
 class Process(ABC):
@@ -80,4 +63,4 @@ class Process(ABC):
     @abstractmethod
     def move(self, kind: Kind, state: State, at: Tensor, noise: Tensor, evaluate: Callable[..., Tensor]) -> State:
         """Make one move. at (n,): the index of its first evaluation; noise (steps, n, C, H, W): of each step, (1, 0, …)
-        if none is drawn; evaluate: `Evaluations`."""
+        if none is drawn; evaluate(x, number=0): the guided network at the `number`-th evaluation of the move."""

@@ -22,8 +22,6 @@ SOLVERS = {
     "dpm++": ("scheduling_dpmsolver_multistep", "DPMSolverMultistepScheduler"),
     "unipc": ("scheduling_unipc_multistep", "UniPCMultistepScheduler"),
 }
-
-
 LINEAR = get_named_beta_schedule("linear", 1000)
 
 
@@ -44,22 +42,18 @@ TRAINED = {
 }
 
 
-def require_schedule(source: str, config: Mapping[str, Any] | None, where: str = "`ckpt={}`") -> None:
-    """Raise UsageError, naming the entry, if a scheduler's configuration is of another process than DiT's.
-
-    source: its owner, as `where` shows it. trained_betas take precedence over the schedule's name.
-    """
+def require_schedule(owner: str, config: Mapping[str, Any] | None) -> None:
+    """Raise UsageError about `owner`, naming the entry, if a scheduler's configuration is of another process than
+    DiT's. trained_betas take precedence over the schedule's name."""
     config, wanted = config or {}, dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
         if len(betas) != len(LINEAR) or not np.allclose(betas, LINEAR, rtol=1e-5):
-            raise UsageError(f"{where.format(source)}: its scheduler's trained_betas are not DiT's linear ones")
+            raise UsageError(f"{owner}: its scheduler's trained_betas are not DiT's linear ones")
         wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
     for name, value in wanted.items():
         if config.get(name, value) != value:
-            raise UsageError(
-                f"{where.format(source)}: its scheduler has {name} {shown(config[name])}, and only {value} is sampled"
-            )
+            raise UsageError(f"{owner}: its scheduler has {name} {shown(config[name])}, and only {value} is sampled")
 
 
 def require_scheduler(scheduler: Any) -> None:
@@ -103,7 +97,7 @@ class Solver(ByValue, Process):
 
     def __init__(self, scheduler: Any, steps: int):
         require_scheduler(scheduler)
-        require_schedule("sampler", scheduler.config, "`{}`")
+        require_schedule("`sampler`", scheduler.config)
         self.scheduler, self.number = scheduler, steps
         takes_generator = "generator" in inspect.signature(scheduler.step).parameters
         self.generator = dict(generator=_NoGenerator()) if takes_generator else {}

@@ -64,7 +64,8 @@ def test_tiers(seen):
         else:
             float32 = "fp32" if tier in ("fp32", "exact") or seen in OLD else "tf32"
             half = precision.TIERS[tier].dtype != torch.float32
-            assert opening.choose_precision(request, GPU) == (tier, "fp16" if half else float32)
+            chosen = dict(precision=tier, vae_precision="fp16" if half else float32)
+            assert opening.choose_precision(request, GPU) == chosen
     assert precision.float32_decoder("fp16", GPU) == ("fp32" if seen in OLD else "tf32")
     precision.apply_precision("fp32", GPU)
 

@@ -95,7 +95,7 @@ def test_a_warm_up_makes_each_move_once(name, monkeypatch):
     move = type(process).move
 
     def noted(self, kind, state, at, noise, evaluate):
-        seen.append((kind, evaluate.guidance, state[0].shape, noise.shape))
+        seen.append((kind, evaluate.args[1], state[0].shape, noise.shape))  # args: network, guidance, …
         return move(self, kind, state, at, noise, evaluate)
 
     monkeypatch.setattr(type(process), "move", noted)

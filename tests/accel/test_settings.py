@@ -20,12 +20,13 @@ from accel.settings import implied
 def test_what_a_model_implies_unless_a_flag_says_otherwise():
     xl, demo = implied(GridRequest()), implied(GridRequest(model="DiT-Demo/2"))
     assert (xl.image_size, xl.num_classes, xl.vae, xl.ckpt) == (512, 1000, "ema", None)
-    assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279) and xl.outputs == ("sample.png",)
+    assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279) and GridRequest().outputs == ("sample.png",)
     assert (xl.model, xl.sampler, xl.cfg_scale, xl.num_sampling_steps, xl.seed) == ("DiT-XL/2", "ddpm", 4.0, 250, 0)
     assert (demo.image_size, demo.num_classes, demo.labels) == (128, 8, tuple(range(8)))
     assert (demo.vae, demo.ckpt) == (str(DEMO / "vae"), str(DEMO / "dit.safetensors"))
-    other = implied(GridRequest(model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent"))
-    assert (other.image_size, other.labels, other.vae, other.outputs) == (256, (3,), "mse", ("sample.npy",))
+    latent = GridRequest(model="DiT-Demo/2", image_size=256, labels=(3,), vae="mse", output_type="latent")
+    other = implied(latent)
+    assert (other.image_size, other.labels, other.vae, latent.outputs) == (256, (3,), "mse", ("sample.npy",))
     for model in "SiT-XL/2", "Large-DiT-3B/2":
         assert implied(GridRequest(model=model)).image_size == 256
     assert implied(GridRequest(num_classes=12)).labels == tuple(range(8))
