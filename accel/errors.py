@@ -86,7 +86,7 @@ def path_errors(name: str, path: str | Path, remedy: str = "choose another path"
 
 
 def record(text: str) -> None:
-    """Under torchrun write `text` to its file for the cause of a rank's end, which its summary shows."""
+    """Write `text` to torchrun's file for the cause of a rank's end, which its summary shows. Elsewhere a no-op."""
     if place := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):

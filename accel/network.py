@@ -21,7 +21,7 @@ KEPT = 4  # graphs kept, one per (process, guidance)
 
 
 def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Tokens (N, T, p·p·C) of a square picture → (N, C, H, W). The order inside a token is (p, p, C)."""
+    """Assemble the tokens (N, T, p·p·C) of a square picture → (N, C, H, W). The order inside a token is (p, p, C)."""
     side, p = round(tokens.shape[1] ** 0.5), patch_size
     x = tokens.unflatten(-1, (p, p, -1)).unflatten(1, (side, side))  # (N, side, side, p, p, C)
     return x.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, side * p, side * p)
@@ -73,11 +73,11 @@ class Network(ABC):
 
     @abstractmethod
     def tokens(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x (n, C, H, W), repeated to N batch rows, t (N,), y (N,) → the last layer's tokens (N, T, p·p·C')."""
+        """Evaluate x (n, C, H, W), repeated to N batch rows, at t (N,), y (N,) → the last tokens (N, T, p·p·C')."""
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """As models.DiT.forward: x (n, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
+        """Evaluate as models.DiT.forward does: x (n, C, H, W), t (N,), y (N,) → (N, C', H, W) in x's dtype."""
         return unpatchify(self.tokens(x, t, y), self.patch_size).to(x.dtype)
 
     @abstractmethod
@@ -119,7 +119,7 @@ class BlockNetwork(Network):
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.Tensor]:
-        """All tensors that depend on the weights, in their layout and precision of computation."""
+        """Return all tensors that depend on the weights, in their layout and precision of computation."""
 
     @torch.no_grad()
     def copy_weights(self, other: "BlockNetwork") -> None:
@@ -129,17 +129,17 @@ class BlockNetwork(Network):
 
     @abstractmethod
     def embed(self, x: torch.Tensor, tokens: slice = slice(None), copies: int = 1) -> torch.Tensor:
-        """Latents (n, C, H, W) → their tokens (copies·n, t, D) in the slice `tokens`, the batch `copies` times."""
+        """Embed latents (n, C, H, W) → tokens (copies·n, t, D) of the slice `tokens`, the batch `copies` times."""
 
     @abstractmethod
     def condition(self, t: torch.Tensor, y: torch.Tensor) -> Any:
-        """Timesteps t (N,) and labels y (N,) → the blocks' conditioning."""
+        """Return the blocks' conditioning for timesteps t (N,) and labels y (N,)."""
 
     @abstractmethod
     def forward_blocks(
         self, h: torch.Tensor, condition: Any, attend: Callable, tokens: slice = slice(None)
     ) -> torch.Tensor:
-        """All blocks and the final layer: h (N, t, D), which may be overwritten → (N, t, p·p·C').
+        """Apply all blocks and the final layer: h (N, t, D), which may be overwritten → (N, t, p·p·C').
 
         attend: `attention`, or an exchange with other devices' tokens. tokens: the slice of each row that h holds.
         """

@@ -70,7 +70,7 @@ def pictures_per_second(folder: Path, batch: int) -> float:
 
 
 def rehearsal(record: dict) -> bool:
-    """Whether a record is of another job than the contest's."""
+    """Return whether a record is of another job than the contest's."""
     return any(record[key] != value for key, value in CONTEST.items())
 
 

@@ -72,7 +72,7 @@ def record(loop: Callable, steps: int, device: torch.device) -> profile:
 
 
 def on_device(event) -> bool:
-    """Whether an event or average is of a kernel, a copy or a fill on the GPU."""
+    """Return whether an event or average is of a kernel, a copy or a fill on the GPU."""
     return event.device_type != DeviceType.CPU and not event.is_user_annotation
 
 

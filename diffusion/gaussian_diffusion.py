@@ -192,7 +192,7 @@ class GaussianDiffusion:
 
     @property
     def learns_range(self) -> bool:
-        """Whether the model predicts the noise and a variance in its range, as DiT does."""
+        """Return whether the model predicts the noise and a variance in its range, as DiT does."""
         return self.model_mean_type is ModelMeanType.EPSILON and self.model_var_type is ModelVarType.LEARNED_RANGE
 
     def __getstate__(self):

@@ -120,7 +120,7 @@ def compare(want: np.ndarray, got: np.ndarray, thorough: bool = False) -> dict:
 
 
 def passes(figures: dict, margin: float = 0.0) -> bool:
-    """Whether enough grids and pictures exceed the criterion's PSNR, its hardest threshold here, by `margin` dB."""
+    """Return whether enough grids and pictures exceed the criterion's PSNR, the hardest threshold, by `margin` dB."""
     shares = (("grid_psnr", SHARE_OF_GRIDS), ("tile_psnr", SHARE_OF_TILES))
     return all(np.mean(np.array(figures[name]) > THRESHOLD + margin) >= share for name, share in shares)
 

@@ -46,7 +46,7 @@ class Family(NamedTuple):
 
     @property
     def recipe(self) -> Defaults:
-        """The defaults of models without a name: the first model's, without its file."""
+        """Return the defaults of models without a name: the first model's, without its file."""
         return next(iter(self.models.values()))._replace(ckpt=None)
 
     def part(self, name: str) -> ModuleType:

@@ -73,7 +73,7 @@ class LoadedModule:
 
     @property
     def assumed(self) -> bool:
-        """Whether other families have the module's entries too, and neither its class nor its entries name one."""
+        """Return whether other families have these entries too, and neither the class nor the entries name one."""
         names = [kind.__name__ for kind in type(self.module).__mro__]
         named = self.how.strength or any(self.how.family.name in name for name in names)
         return not named and len(families_with(shapes_of(self.state))) > 1

@@ -64,7 +64,7 @@ class Conditioning:
         return iter((*self.time_mlp, self.labels, self.bias, self.weight))
 
     def __call__(self, t: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """t (E,) timesteps, y (E,) labels → (E, V, D), into `out` if given. Without TF32."""
+        """Compute the vectors of timesteps t (E,) and labels y (E,) → (E, V, D), into `out` if given. Without TF32."""
         w0, b0, w2, b2 = self.time_mlp
         sinusoid = self.sinusoid(t, w0.shape[1]).to(self.bias.dtype)  # (E, 256)
         if out is None:
@@ -98,7 +98,7 @@ class ConditioningTable:
     """
 
     def __init__(self, conditioning: Conditioning, table_bytes: int = TABLE_BYTES, least: int = 1):
-        """least: minimum number of entries, even above `table_bytes`."""
+        """Allocate the table. least: minimum number of entries, even above `table_bytes`."""
         c = self.conditioning = conditioning
         self.usual = max(1, table_bytes // (c.vectors * c.width * c.bias.element_size()))  # entries
         self.capacity = max(self.usual, least)
@@ -136,5 +136,5 @@ class ConditioningTable:
         self.offset[index : self.ready.stop] = torch.arange(len(times), device=t.device) * len(self.labels)
 
     def modulation(self, index: torch.Tensor, y: torch.Tensor) -> Modulation:
-        """index (N,) of the run's evaluations, y (N,) labels → where each row finds its vectors."""
+        """Return where each batch row finds its vectors. index (N,): of the run's evaluations; y (N,): labels."""
         return Modulation(self.table, (self.offset[index] + self.label_offset[y]).clamp(max=self.capacity))

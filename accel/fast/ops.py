@@ -94,7 +94,7 @@ class Split:
         self.last_adaln, self.attention = partial(adaln, dtype=torch.float32), split_attention
 
     def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
-        """As Half.block. Raises ValueError, naming the layer, for weights that are not finite.
+        """Lay out a block as Half.block does. Raises ValueError, naming the layer, for weights that are not finite.
 
         Powers of two move between neighbouring GEMMs. They change no bit of the function, but bring what a high/low
         split has to hold to a like size: from q to k, from v to proj, from GELU's output to fc2. SwiGLU's output is
@@ -164,6 +164,6 @@ def _balanced(qkv, bias, rotation):
 
 
 def _balance_pairs(weight, bias):
-    """As `balance` of weight (D, K) and bias (D,), the same for outputs 2i and 2i + 1."""
+    """Balance weight (D, K) and bias (D,) with the same power of two for outputs 2i and 2i + 1."""
     both = torch.cat([weight, bias[:, None]], 1).unflatten(0, (-1, 2)).flatten(1)  # (D/2, 2·(K + 1))
     return balance(both, both.new_zeros(len(both))).repeat_interleave(2)

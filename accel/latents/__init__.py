@@ -27,8 +27,8 @@ class LatentSpace(NamedTuple):
     decoder: Path | None = None
 
     def to_decoder(self, latents: "Tensor") -> "Tensor":
-        """Latents (n, C, L, L) → the decoder's input: latents / scale + shift, or latents · std / scale + mean, as
-        diffusers' pipelines do."""
+        """Turn latents (n, C, L, L) into the decoder's input as diffusers' pipelines do: latents / scale + shift, or
+        latents · std / scale + mean."""
         if self.std:
             mean, std = (latents.new_tensor(values)[:, None, None] for values in (self.mean, self.std))
             return latents * std / self.scale + mean

@@ -150,7 +150,7 @@ class Block(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Residual layers and attentions in their order."""
+        """Return residual layers and attentions in their order."""
         return [layer for pair in zip_longest(self.resnets, self.attentions) for layer in pair if layer is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class HalfDecoder:
         return (x.float() + layers.conv_out.bias[:, None, None]).contiguous()
 
     def _convolve(self, layer: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-        """Without the bias, which a later pass adds."""
+        """Apply a convolution without its bias, which a later pass adds."""
         return F.conv2d(x, self.weights[layer], None, layer.stride, layer.padding)
 
     def _norm(self, layer: torch.nn.GroupNorm, x: Sum, silu: bool = True) -> torch.Tensor:
@@ -95,7 +95,7 @@ class HalfDecoder:
 
 
 def _doubling(weight: torch.Tensor) -> torch.Tensor:
-    """Weight of nearest upsampling by 2 and then a 3×3 convolution, as one transposed convolution, 4×4 at stride 2.
+    """Fold nearest upsampling by 2 into the 3×3 convolution after it: one transposed convolution, 4×4 at stride 2.
 
     Per axis, taps (a, b, c) become (c, b + c, a + b, a).
     """

@@ -49,7 +49,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _renamed(name, last):
-    """diffusers counts levels from the latent on, LDM from the picture."""
+    """Return diffusers' name of an entry. diffusers counts levels from the latent on, LDM from the picture."""
     *path, layer, kind = name.split(".")
     match path:
         case ["decoder", "mid", where]:

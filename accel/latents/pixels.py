@@ -4,14 +4,14 @@ import torch
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, contiguous: 127.5·x + 128, truncated, as in FID
-    jobs."""
+    """Convert pixels (n, 3, H, W) in (-1, 1) → (n, H, W, 3) uint8 on the CPU, contiguous: 127.5·x + 128, truncated, as
+    in FID jobs."""
     levels = (127.5 * pixels + 128.0).clamp(0, 255).permute(0, 2, 3, 1)
     return levels.to(torch.uint8, memory_format=torch.contiguous_format).cpu()
 
 
 def to_grid(pixels: torch.Tensor, columns: int = 4, padding: int = 2) -> torch.Tensor:
-    """Pixels (n, 3, H, W) in (-1, 1) → one picture (H', W', 3) uint8 on the CPU, `columns` a row, black borders.
+    """Lay out pixels (n, 3, H, W) in (-1, 1) as a picture (H', W', 3) uint8 on the CPU, `columns` a row, black borders.
 
     The same bits as torchvision.utils.save_image with value_range=(-1, 1); like there, a single picture has no border.
     """

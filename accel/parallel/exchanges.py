@@ -57,7 +57,7 @@ class Ulysses(Exchange):
         return self._to_tokens(attention(self._to_heads(qkv), heads))
 
     def _to_heads(self, qkv):
-        """(N, t, 3·D), all heads → (N, T, 3·D/s), all tokens."""
+        """Exchange (N, t, 3·D), all heads → (N, T, 3·D/s), all tokens."""
         n, t, width = qkv.shape
         parts = qkv.view(n, t, 3, self.size, -1).permute(3, 0, 1, 2, 4).contiguous()  # (s, N, t, 3, D/s): to whom
         mine = torch.empty_like(parts)  # from whom
@@ -65,7 +65,7 @@ class Ulysses(Exchange):
         return mine.transpose(0, 1).reshape(n, self.size * t, width // self.size)
 
     def _to_tokens(self, out):
-        """(N, T, D/s) → (N, t, D)."""
+        """Exchange back (N, T, D/s) → (N, t, D)."""
         n, total, width = out.shape
         parts = out.view(n, self.size, total // self.size, width).transpose(0, 1).contiguous()  # (s, N, t, D/s)
         mine = torch.empty_like(parts)

@@ -75,7 +75,7 @@ def denoise(
     moves: list[Move] | None = None,
     on_step: OnStep | None = None,
 ) -> torch.Tensor:
-    """Noise z (n, C, L, L) and labels (n,) on its device → latents (n, C, L, L).
+    """Sample latents (n, C, L, L) from noise z (n, C, L, L) and labels (n,) on its device.
 
     draw: returns the noise of a step, like z. moves: some of `moves_of`, for warm-up; default: all.
     on_step(i, x): called when step i has been queued, with its result x (n, C, L, L).

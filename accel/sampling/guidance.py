@@ -14,7 +14,7 @@ CHANNELS = 3  # of the noise estimate's four, as for the published pictures
 
 
 def guided(out: Tensor, scale: float | Tensor, channels: int = CHANNELS) -> Tensor:
-    """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598): uncond + scale · (cond − uncond) on the first
+    """Guide without a classifier (Ho & Salimans 2022, arXiv:2207.12598): uncond + scale · (cond − uncond) on the first
     `channels` channels. out (2n, C', H, W), the conditional rows first → (n, channels, H, W)."""
     cond, uncond = out[:, :channels].chunk(2)
     return uncond + scale * (cond - uncond)
@@ -32,11 +32,11 @@ class Unguided:
         return self
 
     def labels(self, y: Tensor) -> Tensor:
-        """Labels y (n,) → the labels of the batch rows (N,)."""
+        """Return the labels of the batch rows (N,) for labels y (n,)."""
         return y
 
     def combine(self, out: Tensor) -> Tensor:
-        """Outputs for the batch rows (N, C', H, W) → estimates for the latents (n, C', H, W)."""
+        """Combine the outputs for the batch rows (N, C', H, W) → estimates for the latents (n, C', H, W)."""
         return out
 
 

@@ -24,25 +24,25 @@ class Process(ABC):
 
     @property
     def steps(self) -> int:
-        """Steps of all moves."""
+        """Return the number of steps of all moves."""
         return sum(steps for steps, _ in self.moves)
 
     @property
     def draws(self) -> int:
-        """The number of steps that draw noise, from the first on. Later steps are given the last noise drawn."""
+        """Return the number of steps that draw noise, from the first on. Later steps are given the last noise drawn."""
         return self.steps
 
     @property
     def evaluations(self) -> int:
-        """Network evaluations of all moves."""
+        """Return the number of network evaluations of all moves."""
         return sum(count for _, count in self.moves)
 
     @abstractmethod
     def times(self) -> list[float]:
-        """The network's argument t at every evaluation, in order."""
+        """Return the network's argument t at every evaluation, in order."""
 
     def levels(self) -> list[float]:
-        """The noise level at every evaluation, in order: 0 at the data, 1 at noise. By default DiT's 1000 timesteps."""
+        """Return the noise level at every evaluation: 0 at the data, 1 at noise. Here: t / 1000, as for DiT."""
         return [time / 1000 for time in self.times()]
 
     def prepare(self, device: torch.device) -> None:

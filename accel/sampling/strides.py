@@ -15,7 +15,7 @@ class Strides(strides.Strides, Process):
 
     @property
     def setting(self) -> str:
-        """A description that only an equal plan shares; an FID folder keeps it."""
+        """Return a description that only an equal plan shares; an FID folder keeps it."""
         digest = hashlib.sha256(repr(self.moves).encode()).hexdigest()[:8]
         return f"plan {digest} of {self.evaluations} network evaluations"
 

@@ -45,7 +45,7 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """The weights' path, or that of published weights once they are fetched. A hub id is fetched for this."""
+        """Return the path of the weights; of published weights the path after fetching. Fetch a hub id for this."""
         if self._path is None:
             remedy = f"fetch https://huggingface.co/{self.name} by other means and give its folder"
             self._path = fetch_from_hub(self.name, "transformer/", "ckpt", remedy)
@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Float tensors under their family's names, on the CPU. Read-only.
+        """Return the float tensors under their family's names, on the CPU. Read-only.
 
         Raises UsageError if the file is damaged, holds no weights, or would execute code on load.
         """
@@ -83,8 +83,8 @@ class Checkpoint:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The facts beside the tensors, checked: the arguments of a training run, a pipeline's configuration, or what
-        the converter wrote."""
+        """Return the checked facts beside the tensors: a training run's arguments, a pipeline's configuration, or the
+        converter's entries."""
         return self._opened[1]
 
     def close(self) -> None:

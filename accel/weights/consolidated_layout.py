@@ -18,7 +18,7 @@ PART = re.compile(r"consolidated\w*\.\d+-of-(\d+)\.pth")
 
 
 def holds(folder: Path) -> bool:
-    """Whether `folder` is of such a run, parts of tensors included."""
+    """Return whether `folder` is of such a run, parts of tensors included."""
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 

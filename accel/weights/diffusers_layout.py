@@ -49,7 +49,7 @@ WITHOUT_EFFECT = "sample_size", "num_attention_heads", "attention_head_dim", "dr
 
 
 def holds(folder: Path) -> bool:
-    """Whether `folder` has config.json, or a pipeline's transformer/."""
+    """Return whether `folder` has config.json, or a pipeline's transformer/."""
     return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
 
 
@@ -102,7 +102,7 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
 
 
 def has_vae(folder: Path) -> bool:
-    """Whether the index of a pipeline lists a decoder."""
+    """Return whether the index of a pipeline lists a decoder."""
     index = folder / "model_index.json"
     return index.exists() and read_json(index, "ckpt").get("vae") not in (None, [None, None])
 

@@ -28,7 +28,7 @@ def _is_names(value):
 
 
 def _is_recipe(value):
-    """Whether a dict has values of settings that this program wrote."""
+    """Return whether a value is a dict of settings that this program wrote."""
     bounds = {"cfg_scale": (1, 10**6), "timestep_shift": (0.01, 100), "num_sampling_steps": (1, 1000)}
     if not isinstance(value, dict) or value.keys() - {"guidance_interval", *bounds}:
         return False

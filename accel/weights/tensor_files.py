@@ -161,7 +161,7 @@ def _read_pickle(path: Path, parameter: str, kind: type, meaning: str, mapped: b
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether torch may map the file: a zip archive of uncompressed members, as torch.save has written since 1.6."""
+    """Return whether torch may map the file: a zip archive of uncompressed members, torch.save's format since 1.6."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

@@ -15,7 +15,7 @@ PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained
 
 
 def holds(path: Path) -> bool:
-    """Whether there is such a file."""
+    """Return whether `path` may be a file of tensors: anything but a folder."""
     return not path.is_dir()
 
 
@@ -49,7 +49,7 @@ def _is_state(value):
 
 
 def _facts(content):
-    """The facts beside the tensors: as the converter writes them, else a training run's arguments."""
+    """Return the facts beside the tensors: as the converter writes them, else a training run's arguments."""
     found = content.get(OWN, content.get("args"))
     found = vars(found) if isinstance(found, argparse.Namespace) else found
     return found if isinstance(found, dict) else {"config": content.get("config")}

@@ -202,7 +202,7 @@ class DiT_Llama(dit.DiT):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """`layers` under DiT's name."""
+        """Return `layers` under DiT's name."""
         return self.layers
 
     def embed(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
