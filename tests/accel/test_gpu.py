@@ -129,12 +129,3 @@ def test_a_torch_without_code_for_the_gpu(machine, capability, targets, remedy):
     with pytest.raises(UsageError) as refusal:
         loading.choose_device(None)
     assert str(refusal.value) == want
-
-
-@pytest.mark.parametrize("block", (precision.true_float32, lambda: precision.convolutions("fp32")))
-def test_true_float32_has_no_tf32(block):
-    with precision.switches_kept():
-        torch.backends.cuda.matmul.allow_tf32 = True
-        with block():
-            assert not torch.backends.cuda.matmul.allow_tf32
-        assert torch.backends.cuda.matmul.allow_tf32

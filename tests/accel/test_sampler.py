@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from networks import build, error, evaluate, fast_network, inputs, network_of, sample, small, upstream
-from test_large_dit import build as build_large
+from networks import build, error, fast_network, network_of, sample, small, upstream
 
 from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
@@ -54,16 +53,6 @@ def test_latents_and_random_stream_are_upstreams(scale):
         got = sample(Plain(model), process, z, LABELS, scale, rows=rows, generator=generator)
         assert torch.equal(got, want) or len(got) < 3 and error(got, want[rows].double()) < 1e-5  # other GEMMs
         assert torch.equal(generator.get_state(), after) and torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("make", (small, lambda: build_large(qk_norm=True)), ids=("DiT", "Large-DiT"))
-def test_the_plain_network_is_the_model_to_the_bit(make):
-    network = Plain(make())
-    x, t, y = inputs(network.model, 4)
-    with torch.no_grad():
-        assert torch.equal(network.forward(x, t, y), network.model(x, t, y))
-        want = network.model.forward_with_cfg(x, t, y, 3.0)
-        assert torch.equal(evaluate(network, x, t, y, 3.0), want[:2])
 
 
 @pytest.mark.parametrize("name", PROCESSES)
