@@ -147,12 +147,8 @@ def test_diffusers_layout(tmp_path, folder, state):
         assert "copy it again" in error(folder)
 
 
-@pytest.mark.parametrize(
-    "config", ["[]", "", "{}", *({"sample_size": size} for size in ("8", None, 0, 2.5, True, [8], 10**9))]
-)
+@pytest.mark.parametrize("config", ["[]", "", "{}", '{"sample_size": null}'])
 def test_damaged_config(folder, config):
-    if isinstance(config, dict):
-        config = json.dumps({"patch_size": 2, **config})
     (folder / "config.json").write_text(config)
     assert "config.json: " in error(folder)
 
