@@ -64,7 +64,7 @@ VALUES = [  # names, valid values, refused values
     ("checkpoint.recipe", [{}], [{"seed": 1}, 1]),
     ("levels.block_out_channels", [[1], [8192], [64] * 8], [[], [0], ["16"], [8193], [64] * 9]),
     ("decoder.block_out_channels", [[64]], [8, None]),
-    ("decoder.up_block_types", [["AttnUpDecoderBlock2D"]], [UP, [], [UP, UP], ["DownEncoderBlock2D"]]),
+    ("decoder.up_block_types", [["AttnUpDecoderBlock2D"]], [None, [], [UP, UP], ["DownEncoderBlock2D"]]),
     ("decoder.act_fn", ["silu"], ["relu", None]),
     ("decoder.out_channels", [3], [2, 4, "3"]),
     ("lists.latents_mean lists.latents_std", [[1.0]], [None, [], [1.0, 1.0], ["1"], 1.0]),
