@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import forks
@@ -12,10 +13,16 @@ from bench import jobs
 
 @pytest.fixture
 def forked(monkeypatch):
-    """The jobs' processes are forks."""
+    """The jobs' processes are forks, torchrun's ranks too: its agent would import torch anew in each."""
 
     def run(command, cwd, env, **_):
-        return forks.run(command[1:], cwd, **env)
+        words = command[1:]
+        for world in (1, 2):
+            if words[:4] == forks.torchrun(world):
+                ranks = forks.ranks(world, words[4:], cwd, **env)
+                texts = [rank.communicate(timeout=240) for rank in ranks]
+                return CompletedProcess(command, max(rank.returncode for rank in ranks), *texts[0])
+        return forks.run(words, cwd, **env)
 
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run))
 
