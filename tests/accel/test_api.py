@@ -234,11 +234,6 @@ def test_the_callers_modes_change_nothing_and_are_left_alone(device):
     assert trace() == before
 
 
-#################################################################################
-#                       Models of the caller's own, and of diffusers            #
-#################################################################################
-
-
 @DEVICES
 def test_a_pipeline_of_diffusers(device, tiny_vae):
     """Its transformer with its own embedding of t, and its decoder. Guidance and process are ours: those of the
@@ -263,11 +258,6 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
     decoded = pipe.vae.to(device).decode(latents / 0.18215).sample[1].clamp(-1, 1)
     shown = (decoded.add(1).mul(127.5)).permute(1, 2, 0).cpu().detach().numpy()
     assert abs(shown - np.asarray(pictures[1], dtype=float)).max() < 2
-
-
-#################################################################################
-#                                  Captured steps                               #
-#################################################################################
 
 
 def graphs_of(sampler):

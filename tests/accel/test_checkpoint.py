@@ -272,11 +272,6 @@ def identify(path, *given):
     return recognise(weights.name, weights.state, weights.metadata, *given)
 
 
-#################################################################################
-#                                 Which model                                   #
-#################################################################################
-
-
 def test_which_model_the_weights_fit(tmp_path):
     weights = DEMO / "dit.safetensors"
     for said in ((), ("DiT-Demo/2",), ("DiT-Demo/2", 8)):
@@ -339,11 +334,6 @@ def test_digest_of_weights_that_are_replaced_meanwhile(tmp_path, state, settled)
     want = Checkpoint(other).digest()
     other.rename(path)
     assert first.digest() != want == Checkpoint(path).digest()
-
-
-#################################################################################
-#                                  From the hub                                 #
-#################################################################################
 
 
 @pytest.fixture

@@ -58,11 +58,6 @@ def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(scale):
         assert torch.equal(torch.get_rng_state(), state) and not torch.equal(got, want) and got.isfinite().all()
 
 
-#################################################################################
-#                                   Plan files                                  #
-#################################################################################
-
-
 REFUSED = {
     "no file": (None, "no such file; make one with scripts/calibrate.py, or use forecast=off"),
     "not json": ("{", "cannot be read"),
@@ -98,11 +93,6 @@ def test_the_demos_plan_is_for_the_demo():
     strides = process_of(settings).moves
     assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]
     assert plan["evidence"]["passes"] and plan["evidence"]["calibration"]["seed"] not in plan["evidence"]["seeds"]
-
-
-#################################################################################
-#                                    Commands                                   #
-#################################################################################
 
 
 def test_ranks_follow_one_plan(weights, plan, tmp_path, here):

@@ -81,11 +81,6 @@ def test_no_tf32_but_where_it_is_asked_for(switches):
     assert switches() == (True, True)
 
 
-#################################################################################
-#                       A torch without code for the GPU                        #
-#################################################################################
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with one GPU: machine(capability, targets of the installed torch)."""

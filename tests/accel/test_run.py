@@ -151,11 +151,6 @@ def test_a_disk_that_is_full_is_a_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
-
-
 @pytest.mark.gpu
 def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
     torch.save(large_inside(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")

@@ -94,11 +94,6 @@ def test_a_warm_up_makes_each_move_once(name, monkeypatch):
     assert len(set(warm)) == len(warm) and set(warm) == set(seen) and len(warm) < len(seen)
 
 
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROCESSES)
 @pytest.mark.parametrize("scale", (4.0, None))

@@ -124,11 +124,6 @@ def test_machine_code(config):
     assert config.blocks * 128 * (config.warpgroups * consumer + producer) <= 65536
 
 
-#################################################################################
-#                                     GPU                                       #
-#################################################################################
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("queries, keys", ((5, 17), (512, 1024), (256, 4096), (300, 77)))
 def test_other_keys_and_values_on_a_gpu(queries, keys):

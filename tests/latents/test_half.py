@@ -159,11 +159,6 @@ def test_float32s_switches_are_set_inside_only(name, flags, switches):
     assert switches() == (True, not flags[0])
 
 
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
-
-
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_sd_vae_ft_at_512px(switches):

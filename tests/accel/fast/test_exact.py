@@ -125,14 +125,7 @@ def test_overflow_of_large_dits_queries_names_the_layer():
     assert exact.overflowed() == "layers.1.attention.wq, wk, wv"
 
 
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
-
-gpu = pytest.mark.gpu
-
-
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "name, arguments, n",
     (
@@ -166,7 +159,7 @@ def test_accuracy(name, arguments, n, switches):
         assert tf32 is None or 20 * error(got[0], want) <= error(tf32, want)
 
 
-@gpu
+@pytest.mark.gpu
 def test_overflow_is_a_line_before_a_run(tmp_path):
     torch.save(too_large(build("DiT-Demo/2")).state_dict(), tmp_path / "large.pt")
     request = GridRequest("DiT-Demo/2", ckpt=str(tmp_path / "large.pt"), output_type="latent", precision="exact")
@@ -174,7 +167,7 @@ def test_overflow_is_a_line_before_a_run(tmp_path):
         door.ready(request)
 
 
-@gpu
+@pytest.mark.gpu
 def test_no_tf32_kernel_runs(switches):
     """By the names of the kernels that ran; and our own did run."""
     precision.apply_precision("exact", torch.device("cuda"))
