@@ -20,6 +20,7 @@ from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.settings import implied, settle
 
+SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)  # heads of 72 as in XL; 64 px
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -28,9 +29,9 @@ def build(name, seed=0, **arguments):
     return fill(DiT_models[name](**arguments), seed)
 
 
-def small(**changes):
-    """Return a DiT with two heads of 72 as in XL, two blocks, eight classes, for 64 px."""
-    return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
+def small(kind=DiT, **changes):
+    """Return a DiT, or another class with its arguments, of the shape SMALL."""
+    return fill(kind(**{**SMALL, **changes}))
 
 
 def with_norms(model):

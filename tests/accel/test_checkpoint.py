@@ -8,8 +8,8 @@ import zipfile
 
 import pytest
 import torch
-from conftest import fill
 from hub import Hub
+from networks import small
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
@@ -19,14 +19,12 @@ from accel.families.recognise import find_model, recognise
 from accel.weights import tensor_files
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import to_diffusers
-from models import DiT, DiT_models
-
-SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
+from models import DiT_models
 
 
 @pytest.fixture(scope="module")
 def state():
-    return fill(DiT(**SMALL)).state_dict()
+    return small(num_classes=10).state_dict()
 
 
 @pytest.fixture(autouse=True)

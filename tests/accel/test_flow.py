@@ -3,6 +3,7 @@
 import argparse
 import copy
 
+import networks
 import pytest
 import torch
 from conftest import fill
@@ -22,13 +23,12 @@ from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint
 
-SHAPE = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
 NULL = torch.full_like(LABELS, 8)
 
 
 def small(**changes):
-    model = fill(SiT(**{**SHAPE, **changes}))
+    model = networks.small(SiT, **changes)
     model.final_layer.linear.weight.data.mul_(0.2)  # a velocity of the size of x: latents stay near one
     return model
 
@@ -163,7 +163,7 @@ def test_a_sampler_of_a_sit_and_of_repas():
         with Sampler(one, **how, cfg_scale=4.0, guidance_channels=3, guidance_interval=(0, 1)) as sampler:
             found.append(sampler.latents([1, 5, 2], seed=7))
             with pytest.raises(UsageError, match="is of another class"):
-                sampler.refresh(fill(DiT(**SHAPE, learn_sigma=False)))
+                sampler.refresh(networks.small(learn_sigma=False))
     torch.manual_seed(7)
     z = torch.randn(3, 4, 8, 8)
     want = denoise(Plain(ours), Sde(4), Guidance(4.0, 8), z, LABELS.new_tensor([1, 5, 2]), upstream_noise(z, 2))
