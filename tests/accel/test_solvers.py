@@ -67,10 +67,11 @@ def test_a_scheduler_that_evaluates_twice_a_step():
 
 
 def test_what_cannot_be_sampled_by_is_a_line():
-    """Of another process: tests/test_doors.py."""
     ancestral = diffusers.EulerAncestralDiscreteScheduler()
     with pytest.raises(UsageError, match="sampler: this scheduler draws noise in its steps"):
         denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
+    with pytest.raises(UsageError, match="sampler: its scheduler has prediction_type v_prediction, and only epsilon "):
+        Solver(make("dpm++", prediction_type="v_prediction"), 5)  # other entries: tests/test_doors.py
 
 
 def test_processes_are_values():
