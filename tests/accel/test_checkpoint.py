@@ -76,14 +76,14 @@ def test_plain_legacy_and_safetensors(tmp_path, state):
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
 def test_weights_are_memory_mapped(tmp_path, kind):
-    """Opening 512 MB of weights must not read them."""
+    """Opening 256 MB of weights must not read them."""
     path = tmp_path / f"large.{kind}"
-    content = {"w": torch.ones(128 << 20)}
+    content = {"w": torch.ones(64 << 20)}
     torch.save(content, path) if kind == "pt" else save_file(content, path)
     before = rss()
     found = find_model(path)
-    assert rss() - before < 100
-    assert found["w"][:: 1 << 20].sum() == 128
+    assert rss() - before < 50
+    assert found["w"][:: 1 << 20].sum() == 64
 
 
 def rss():
