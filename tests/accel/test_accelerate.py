@@ -189,9 +189,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_network_is_refused(case):
-    make, words = OTHERS[case]
+@pytest.mark.parametrize("make, words", OTHERS.values(), ids=OTHERS)
+def test_another_network_is_refused(make, words):
     with pytest.raises(UsageError, match=words) as caught:
         accelerate(make())
     assert "\n" not in str(caught.value)

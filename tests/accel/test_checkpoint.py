@@ -67,9 +67,8 @@ def test_plain_legacy_and_safetensors(tmp_path, state):
     torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)  # as written before torch 1.6
     torch.save({"state_dict": state}, tmp_path / "c.ckpt")
     save_file(state, tmp_path / "d.safetensors")
-    torch.save(
-        {"model": state, "opt": {}, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "e.pt"
-    )  # EMA: test_doors.py
+    training = {"model": state, "opt": {}, "args": argparse.Namespace(lr=1e-4)}  # EMA: test_doors.py
+    torch.save(training, tmp_path / "e.pt")
     for name in ("a.pt", "b.pt", "c.ckpt", "d.safetensors", "e.pt"):
         assert same(find_model(tmp_path / name), state), name
 
@@ -152,9 +151,7 @@ def test_damaged_config(folder, config):
 
 
 def test_folders_that_are_not_a_dit(tmp_path, folder, state):
-    assert "transformer/config.json" in error(
-        tmp_path / "diffusers/transformer/..", lambda path: find_model(path / "..")
-    )
+    assert "transformer/config.json" in error(tmp_path)
     theirs = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
     theirs["transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.bias"] += 1
     save_file(theirs, folder / "diffusion_pytorch_model.safetensors")
@@ -217,8 +214,6 @@ def test_no_state_dict(tmp_path):
     for content in (b"hello", b"junk", b"\x89PNG\r\n\x1a\n"):  # text that an unpickler takes for something begun
         (tmp_path / "x.pt").write_bytes(content)
         assert "x.pt: truncated or not a checkpoint" in error(tmp_path / "x.pt")
-    (tmp_path / "empty").mkdir()
-    assert "transformer/config.json" in error(tmp_path / "empty")
 
 
 def test_tensors_that_are_no_weights(tmp_path, state):

@@ -74,9 +74,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
-    change, words = REFUSED[case]
+@pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
+def test_plans_that_do_not_fit_are_refused(change, words, weights, plan, tmp_path):
     file = tmp_path / "p.json"
     if change is not None:
         file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))

@@ -112,21 +112,20 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 
 
-TOO_LARGE = {
-    "grid": (
-        dict(kind=GridRequest, labels=(0, 1, 2), output_type="latent"),
-        "^labels: 3 pictures at a time do not fit in free GPU memory; .+$",
-    ),
-    "FID job": (
-        dict(kind=FidRequest, num_fid_samples=100, per_proc_batch_size=48),
-        "^per_proc_batch_size=48: does not fit .*; use a smaller one$",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TOO_LARGE)
-def test_too_little_memory_names_what_made_the_batch(case, weights):
-    how, message = TOO_LARGE[case]
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (
+            dict(labels=(0, 1, 2), output_type="latent"),
+            "^labels: 3 pictures at a time do not fit in free GPU memory; .+$",
+        ),
+        (
+            dict(kind=FidRequest, num_fid_samples=100, per_proc_batch_size=48),
+            "^per_proc_batch_size=48: does not fit .*; use a smaller one$",
+        ),
+    ],
+)
+def test_too_little_memory_names_what_made_the_batch(how, message, weights):
     run = door.load(opening.open_weights(request_of(weights, **how), CPU), sizes={3})
 
     def full(*_):
