@@ -329,30 +329,26 @@ def test_digest_of_weights_that_are_replaced_meanwhile(tmp_path, state, settled)
     assert first.digest() != want == Checkpoint(path).digest()
 
 
-@pytest.fixture
-def sample(tmp_path, run):
-    def sample(ckpt, hub):
+def test_a_hub_id_of_pickles(tmp_path, folder, run):
+    """Only what is needed is fetched, once. Pipelines: test_doors.py."""
+
+    def sample(ckpt):
         flags = ["--model", "DiT-Demo/2", "--num-sampling-steps", 2, "--labels", 1, "--device", "cpu"]
         place = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_ENDPOINT=hub.url)
         return run("sample.py", *flags, "--ckpt", ckpt, "--output", tmp_path / "x.png", **place)
 
-    return sample
-
-
-def test_a_hub_id_of_pickles(tmp_path, folder, sample):
-    """Only what is needed is fetched, once. Pipelines: test_doors.py."""
     theirs = to_diffusers(find_model(DEMO / "dit.safetensors"))
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     torch.save(theirs, folder / "diffusion_pytorch_model.bin")
     (folder / "diffusion_pytorch_model.fp16.bin").write_bytes(b"not asked for")
     (folder / "config.json").write_text(json.dumps(dict(sample_size=16, patch_size=2)))
     with Hub("someone/dit-demo", folder.parent) as hub:
-        done = sample("someone/dit-demo", hub)
+        done = sample("someone/dit-demo")
         assert done.returncode == 0, done.stderr
         assert sorted(hub.asked) == ["transformer/config.json", "transformer/diffusion_pytorch_model.bin"]
-        done = sample("someone/nothing", hub)
+        done = sample("someone/nothing")
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert "--ckpt someone/nothing: not here" in done.stderr and "404" in done.stderr
-    assert sample("someone/dit-demo", hub).returncode == 0  # cached: the server is gone
-    done = sample("someone/else", hub)
+    assert sample("someone/dit-demo").returncode == 0  # cached: the server is gone
+    done = sample("someone/else")
     assert done.returncode == 2 and "by other means and give its folder" in done.stderr

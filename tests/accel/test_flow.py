@@ -7,7 +7,7 @@ import networks
 import pytest
 import torch
 from conftest import fill
-from networks import Original, error, sample, sde
+from networks import Original, error, guided, sample, sde
 from reference_networks import dit
 from torch import nn
 
@@ -39,11 +39,8 @@ def velocity(model, scale=4.0, channels=3, interval=(0.0, 1.0)):
 
     def v(x, t, level):
         rows = dit(state, torch.cat([x[:3], x[:3]]), torch.full((6,), t), torch.cat([LABELS, NULL]), 2, 2)[:, :4]
-        cond, uncond = rows.chunk(2)
-        if not interval[0] <= level <= interval[1]:
-            return torch.cat([cond, cond])
-        both = uncond + scale * (cond - uncond)
-        return torch.cat([torch.cat([both[:, :channels], half[:, channels:]], dim=1) for half in (cond, uncond)])
+        inside = interval[0] <= level <= interval[1]
+        return guided(rows, scale, channels) if inside else torch.cat([rows[:3], rows[:3]])
 
     return v
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import fast_network, sample, small
+from networks import fast_network, guided, sample, small
 
 from accel import Sampler
 from accel.diffusion import create_diffusion
@@ -28,9 +28,7 @@ def by_hand(scheduler, model, scale, channels):
     with torch.no_grad():
         for t in scheduler.timesteps:
             both = scheduler.scale_model_input(torch.cat([x, x]), t)
-            out = model(both, t.expand(6), y)[:, :4]
-            cond, uncond = out.chunk(2)
-            eps = torch.cat([(uncond + scale * (cond - uncond))[:, :channels], cond[:, channels:]], dim=1)
+            eps = guided(model(both, t.expand(6), y)[:, :4], scale, channels)[:3]
             x = scheduler.step(eps, t, x).prev_sample
     return x
 
