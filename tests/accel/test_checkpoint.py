@@ -144,10 +144,17 @@ def test_diffusers_layout(tmp_path, folder, state):
         assert "copy it again" in error(folder)
 
 
-@pytest.mark.parametrize("config", ["[]", "", "{}", '{"sample_size": null}'])
-def test_damaged_config(folder, config):
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ("[]", "is not a JSON object; copy it again"),
+        ("", "is not a JSON object; copy it again"),
+        ("{}", "sample_size is None, must be"),
+    ],
+)
+def test_damaged_config(folder, config, words):
     (folder / "config.json").write_text(config)
-    assert "config.json: " in error(folder)
+    assert f"config.json: {words}" in error(folder)
 
 
 def test_folders_that_are_not_a_dit(tmp_path, folder, state):
