@@ -7,7 +7,7 @@ from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from accel import Sampler
 from accel.errors import UsageError
-from accel.labels import file_name, find_label, imagenet, read_class_names
+from accel.labels import file_name, find_label, imagenet
 from accel.output import picture_names
 
 
@@ -86,18 +86,15 @@ def test_own_names_are_labels_and_names_of_files(script, listed, here, tmp_path)
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == names
 
 
-def test_own_names_in_python(listed):
-    for given in (NAMES, listed, {number: name for number, name in enumerate(NAMES)}):
+def test_own_names_in_python_and_json(listed, tmp_path):
+    numbered = dict(reversed([*enumerate(NAMES)]))
+    for number, names in enumerate((NAMES, numbered)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(names))
+    for given in (NAMES, numbered, listed, tmp_path / "0.json", tmp_path / "1.json"):
         with Sampler("DiT-Demo/2", device="cpu", num_sampling_steps=1, class_names=given) as sampler:
             assert sampler.latents("tulip").equal(sampler.latents(1))
             with pytest.raises(UsageError, match="labels=planet: no class has that name"):
                 sampler.latents("planet")
-
-
-@pytest.mark.parametrize("names", [NAMES, dict(reversed([*enumerate(NAMES)]))])
-def test_own_names_in_json(names, tmp_path):
-    (tmp_path / "names.json").write_text(json.dumps(names))
-    assert read_class_names(tmp_path / "names.json") == NAMES
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,7 @@ def test_channels_and_factor_are_the_decoders(tiny_vae, tmp_path, here):
     assert f"--vae {tiny_vae}: decodes latents of 4 channels, and DiT-S/4 makes 16; give" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "change, named", [(dict(norm_num_groups=8), "--vae (contents)"), (dict(scaling_factor=0.5), "latents [0.5, 0.0]")]
-)
-def test_a_job_is_not_resumed_with_another_decoder(change, named, demo, tiny_vae, tmp_path, here):
+def test_a_job_is_not_resumed_with_another_decoder(demo, tiny_vae, tmp_path, here):
     """The same tensors, another function: what config.json says decides pixels, too."""
     shutil.copytree(tiny_vae, tmp_path / "vae")
     config = json.loads((tmp_path / "vae" / "config.json").read_text())
@@ -99,8 +96,8 @@ def test_a_job_is_not_resumed_with_another_decoder(change, named, demo, tiny_vae
     want = npz.read_bytes()
     npz.unlink()
     (npz.with_suffix("") / "000003.png").unlink()
-    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | change))
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | dict(scaling_factor=0.5)))
     done = here("sample_ddp.py", *command)
-    assert done.returncode == USAGE and named in done.stderr and "begun with" in done.stderr, done.stderr
+    assert done.returncode == USAGE and "latents [0.5, 0.0]" in done.stderr and "begun with" in done.stderr, done.stderr
     (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
     assert here("sample_ddp.py", *command).returncode == 0 and npz.read_bytes() == want
