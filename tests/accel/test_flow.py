@@ -22,6 +22,7 @@ from accel.sampling import denoise, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint
+from accel.weights.shapes import shapes_only
 
 Z, LABELS = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 5, 2])
 NULL = torch.full_like(LABELS, 8)
@@ -222,4 +223,5 @@ def test_which_family_weights_are_of(name, projectors, args, model, found, state
         assert all(other in line for other in others) and f"--model {found}" not in line.replace("REPA-SiT", "REPA")
     turned = torch.equal(reference_state(weights, fit())["final_layer.linear.bias"], -state["final_layer.linear.bias"])
     assert turned == found.startswith("REPA") and reference_state(weights, fit()).keys() == state.keys()
-    assert type(fit().build(input_size=8)) is (SiT if "SiT" in found else DiT)
+    with shapes_only():
+        assert type(fit().build(input_size=8)) is (SiT if "SiT" in found else DiT)

@@ -54,10 +54,7 @@ def test_other_labels_are_refused_with_the_nearest_names(label, words):
     assert ("…" in str(error.value)) == (label == "terrier")  # more than are listed
 
 
-def test_a_file_has_the_first_of_a_classs_names():
-    """diffusers' pipelines list all that a class is called."""
-    names = ("great white shark, man-eater", "tench")
-    assert picture_names((1, 0), names) == ["000-1-tench.png", "001-0-great-white-shark.png"]
+def test_a_picture_of_a_class_without_a_name_has_its_number():
     assert picture_names((5,), ()) == ["000-5.png"]
 
 

@@ -33,12 +33,16 @@ def test_the_reference(shape):
     check(*shape, "torch")
 
 
-def test_cublas_without_triton(monkeypatch):
-    run_cublas_here(monkeypatch)
-    monkeypatch.setattr(cuda, "HAS_TRITON", False)
-    monkeypatch.setattr(cublas, "SCORES", 3 * 4 * 70 * 70)  # three heads at once, of four
-    for shape in SHAPES:
+def check_cublas(patch, shapes):
+    run_cublas_here(patch)
+    patch.setattr(cublas, "SCORES", 3 * 4 * 70 * 70)  # three heads at once, of four
+    for shape in shapes:
         check(*shape, "cublas")
+
+
+def test_cublas_without_triton(monkeypatch):
+    monkeypatch.setattr(cuda, "HAS_TRITON", False)
+    check_cublas(monkeypatch, SHAPES)
 
 
 @pytest.mark.parametrize("capability", CORES)
@@ -55,10 +59,7 @@ def test_values_of_one_sign(capability, monkeypatch):
 
 def interpret():
     with pytest.MonkeyPatch.context() as patch:
-        run_cublas_here(patch)
-        patch.setattr(cublas, "SCORES", 3 * 4 * 70 * 70)
-        for shape in SHAPES[::3]:
-            check(*shape, "cublas")
+        check_cublas(patch, SHAPES[::3])
 
 
 def test_interpreted_kernel():

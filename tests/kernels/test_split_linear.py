@@ -111,13 +111,17 @@ def test_overflow_is_reported():
     check_overflow("torch")
 
 
-def test_cublas_without_triton(monkeypatch):
-    run_cublas_here(monkeypatch)
-    monkeypatch.setattr(cuda, "HAS_TRITON", False)
-    monkeypatch.setattr(cublas, "OTHER_PIECE", 64)  # more than one, in some shapes
+def check_cublas(patch):
+    run_cublas_here(patch)
+    patch.setattr(cublas, "OTHER_PIECE", 64)  # more than one, in some shapes
     for shape in SHAPES:
         check_linear(*shape, "cublas")
     check_overflow("cublas")
+
+
+def test_cublas_without_triton(monkeypatch):
+    monkeypatch.setattr(cuda, "HAS_TRITON", False)
+    check_cublas(monkeypatch)
 
 
 def relative_error(capability, depth):
@@ -139,11 +143,7 @@ def test_pieces_fit_the_tensor_cores(capability, monkeypatch):
 
 def interpret():
     with pytest.MonkeyPatch.context() as patch:
-        run_cublas_here(patch)
-        patch.setattr(cublas, "OTHER_PIECE", 64)
-        for shape in SHAPES:
-            check_linear(*shape, "cublas")
-        check_overflow("cublas")
+        check_cublas(patch)
 
 
 def test_interpreted_kernel():
