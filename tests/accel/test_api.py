@@ -161,11 +161,6 @@ def test_a_plan_for_other_steps_is_refused_every_time():
             sampler.refresh(fill(DiT_models["DiT-Demo/2"]()))
 
 
-#################################################################################
-#                         Renewed weights, threads, the caller's modes          #
-#################################################################################
-
-
 @pytest.mark.parametrize("precision, device", [("fp32", "cpu"), pytest.param("fp16", "cuda", marks=pytest.mark.gpu)])
 def test_weights_are_renewed_in_place(precision, device):
     """To the bit as a new Sampler; what was captured is replayed."""

@@ -57,11 +57,6 @@ def error(path, ask=find_model):
     return message
 
 
-#################################################################################
-#                                  What is read                                 #
-#################################################################################
-
-
 def test_plain_legacy_and_safetensors(tmp_path, state):
     torch.save(state, tmp_path / "a.pt")
     torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)  # as written before torch 1.6
@@ -167,11 +162,6 @@ def test_folders_that_are_not_a_dit(tmp_path, folder, state):
     assert "not a DiT in diffusers' layout" in error(folder)
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     assert "must hold config.json and" in error(folder)
-
-
-#################################################################################
-#                                What is refused                                #
-#################################################################################
 
 
 def test_missing(tmp_path):
@@ -286,11 +276,6 @@ def test_which_model_the_weights_fit(tmp_path):
     torch.save(flat, tmp_path / "flat.pt")
     with pytest.raises(UsageError, match=r"x_embedder.proj.weight is \(384, 256\), must have four dimensions"):
         identify(tmp_path / "flat.pt")
-
-
-#################################################################################
-#                                    Digest                                     #
-#################################################################################
 
 
 @pytest.fixture
