@@ -124,11 +124,6 @@ def test_fp32_sets_tf32_for_itself(switches):
     assert torch.equal(fast(x, t, y), want) and switches()[0]
 
 
-#################################################################################
-#                       Networks of other shapes, and other networks            #
-#################################################################################
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -242,11 +237,6 @@ def test_weights_that_overflow_are_refused():
     assert torch.equal(fast(x, t, y), want)  # the weights that it had
 
 
-#################################################################################
-#                        Renewed weights, threads, the caller's modes           #
-#################################################################################
-
-
 @ON
 def test_weights_are_renewed_in_place(tier, device):
     """To the bit as a copy made afresh; what was captured is replayed."""
@@ -293,11 +283,6 @@ def test_the_callers_modes_change_nothing(device):
     finally:
         torch.set_default_dtype(default)
         torch.set_default_device(None)
-
-
-#################################################################################
-#                              Guidance of their own                            #
-#################################################################################
 
 
 class FourChannels(DiT):
@@ -362,11 +347,6 @@ def test_a_large_dit_as_published():
     x, t, y = inputs(model, 4)
     with torch.no_grad():
         assert torch.allclose(accelerate(model)(x, t, y), model(x, t, y), atol=1e-5)
-
-
-#################################################################################
-#                                  diffusers                                    #
-#################################################################################
 
 
 @DEVICES

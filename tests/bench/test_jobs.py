@@ -17,12 +17,11 @@ def forked(monkeypatch):
 
     def run(command, cwd, env, **_):
         words = command[1:]
-        for world in (1, 2):
-            if words[:4] == forks.torchrun(world):
-                ranks = forks.ranks(world, words[4:], cwd, **env)
-                texts = [rank.communicate(timeout=240) for rank in ranks]
-                return CompletedProcess(command, max(rank.returncode for rank in ranks), *texts[0])
-        return forks.run(words, cwd, **env)
+        if words[:3] != forks.torchrun(1)[:3]:
+            return forks.run(words, cwd, **env)
+        ranks = forks.ranks(int(words[3].removeprefix("--nproc_per_node=")), words[4:], cwd, **env)
+        texts = [rank.communicate(timeout=240) for rank in ranks]
+        return CompletedProcess(command, max(rank.returncode for rank in ranks), *texts[0])
 
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run))
 
