@@ -58,10 +58,6 @@ def test_a_picture_of_a_class_without_a_name_has_its_number():
     assert picture_names((5,), ()) == ["000-5.png"]
 
 
-#################################################################################
-#                             Names of the user's own                           #
-#################################################################################
-
 DEMO = "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2
 NAMES = "rose", "tulip", "日本の桜", "sun flower", "daisy", "iris", "7", "lily, lilium"
 

@@ -25,11 +25,6 @@ def request_of(weights, kind=GridRequest, **more):
     return kind(**{**common, **more})
 
 
-#################################################################################
-#                                    Loading                                    #
-#################################################################################
-
-
 @pytest.mark.parametrize(
     "wrong, words",
     [
@@ -81,11 +76,6 @@ def test_loading_costs_the_file(tmp_path):
     assert path.stat().st_size > 5e8
     assert 0.9 * path.stat().st_size < int(done.stdout) < 1.2 * path.stat().st_size, done.stderr
     path.unlink()
-
-
-#################################################################################
-#                                  A sampling run                               #
-#################################################################################
 
 
 def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
