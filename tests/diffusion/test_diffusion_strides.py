@@ -1,5 +1,4 @@
-"""Strides against their equations written out in float64, one step at a time, and against a process whose network is
-known."""
+"""Strides against their equations written out in float64, one step at a time."""
 
 import numpy as np
 import pytest
