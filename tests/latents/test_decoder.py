@@ -28,10 +28,11 @@ def test_grid_is_torchvisions_save_image(tmp_path, n):
 
 def test_to_uint8_truncates_as_fid_jobs_do():
     levels = torch.arange(256.0)
-    exact = (levels - 127.5) / 127.5
-    got = to_uint8(exact.view(1, 1, 16, 16).expand(1, 3, 16, 16))
-    assert got.shape == (1, 16, 16, 3) and got.dtype == torch.uint8
-    assert torch.equal(got[0, ..., 0].flatten().float(), levels)
+    for off in (-0.49, 0.49):
+        exact = (levels - 127.5 + off) / 127.5
+        got = to_uint8(exact.view(1, 1, 16, 16).expand(1, 3, 16, 16))
+        assert got.shape == (1, 16, 16, 3) and got.dtype == torch.uint8
+        assert torch.equal(got[0, ..., 0].flatten().float(), levels)
     assert to_uint8(torch.tensor([-9.0, 9.0]).view(1, 1, 1, 2).expand(1, 3, 1, 2)).tolist() == [[[[0] * 3, [255] * 3]]]
 
 
