@@ -1,4 +1,5 @@
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -104,6 +105,19 @@ def here(monkeypatch, capsys, one_thread):
         return subprocess.CompletedProcess(words, status, *capsys.readouterr())
 
     return here
+
+
+@pytest.fixture
+def log(here, tmp_path):
+    """Run a program of bench/: log("jobs", "--gpus", 2) → the record that it writes, the text that it prints."""
+
+    def log(program, *args):
+        output = tmp_path / "log.json"
+        done = here(f"bench/{program}.py", *args, "--output", output)
+        assert not done.returncode, done.stderr
+        return json.loads(output.read_text()), done.stdout
+
+    return log
 
 
 @pytest.fixture(scope="session")

@@ -20,17 +20,18 @@ from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.settings import implied, settle
 
+SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)  # heads of 72 as in XL; 64 px
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def build(name, seed=0, **arguments):
+def build(name, **arguments):
     """Return a model of the registry with random weights."""
-    return fill(DiT_models[name](**arguments), seed)
+    return fill(DiT_models[name](**arguments))
 
 
-def small(**changes):
-    """Return a DiT with two heads of 72 as in XL, two blocks, eight classes, for 64 px."""
-    return fill(DiT(**{**dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8), **changes}))
+def small(kind=DiT, **changes):
+    """Return a DiT, or another class with its arguments, of the shape SMALL."""
+    return fill(kind(**{**SMALL, **changes}))
 
 
 def with_norms(model):
@@ -55,9 +56,9 @@ def side_of(model):
     return model.input_size if hasattr(model, "input_size") else model.x_embedder.img_size[0]
 
 
-def inputs(model, n, device="cpu", seed=1):
+def inputs(model, n, device="cpu"):
     """Return latents, timesteps and labels of n batch rows; the second half has the null label."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     side, classes = side_of(model), model.y_embedder.num_classes
     x = torch.randn(n, model.in_channels, side, side, generator=generator)
     t = torch.randint(0, 1000, (n,), generator=generator)
@@ -68,12 +69,9 @@ def inputs(model, n, device="cpu", seed=1):
 
 def guided(out, scale, channels=3):
     """Guidance written out: so many channels of both halves get the same estimate."""
-    n = len(out) // 2
-    out = out.clone()
-    for channel in range(channels):
-        both = out[n:, channel] + scale * (out[:n, channel] - out[n:, channel])
-        out[:n, channel], out[n:, channel] = both, both
-    return out
+    cond, uncond = out.chunk(2)
+    both = uncond + scale * (cond - uncond)
+    return torch.cat([torch.cat([both[:, :channels], half[:, channels:]], 1) for half in (cond, uncond)])
 
 
 def large_inside(model):
@@ -137,20 +135,16 @@ def upstream(model, labels, seed, steps, scale=4.0, eta=None):
     scale 1 the loop over the model. eta: DDIM's. Of a SiT its own script's."""
     torch.manual_seed(seed)
     z, y = torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels)
+    evaluate = model
+    if scale != 1:
+        z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
+        evaluate = partial(model.forward_with_cfg, cfg_scale=scale)
     if isinstance(model, SiT):
-        evaluate = model
-        if scale != 1:
-            z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
-            evaluate = partial(model.forward_with_cfg, cfg_scale=scale)
         v = lambda x, t, level: evaluate(x, torch.full((len(x),), t), y)
         return sde(v, z, steps, lambda: torch.randn(z.shape))[: len(labels)]
     diffusion = create_diffusion(str(steps), learn_sigma=model.learn_sigma)
     loop = diffusion.p_sample_loop if eta is None else partial(diffusion.ddim_sample_loop, eta=eta)
-    if scale == 1:
-        return loop(model, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))
-    z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
-    how = dict(y=y, cfg_scale=scale)
-    return loop(model.forward_with_cfg, z.shape, z, clip_denoised=False, model_kwargs=how).chunk(2)[0]
+    return loop(evaluate, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))[: len(labels)]
 
 
 def transformer(seed=0, **config):

@@ -21,23 +21,20 @@ def silu(x):
     return x / (1 + torch.exp(-x))
 
 
-def position_table(side, width):
-    """(side², width): for a token at (row, column), sines and cosines of the column, then of the row."""
-    quarter = width // 4
-    table = torch.zeros(side * side, width, dtype=torch.float64)
-    for row in range(side):
-        for column in range(side):
-            for block, position in enumerate((column, row)):
-                for i in range(quarter):
-                    angle = position / 10000 ** (i / quarter)
-                    table[row * side + column, block * 2 * quarter + i] = math.sin(angle)
-                    table[row * side + column, block * 2 * quarter + quarter + i] = math.cos(angle)
-    return table
-
-
 def angles(positions, d):
     """(T, d/2): position·10000^(-2i/d)."""
     return torch.tensor([[p * 10000 ** (-2 * i / d) for i in range(d // 2)] for p in positions], dtype=torch.float64)
+
+
+def places(side):
+    """Rows and columns of the tokens of a square."""
+    return zip(*(divmod(token, side) for token in range(side**2)))
+
+
+def position_table(side, width):
+    """(side², width): for a token at (row, column), sines and cosines of the column, then of the row."""
+    row, column = (angles(positions, width // 2) for positions in places(side))
+    return torch.cat([column.sin(), column.cos(), row.sin(), row.cos()], 1)
 
 
 def turned(x, angles):
@@ -57,27 +54,18 @@ def attention(q, k, v, d):
     return mixed
 
 
-def patches(x, size):
-    """(index, its rows, its columns) of each patch of x (N, C, H, W), row by row."""
-    rows, columns = x.shape[2] // size, x.shape[3] // size
-    for row in range(rows):
-        for column in range(columns):
-            place = slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size)
-            yield row * columns + column, *place
-
-
 def cut(x, patch):
     """(N, C, H, W) → (N, T, C·p·p): channel, row, column."""
-    return torch.stack([x.double()[:, :, rows, columns].flatten(1) for _, rows, columns in patches(x, patch)], 1)
+    patches = x.double().unfold(2, patch, patch).unfold(3, patch, patch)  # (N, C, rows, columns, p, p)
+    return patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
 def picture(out, x, patch):
     """(N, T, p·p·C') → (N, C', H, W): row, column, channel."""
-    found = torch.zeros(len(x), out.shape[-1] // patch**2, *x.shape[2:], dtype=torch.float64)
-    for index, rows, columns in patches(x, patch):
-        token = out[:, index].reshape(len(x), patch, patch, -1)
-        found[:, :, rows, columns] = token.permute(0, 3, 1, 2)
-    return found
+    patches = out.unflatten(2, (patch, patch, -1)).unflatten(
+        1, (x.shape[2] // patch, -1)
+    )  # (N, rows, columns, p, p, C')
+    return patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
 class Weights:
@@ -148,12 +136,11 @@ def lightning_dit(state, x, t, y):
     p = Weights(state)
     kernel, condition, d = p["x_embedder.proj.weight"], p.condition(t, y), p["feat_rope.freqs_cos"].shape[1]
     tokens = cut(x, kernel.shape[-1]) @ kernel.flatten(1).T + p["x_embedder.proj.bias"] + p["pos_embed"]
-    side, width = round(tokens.shape[1] ** 0.5), len(kernel)
-    rows, columns = zip(*(divmod(token, side) for token in range(side**2)))
-    rotation = torch.cat([angles(rows, d // 2), angles(columns, d // 2)], 1)  # the first half by row
+    by_place = (angles(positions, d // 2) for positions in places(round(tokens.shape[1] ** 0.5)))
+    rotation = torch.cat([*by_place], 1)  # the first half by row
     for b in range(p.depth("attn.qkv.weight")):
         block = f"blocks.{b}"
-        m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None].split(width, -1)
+        m = p.linear(condition, f"{block}.adaLN_modulation.1")[:, None].split(len(kernel), -1)
         scale1, gate1, scale2, gate2 = m if len(m) == 4 else (m[1], m[2], m[4], m[5])
         shift1, shift2 = (0, 0) if len(m) == 4 else (m[0], m[3])
         h = normed(tokens, 1e-6, p[f"{block}.norm1.weight"], centre=False) * (1 + scale1) + shift1

@@ -33,7 +33,7 @@ def _is_recipe(value):
     if not isinstance(value, dict) or value.keys() - {"guidance_interval", *bounds}:
         return False
     ends = value.get("guidance_interval", (0, 1))
-    if not isinstance(ends, (list, tuple)) or len(ends) != 2:
+    if not isinstance(ends, (list, tuple)) or len(ends) != 2 or type(value.get("num_sampling_steps", 1)) is not int:
         return False
     numbers = [(one, 0, 1) for one in ends] + [(value[name], *bounds[name]) for name in bounds if name in value]
     return all(type(one) in (int, float) and low <= one <= high for one, low, high in numbers) and ends[0] < ends[1]

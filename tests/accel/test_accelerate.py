@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
-from networks import DEVICES, build, error, guided, inputs, large_inside, pipeline, small, transformer, upstream
+from networks import DEVICES, SMALL, build, error, guided, inputs, large_inside, pipeline, small, transformer, upstream
+from test_large_dit import build as build_large
 from torch import nn
 
 from accel import Sampler, accelerate
@@ -18,15 +19,11 @@ from accel.precision import TIERS, supports, switches_kept
 from diffusion import create_diffusion
 from models import DiT
 
-LAST = "final_layer.linear.weight"
+WHOLE = {"final_layer.linear.weight": torch.ones(32, 144, dtype=torch.int64)}
 # A tier that the CPU has, and all that a GPU may have.
 ON = pytest.mark.parametrize(
     "tier, device", [("fp32", "cpu"), *(pytest.param(tier, "cuda", marks=pytest.mark.gpu) for tier in TIERS)]
 )
-
-
-def small_large(**changes):
-    return fill(DiT_Llama(**{**dict(input_size=8, dim=96, n_layers=2, n_heads=2, num_classes=8), **changes}))
 
 
 def test_it_is_used_as_a_module_is():
@@ -46,11 +43,6 @@ def test_it_is_used_as_a_module_is():
         want = model.forward_with_cfg(x, t, y, 3.0)
     for scale in (3, torch.tensor(3.0)):
         assert torch.equal(fast.forward_with_cfg(x, t, cfg_scale=scale, y=y), want)
-
-
-def with_last(change):
-    state = small().state_dict()
-    return state | {LAST: change(state[LAST])}
 
 
 @ON
@@ -90,7 +82,7 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
         (lambda fast, x, t, y: fast.load_state_dict({}), "load_state_dict: is not a DiT: no pos_embed .* differ"),
         (lambda fast, x, t, y: fast.load_state_dict({}, strict=False), "all weights are needed"),
         (lambda fast, x, t, y: fast.load_state_dict([]), "maps names to tensors, and this is a list"),
-        (lambda fast, x, t, y: fast.load_state_dict(with_last(lambda last: last.long())), "is torch.int64 of shape"),
+        (lambda fast, x, t, y: fast.load_state_dict(small().state_dict() | WHOLE), "is torch.int64 of shape"),
         (
             lambda fast, x, t, y: fast.load_state_dict(small(num_classes=9).state_dict()),
             r"embedding_table.weight is \(10, 144\), must be \(9, 144\)",
@@ -132,17 +124,12 @@ def test_fp32_sets_tf32_for_itself(switches):
     assert torch.equal(fast(x, t, y), want) and switches()[0]
 
 
-#################################################################################
-#                       Networks of other shapes, and other networks            #
-#################################################################################
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: build("DiT-S/8", input_size=32, depth=2, num_classes=10, learn_sigma=False),
         lambda: small(hidden_size=60, num_heads=5, mlp_ratio=3.0, in_channels=8, patch_size=4),
-        lambda: small_large(qk_norm=True, n_kv_heads=1, ffn_dim_multiplier=1.3, multiple_of=32, learn_sigma=False),
+        lambda: build_large(qk_norm=True, n_kv_heads=1, ffn_dim_multiplier=1.3, multiple_of=32, learn_sigma=False),
         lambda: small().double(),
         lambda: small().half(),
         lambda: small(class_dropout_prob=0),
@@ -170,30 +157,22 @@ class Otherwise(DiT):
         return super().forward(x, 2 * t, y)
 
 
-def shape_of(kind):
-    return kind(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)
-
-
-def of_class(kind):
-    return fill(shape_of(kind))
-
-
 def changed(model, name, attribute, value):
     setattr(model.get_submodule(name), attribute, value)
     return model
 
 
 OTHERS = {
-    "fewer channels": (lambda: of_class(Halved), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
-    "another function": (lambda: of_class(Otherwise), "another function .* relative error .*, 0.0001 is allowed"),
-    "untrained": (lambda: shape_of(Otherwise), "another function .* relative error"),
+    "fewer channels": (lambda: small(Halved), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
+    "another function": (lambda: small(Otherwise), "another function .* relative error .*, 0.0001 is allowed"),
+    "untrained": (lambda: Otherwise(**SMALL), "another function .* relative error"),
     "a norm more": (
         lambda: changed(small(), "blocks.1.attn", "q_norm", nn.LayerNorm(72)),
         r"blocks.1.attn.q_norm.weight is no weight of a DiT.*\(2 entries",
     ),
     "eps": (lambda: changed(small(), "blocks.1.norm2", "eps", 1e-3), "blocks.1.norm2.eps is 0.001, and only 1e-06"),
     "GELU": (lambda: changed(small(), "blocks.0.mlp.act", "approximate", "none"), "mlp.act.approximate is none"),
-    "norm_eps": (lambda: small_large(norm_eps=1e-2), "layers.0.attention_norm.eps is 0.01, and only 1e-05"),
+    "norm_eps": (lambda: build_large(norm_eps=1e-2), "layers.0.attention_norm.eps is 0.01, and only 1e-05"),
     "a weight less": (
         lambda: changed(small(), "final_layer.linear", "bias", None),
         "is not a DiT: no final_layer.linear.bias",
@@ -205,19 +184,18 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_another_network_is_refused(case):
-    make, words = OTHERS[case]
+@pytest.mark.parametrize("make, words", OTHERS.values(), ids=OTHERS)
+def test_another_network_is_refused(make, words):
     with pytest.raises(UsageError, match=words) as caught:
         accelerate(make())
     assert "\n" not in str(caught.value)
 
 
 def test_the_check_can_be_skipped():
-    model = of_class(Otherwise)
+    model = small(Otherwise)
     x, t, y = inputs(model, 2)
     assert torch.equal(accelerate(model, check=False)(x, t, y), accelerate(small())(x, t, y))
-    untrained = accelerate(shape_of(DiT))  # its output is zero, so noise takes the place of weights that are
+    untrained = accelerate(DiT(**SMALL))  # its output is zero, so noise takes the place of weights that are
     assert not untrained(x, t, y).any()
 
 
@@ -259,17 +237,12 @@ def test_weights_that_overflow_are_refused():
     assert torch.equal(fast(x, t, y), want)  # the weights that it had
 
 
-#################################################################################
-#                        Renewed weights, threads, the caller's modes           #
-#################################################################################
-
-
 @ON
 def test_weights_are_renewed_in_place(tier, device):
     """To the bit as a copy made afresh; what was captured is replayed."""
     if not supports(tier, torch.device(device)):
         pytest.skip(f"this GPU has no {tier}")
-    makes = [small, *[lambda **how: small_large(qk_norm=True, **how)] * (tier != "exact")]
+    makes = [small, *[lambda **how: build_large(qk_norm=True, **how)] * (tier != "exact")]
     for make in makes:
         model = make().to(device)
         fast, (x, t, y) = accelerate(model, tier), inputs(model, 4, device)
@@ -312,11 +285,6 @@ def test_the_callers_modes_change_nothing(device):
         torch.set_default_device(None)
 
 
-#################################################################################
-#                              Guidance of their own                            #
-#################################################################################
-
-
 class FourChannels(DiT):
     """As upstream's comment proposes."""
 
@@ -331,7 +299,7 @@ class Rescaled(DiT):
 
 
 def test_guidance_on_four_channels_is_recognised():
-    model = of_class(FourChannels)
+    model = small(FourChannels)
     x, t, y = inputs(model, 4)
     with torch.no_grad():
         want, three = model.forward_with_cfg(x, t, y, 4.0), DiT.forward_with_cfg(model, x, t, y, 4.0)
@@ -344,12 +312,12 @@ def test_guidance_on_four_channels_is_recognised():
     for wrong in (0, 5):
         with pytest.raises(UsageError, match=f"guidance_channels={wrong}: must be from 1 to 4"):
             accelerate(model, guidance_channels=wrong)
-    untrained = FourChannels(input_size=8, hidden_size=144, depth=1, num_heads=2, num_classes=8)
+    untrained = FourChannels(**SMALL)
     assert accelerate(untrained).guidance_channels == 4  # its own output is zero
 
 
 def test_another_guidance_is_refused_and_forward_is_not():
-    model = of_class(Rescaled)
+    model = small(Rescaled)
     x, t, y = inputs(model, 4)
     fast = accelerate(model)
     with torch.no_grad():
@@ -379,11 +347,6 @@ def test_a_large_dit_as_published():
     x, t, y = inputs(model, 4)
     with torch.no_grad():
         assert torch.allclose(accelerate(model)(x, t, y), model(x, t, y), atol=1e-5)
-
-
-#################################################################################
-#                                  diffusers                                    #
-#################################################################################
 
 
 @DEVICES

@@ -80,8 +80,6 @@ def test_a_module_that_the_caller_holds(device):
                 value.data.add_(1)
             got = sampler.latents([1, 2])
             assert torch.equal(got, want) and not got.is_inference()
-            for value in model.parameters():
-                value.data.sub_(1)
         model.load_state_dict(find_model(DEMO / "dit.safetensors"))
 
 
@@ -163,11 +161,6 @@ def test_a_plan_for_other_steps_is_refused_every_time():
             sampler.refresh(fill(DiT_models["DiT-Demo/2"]()))
 
 
-#################################################################################
-#                         Renewed weights, threads, the caller's modes          #
-#################################################################################
-
-
 @pytest.mark.parametrize("precision, device", [("fp32", "cpu"), pytest.param("fp16", "cuda", marks=pytest.mark.gpu)])
 def test_weights_are_renewed_in_place(precision, device):
     """To the bit as a new Sampler; what was captured is replayed."""
@@ -234,11 +227,6 @@ def test_the_callers_modes_change_nothing_and_are_left_alone(device):
     assert trace() == before
 
 
-#################################################################################
-#                       Models of the caller's own, and of diffusers            #
-#################################################################################
-
-
 @DEVICES
 def test_a_pipeline_of_diffusers(device, tiny_vae):
     """Its transformer with its own embedding of t, and its decoder. Guidance and process are ours: those of the
@@ -263,11 +251,6 @@ def test_a_pipeline_of_diffusers(device, tiny_vae):
     decoded = pipe.vae.to(device).decode(latents / 0.18215).sample[1].clamp(-1, 1)
     shown = (decoded.add(1).mul(127.5)).permute(1, 2, 0).cpu().detach().numpy()
     assert abs(shown - np.asarray(pictures[1], dtype=float)).max() < 2
-
-
-#################################################################################
-#                                  Captured steps                               #
-#################################################################################
 
 
 def graphs_of(sampler):

@@ -27,6 +27,7 @@ CHECKS = {
         dict(block_out_channels=block_out_channels, up_block_types=[UP] * len(block_out_channels))
     ),
     "statistics": lambda **entry: check_config(STATISTICS | {name: [value] for name, value in entry.items()}),
+    "lists": lambda **entry: check_config(STATISTICS | entry),
     "transformer": lambda **entry: diffusers_layout.check_config({"sample_size": 8, **entry}, WEIGHTS),
 }
 BOUNDS = [  # names of a check and of its argument, least and most
@@ -57,18 +58,21 @@ VALUES = [  # names, valid values, refused values
     ("grid.seed_list", [[-(2**63), 2**64 - 1]], [[7, 7]]),
     ("grid.guidance_interval recipe.guidance_interval", *INTERVALS),
     ("checkpoint.family checkpoint.model checkpoint.vae", ["x" * 4096], ["x" * 4097, 1]),
-    ("decoder.use_post_quant_conv decoder.mid_block_add_attention", [True, False], [1]),
+    ("decoder.use_post_quant_conv decoder.mid_block_add_attention", [True, False], [1, "yes", None]),
     ("checkpoint.class_names", [["a", "b"]], ["ab", [1], ["a\n"]]),
     ("checkpoint.recipe", [{}], [{"seed": 1}, 1]),
-    ("levels.block_out_channels", [[1], [8192], [64] * 8], [[], [0], [8193], [64] * 9]),
-    ("decoder.up_block_types", [["AttnUpDecoderBlock2D"]], [[], [UP, UP], ["DownEncoderBlock2D"]]),
-    ("decoder.act_fn", ["silu"], ["relu"]),
-    ("decoder.out_channels", [3], [2, 4]),
+    ("levels.block_out_channels", [[1], [8192], [64] * 8], [[], [0], ["16"], [8193], [64] * 9]),
+    ("decoder.block_out_channels", [[64]], [8, None]),
+    ("decoder.up_block_types", [["AttnUpDecoderBlock2D"]], [None, [], [UP, UP], ["DownEncoderBlock2D"]]),
+    ("decoder.act_fn", ["silu"], ["relu", None]),
+    ("decoder.out_channels", [3], [2, 4, "3"]),
+    ("lists.latents_mean lists.latents_std", [[1.0]], [None, [], [1.0, 1.0], ["1"], 1.0]),
 ]
 CASES = {name: (valid, refused) for names, valid, refused in VALUES for name in names.split()}
 for names, least, most in BOUNDS:
     beyond = [least - 1, most + 1] if isinstance(least, int) else [nextafter(least, -inf), nextafter(most, inf), nan]
-    CASES |= {name: ([least, most], beyond) for name in names.split()}
+    others = [str(least), True, [least], *[least + 0.5] * isinstance(least, int)]
+    CASES |= {name: ([least, most], beyond + others) for name in names.split()}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,8 +8,8 @@ import zipfile
 
 import pytest
 import torch
-from conftest import fill
 from hub import Hub
+from networks import small
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
@@ -19,14 +19,12 @@ from accel.families.recognise import find_model, recognise
 from accel.weights import tensor_files
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import to_diffusers
-from models import DiT, DiT_models
-
-SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=10)
+from models import DiT_models
 
 
 @pytest.fixture(scope="module")
 def state():
-    return fill(DiT(**SMALL)).state_dict()
+    return small(num_classes=10).state_dict()
 
 
 @pytest.fixture(autouse=True)
@@ -59,33 +57,27 @@ def error(path, ask=find_model):
     return message
 
 
-#################################################################################
-#                                  What is read                                 #
-#################################################################################
-
-
 def test_plain_legacy_and_safetensors(tmp_path, state):
     torch.save(state, tmp_path / "a.pt")
     torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)  # as written before torch 1.6
     torch.save({"state_dict": state}, tmp_path / "c.ckpt")
     save_file(state, tmp_path / "d.safetensors")
-    torch.save(
-        {"model": state, "opt": {}, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "e.pt"
-    )  # EMA: test_doors.py
+    training = {"model": state, "opt": {}, "args": argparse.Namespace(lr=1e-4)}  # EMA: test_doors.py
+    torch.save(training, tmp_path / "e.pt")
     for name in ("a.pt", "b.pt", "c.ckpt", "d.safetensors", "e.pt"):
         assert same(find_model(tmp_path / name), state), name
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
 def test_weights_are_memory_mapped(tmp_path, kind):
-    """Opening 512 MB of weights must not read them."""
+    """Opening 256 MB of weights must not read them."""
     path = tmp_path / f"large.{kind}"
-    content = {"w": torch.ones(128 << 20)}
+    content = {"w": torch.ones(64 << 20)}
     torch.save(content, path) if kind == "pt" else save_file(content, path)
     before = rss()
     found = find_model(path)
-    assert rss() - before < 100
-    assert found["w"][:: 1 << 20].sum() == 128
+    assert rss() - before < 50
+    assert found["w"][:: 1 << 20].sum() == 64
 
 
 def rss():
@@ -148,19 +140,20 @@ def test_diffusers_layout(tmp_path, folder, state):
 
 
 @pytest.mark.parametrize(
-    "config", ["[]", "", "{}", *({"sample_size": size} for size in ("8", None, 0, 2.5, True, [8], 10**9))]
+    "config, words",
+    [
+        ("[]", "is not a JSON object; copy it again"),
+        ("", "is not a JSON object; copy it again"),
+        ("{}", "sample_size is None, must be"),
+    ],
 )
-def test_damaged_config(folder, config):
-    if isinstance(config, dict):
-        config = json.dumps({"patch_size": 2, **config})
+def test_damaged_config(folder, config, words):
     (folder / "config.json").write_text(config)
-    assert "config.json: " in error(folder)
+    assert f"config.json: {words}" in error(folder)
 
 
 def test_folders_that_are_not_a_dit(tmp_path, folder, state):
-    assert "transformer/config.json" in error(
-        tmp_path / "diffusers/transformer/..", lambda path: find_model(path / "..")
-    )
+    assert "transformer/config.json" in error(tmp_path)
     theirs = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
     theirs["transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.bias"] += 1
     save_file(theirs, folder / "diffusion_pytorch_model.safetensors")
@@ -169,11 +162,6 @@ def test_folders_that_are_not_a_dit(tmp_path, folder, state):
     assert "not a DiT in diffusers' layout" in error(folder)
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     assert "must hold config.json and" in error(folder)
-
-
-#################################################################################
-#                                What is refused                                #
-#################################################################################
 
 
 def test_missing(tmp_path):
@@ -223,8 +211,6 @@ def test_no_state_dict(tmp_path):
     for content in (b"hello", b"junk", b"\x89PNG\r\n\x1a\n"):  # text that an unpickler takes for something begun
         (tmp_path / "x.pt").write_bytes(content)
         assert "x.pt: truncated or not a checkpoint" in error(tmp_path / "x.pt")
-    (tmp_path / "empty").mkdir()
-    assert "transformer/config.json" in error(tmp_path / "empty")
 
 
 def test_tensors_that_are_no_weights(tmp_path, state):
@@ -276,11 +262,6 @@ def identify(path, *given):
     return recognise(weights.name, weights.state, weights.metadata, *given)
 
 
-#################################################################################
-#                                 Which model                                   #
-#################################################################################
-
-
 def test_which_model_the_weights_fit(tmp_path):
     weights = DEMO / "dit.safetensors"
     for said in ((), ("DiT-Demo/2",), ("DiT-Demo/2", 8)):
@@ -295,11 +276,6 @@ def test_which_model_the_weights_fit(tmp_path):
     torch.save(flat, tmp_path / "flat.pt")
     with pytest.raises(UsageError, match=r"x_embedder.proj.weight is \(384, 256\), must have four dimensions"):
         identify(tmp_path / "flat.pt")
-
-
-#################################################################################
-#                                    Digest                                     #
-#################################################################################
 
 
 @pytest.fixture
@@ -345,35 +321,26 @@ def test_digest_of_weights_that_are_replaced_meanwhile(tmp_path, state, settled)
     assert first.digest() != want == Checkpoint(path).digest()
 
 
-#################################################################################
-#                                  From the hub                                 #
-#################################################################################
+def test_a_hub_id_of_pickles(tmp_path, folder, run):
+    """Only what is needed is fetched, once. Pipelines: test_doors.py."""
 
-
-@pytest.fixture
-def sample(tmp_path, run):
-    def sample(ckpt, hub):
+    def sample(ckpt):
         flags = ["--model", "DiT-Demo/2", "--num-sampling-steps", 2, "--labels", 1, "--device", "cpu"]
         place = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_ENDPOINT=hub.url)
         return run("sample.py", *flags, "--ckpt", ckpt, "--output", tmp_path / "x.png", **place)
 
-    return sample
-
-
-def test_a_hub_id_of_pickles(tmp_path, folder, sample):
-    """Only what is needed is fetched, once. Pipelines: test_doors.py."""
     theirs = to_diffusers(find_model(DEMO / "dit.safetensors"))
     (folder / "diffusion_pytorch_model.safetensors").unlink()
     torch.save(theirs, folder / "diffusion_pytorch_model.bin")
     (folder / "diffusion_pytorch_model.fp16.bin").write_bytes(b"not asked for")
     (folder / "config.json").write_text(json.dumps(dict(sample_size=16, patch_size=2)))
     with Hub("someone/dit-demo", folder.parent) as hub:
-        done = sample("someone/dit-demo", hub)
+        done = sample("someone/dit-demo")
         assert done.returncode == 0, done.stderr
         assert sorted(hub.asked) == ["transformer/config.json", "transformer/diffusion_pytorch_model.bin"]
-        done = sample("someone/nothing", hub)
+        done = sample("someone/nothing")
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert "--ckpt someone/nothing: not here" in done.stderr and "404" in done.stderr
-    assert sample("someone/dit-demo", hub).returncode == 0  # cached: the server is gone
-    done = sample("someone/else", hub)
+    assert sample("someone/dit-demo").returncode == 0  # cached: the server is gone
+    done = sample("someone/else")
     assert done.returncode == 2 and "by other means and give its folder" in done.stderr

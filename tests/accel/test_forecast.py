@@ -58,11 +58,6 @@ def test_a_plan_that_evaluates_every_step_is_no_forecast_bit_for_bit(scale):
         assert torch.equal(torch.get_rng_state(), state) and not torch.equal(got, want) and got.isfinite().all()
 
 
-#################################################################################
-#                                   Plan files                                  #
-#################################################################################
-
-
 REFUSED = {
     "no file": (None, "no such file; make one with scripts/calibrate.py, or use forecast=off"),
     "not json": ("{", "cannot be read"),
@@ -79,9 +74,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_plans_that_do_not_fit_are_refused(case, weights, plan, tmp_path):
-    change, words = REFUSED[case]
+@pytest.mark.parametrize("change, words", REFUSED.values(), ids=REFUSED)
+def test_plans_that_do_not_fit_are_refused(change, words, weights, plan, tmp_path):
     file = tmp_path / "p.json"
     if change is not None:
         file.write_text(change if isinstance(change, str) else json.dumps({**json.loads(plan.read_text()), **change}))
@@ -98,11 +92,6 @@ def test_the_demos_plan_is_for_the_demo():
     strides = process_of(settings).moves
     assert sum(steps for steps, _ in strides) == 250 and sum(count for _, count in strides) == plan["evaluations"]
     assert plan["evidence"]["passes"] and plan["evidence"]["calibration"]["seed"] not in plan["evidence"]["seeds"]
-
-
-#################################################################################
-#                                    Commands                                   #
-#################################################################################
 
 
 def test_ranks_follow_one_plan(weights, plan, tmp_path, here):

@@ -82,60 +82,30 @@ def test_no_tf32_but_where_it_is_asked_for(switches):
     assert switches() == (True, True)
 
 
-#################################################################################
-#                       A torch without code for the GPU                        #
-#################################################################################
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A machine with one GPU: machine(capability, targets of the installed torch)."""
-
-    def install(capability, targets):
-        seen = dict(is_available=True, device_count=1, get_device_name="Tesla", get_arch_list=targets)
-        for name, value in dict(seen, get_device_capability=capability).items():
-            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-
-    return install
-
-
-@pytest.mark.parametrize(
-    "capability, targets",
-    [
-        ((7, 0), WHEEL_2_10),
-        ((8, 9), WHEEL_12_6),
-        ((13, 0), WHEEL_2_11),
-        ((9, 0), ["sm_90a"]),
-        ((10, 0), ["sm_100f"]),
-        ((9, 0), ["gfx90a"]),
-    ],
-)
-def test_a_torch_with_code_for_the_gpu(machine, capability, targets):
-    machine(capability, targets)
-    assert loading.choose_device(None) == torch.device("cuda")
-
-
 @pytest.mark.parametrize(
     "capability, targets, remedy",
     [
+        ((7, 0), WHEEL_2_10, None),
+        ((8, 9), WHEEL_12_6, None),
+        ((13, 0), WHEEL_2_11, None),
+        ((9, 0), ["sm_90a"], None),
+        ((10, 0), ["sm_100f"], None),
+        ((9, 0), ["gfx90a"], None),
         ((6, 1), WHEEL_2_10, "a build for CUDA 12.6"),
         ((7, 0), WHEEL_2_11, "torch 2.10.0 from PyPI, or a build for CUDA 12.6"),
         ((10, 0), WHEEL_12_6, "a build for CUDA 12.8 or later"),
         ((13, 0), WHEEL_2_10, "a build for CUDA 12.8 or later"),
     ],
 )
-def test_a_torch_without_code_for_the_gpu(machine, capability, targets, remedy):
-    machine(capability, targets)
-    want = f"device=cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
+def test_a_torch_without_code_for_the_gpu_is_refused(capability, targets, remedy, monkeypatch):
+    """remedy: None where the installed torch, built for `targets`, has code for the machine's GPU."""
+    seen = dict(is_available=True, device_count=1, get_device_name="Tesla", get_arch_list=targets)
+    for name, value in dict(seen, get_device_capability=capability).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    if remedy is None:
+        assert loading.choose_device(None) == torch.device("cuda")
+        return
     with pytest.raises(UsageError) as refusal:
         loading.choose_device(None)
-    assert str(refusal.value) == want
-
-
-@pytest.mark.parametrize("block", (precision.true_float32, lambda: precision.convolutions("fp32")))
-def test_true_float32_has_no_tf32(block):
-    with precision.switches_kept():
-        torch.backends.cuda.matmul.allow_tf32 = True
-        with block():
-            assert not torch.backends.cuda.matmul.allow_tf32
-        assert torch.backends.cuda.matmul.allow_tf32
+    words = f"device=cuda: torch {torch.__version__} has no code for Tesla; install {remedy}"
+    assert str(refusal.value) == words

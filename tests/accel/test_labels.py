@@ -7,7 +7,7 @@ from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from accel import Sampler
 from accel.errors import UsageError
-from accel.labels import file_name, find_label, imagenet, read_class_names
+from accel.labels import file_name, find_label, imagenet
 from accel.output import picture_names
 
 
@@ -54,16 +54,9 @@ def test_other_labels_are_refused_with_the_nearest_names(label, words):
     assert ("…" in str(error.value)) == (label == "terrier")  # more than are listed
 
 
-def test_a_file_has_the_first_of_a_classs_names():
-    """diffusers' pipelines list all that a class is called."""
-    names = ("great white shark, man-eater", "tench")
-    assert picture_names((1, 0), names) == ["000-1-tench.png", "001-0-great-white-shark.png"]
+def test_a_picture_of_a_class_without_a_name_has_its_number():
     assert picture_names((5,), ()) == ["000-5.png"]
 
-
-#################################################################################
-#                             Names of the user's own                           #
-#################################################################################
 
 DEMO = "--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2
 NAMES = "rose", "tulip", "日本の桜", "sun flower", "daisy", "iris", "7", "lily, lilium"
@@ -86,18 +79,15 @@ def test_own_names_are_labels_and_names_of_files(script, listed, here, tmp_path)
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == names
 
 
-def test_own_names_in_python(listed):
-    for given in (NAMES, listed, {number: name for number, name in enumerate(NAMES)}):
+def test_own_names_in_python_and_json(listed, tmp_path):
+    numbered = dict(reversed([*enumerate(NAMES)]))
+    for number, names in enumerate((NAMES, numbered)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(names))
+    for given in (NAMES, numbered, listed, tmp_path / "0.json", tmp_path / "1.json"):
         with Sampler("DiT-Demo/2", device="cpu", num_sampling_steps=1, class_names=given) as sampler:
             assert sampler.latents("tulip").equal(sampler.latents(1))
             with pytest.raises(UsageError, match="labels=planet: no class has that name"):
                 sampler.latents("planet")
-
-
-@pytest.mark.parametrize("names", [NAMES, dict(reversed([*enumerate(NAMES)]))])
-def test_own_names_in_json(names, tmp_path):
-    (tmp_path / "names.json").write_text(json.dumps(names))
-    assert read_class_names(tmp_path / "names.json") == NAMES
 
 
 @pytest.mark.parametrize(

@@ -15,99 +15,85 @@ from accel.families import constructor_of
 from accel.families.large_dit.network import DiT_Llama
 from accel.request import GridRequest
 
-CPU = torch.device("cpu")
 DEMO = "Large-DiT-Demo/2"
 
 
-def options(ckpt, **more):
-    given = dict(model=DEMO, ckpt=str(ckpt), vae="ema", labels=(1, 2), num_sampling_steps=2, device="cpu")
-    return GridRequest(**{**given, **more})
-
-
 def load(ckpt, **more):
-    opened = opening.open_weights(options(ckpt, output_type="latent", **more), CPU)
-    return door.load(opened).network
+    request = GridRequest(DEMO, ckpt=str(ckpt), device="cpu", output_type="latent", **more)
+    return door.load(opening.open_weights(request, torch.device("cpu"))).network
 
 
 def demo(**form):
     return fill(constructor_of(DEMO)(**form))
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder of a training run; `arguments` and `weights` fill it."""
-    return tmp_path
-
-
 def weights(folder, model, name="consolidated_ema.00-of-01.pth"):
     torch.save(model.state_dict(), folder / name)
 
 
-def arguments(folder, **said):
-    said = {"model": "DiT_Llama_Demo_patch2", "image_size": 128, "num_classes": 8, "vae": "ema", **said}
-    torch.save(argparse.Namespace(**said), folder / "model_args.pth")
+def arguments(folder, **more):
+    known = {"model": "DiT_Llama_Demo_patch2", "image_size": 128, "num_classes": 8, "vae": "ema", **more}
+    torch.save(argparse.Namespace(**known), folder / "model_args.pth")
 
 
-def test_a_file_and_a_folder_give_the_networks_values(folder, capsys):
+def test_a_file_and_a_folder_give_the_networks_values(tmp_path, capsys):
     model = demo()
-    weights(folder, demo(), "consolidated.00-of-01.pth")
-    (folder / "again").mkdir()
-    save_file(model.state_dict(), folder / "file.safetensors")
+    weights(tmp_path, demo(), "consolidated.00-of-01.pth")
+    save_file(model.state_dict(), tmp_path / "file.safetensors")
     x, t, y = torch.randn(2, 4, 16, 16), torch.tensor([7, 900]), torch.tensor([3, 8])
     with torch.no_grad():
         want = model(x, t, y)
-    for name in (folder, folder / "file.safetensors"):
+    for name in (tmp_path, tmp_path / "file.safetensors"):
         assert torch.equal(load(name).forward(x, t, y), want)
     other = fill(constructor_of(DEMO)(), seed=1)
-    weights(folder, other)  # the moving average goes before the weights
-    arguments(folder, qk_norm=True)
+    weights(tmp_path, other)  # the moving average goes before the weights
+    arguments(tmp_path, qk_norm=True)
     with torch.no_grad():
-        assert torch.equal(load(folder).forward(x, t, y), other(x, t, y))
+        assert torch.equal(load(tmp_path).forward(x, t, y), other(x, t, y))
     assert "trained" not in capsys.readouterr().out  # nothing is said of a run that fits
-    load(folder, image_size=256, vae="mse")
-    said = capsys.readouterr().out
-    assert "weights trained at 128 px, sampling at 256 px" in said
+    load(tmp_path, image_size=256, vae="mse")
+    assert "weights trained at 128 px, sampling at 256 px" in capsys.readouterr().out
 
 
-def test_qk_norm_follows_from_the_keys(folder):
-    weights(folder, demo(qk_norm=False))
-    assert not load(folder).model.layers[0].attention.q_norm.state_dict()
-    arguments(folder, qk_norm=True)
+def test_qk_norm_follows_from_the_keys(tmp_path):
+    weights(tmp_path, demo(qk_norm=False))
+    assert not load(tmp_path).model.layers[0].attention.q_norm.state_dict()
+    arguments(tmp_path, qk_norm=True)
     with pytest.raises(UsageError, match="ckpt=.*: model_args.pth says qk_norm, and the weights have none; .*remove"):
-        load(folder)
-    weights(folder, demo())
-    assert load(folder).model.layers[0].attention.q_norm.state_dict()
-    arguments(folder, qk_norm=False)
+        load(tmp_path)
+    weights(tmp_path, demo())
+    assert load(tmp_path).model.layers[0].attention.q_norm.state_dict()
+    arguments(tmp_path, qk_norm=False)
     with pytest.raises(UsageError, match="says no qk_norm, and the weights have it"):
-        load(folder)
+        load(tmp_path)
 
 
-def test_arguments_are_never_executed(folder):
+def test_arguments_are_never_executed(tmp_path):
     class Evil:
         def __reduce__(self):
-            return os.mkdir, (str(folder / "owned"),)
+            return os.mkdir, (str(tmp_path / "owned"),)
 
-    weights(folder, demo())
-    torch.save(argparse.Namespace(model=Evil()), folder / "model_args.pth")
+    weights(tmp_path, demo())
+    torch.save(argparse.Namespace(model=Evil()), tmp_path / "model_args.pth")
     with pytest.raises(UsageError, match="ckpt=.*model_args.pth: refused, loading it would run code"):
-        load(folder)
-    torch.save([1], folder / "model_args.pth")
+        load(tmp_path)
+    torch.save([1], tmp_path / "model_args.pth")
     with pytest.raises(UsageError, match="holds a list, not the arguments of a training run"):
-        load(folder)
-    assert not (folder / "owned").exists()
+        load(tmp_path)
+    assert not (tmp_path / "owned").exists()
 
 
-def test_folders_that_cannot_be_used_are_one_line(folder):
-    arguments(folder)
+def test_folders_that_cannot_be_used_are_one_line(tmp_path):
+    arguments(tmp_path)
     with pytest.raises(UsageError, match="holds neither consolidated_ema.00-of-01.pth nor consolidated.00-of-01.pth"):
-        load(folder)
+        load(tmp_path)
     for rank in (0, 1):
-        weights(folder, demo(), f"consolidated_ema.{rank:02d}-of-02.pth")
+        weights(tmp_path, demo(), f"consolidated_ema.{rank:02d}-of-02.pth")
     with pytest.raises(UsageError, match=r"consolidated_ema.00-of-02.pth holds a part of each tensor, for 2 processes"):
-        load(folder)
+        load(tmp_path)
 
 
-def test_an_unknown_number_of_heads_is_named(folder):
-    weights(folder, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
+def test_an_unknown_number_of_heads_is_named(tmp_path):
+    weights(tmp_path, fill(DiT_Llama(input_size=16, dim=96, n_layers=2, n_heads=2, num_classes=8)))
     with pytest.raises(UsageError, match="is a Large-DiT of 2 blocks of width 96, and no tensor says how many heads"):
-        load(folder)
+        load(tmp_path)

@@ -25,11 +25,6 @@ def request_of(weights, kind=GridRequest, **more):
     return kind(**{**common, **more})
 
 
-#################################################################################
-#                                    Loading                                    #
-#################################################################################
-
-
 @pytest.mark.parametrize(
     "wrong, words",
     [
@@ -83,11 +78,6 @@ def test_loading_costs_the_file(tmp_path):
     path.unlink()
 
 
-#################################################################################
-#                                  A sampling run                               #
-#################################################################################
-
-
 def test_latents_that_are_not_finite_name_the_step(weights, monkeypatch):
     _, run, _ = door.ready(request_of(weights, labels=(1,), output_type="latent"))
     condition = run.network.condition
@@ -112,21 +102,20 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 
 
-TOO_LARGE = {
-    "grid": (
-        dict(kind=GridRequest, labels=(0, 1, 2), output_type="latent"),
-        "^labels: 3 pictures at a time do not fit in free GPU memory; .+$",
-    ),
-    "FID job": (
-        dict(kind=FidRequest, num_fid_samples=100, per_proc_batch_size=48),
-        "^per_proc_batch_size=48: does not fit .*; use a smaller one$",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TOO_LARGE)
-def test_too_little_memory_names_what_made_the_batch(case, weights):
-    how, message = TOO_LARGE[case]
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (
+            dict(labels=(0, 1, 2), output_type="latent"),
+            "^labels: 3 pictures at a time do not fit in free GPU memory; .+$",
+        ),
+        (
+            dict(kind=FidRequest, num_fid_samples=100, per_proc_batch_size=48),
+            "^per_proc_batch_size=48: does not fit .*; use a smaller one$",
+        ),
+    ],
+)
+def test_too_little_memory_names_what_made_the_batch(how, message, weights):
     run = door.load(opening.open_weights(request_of(weights, **how), CPU), sizes={3})
 
     def full(*_):
@@ -149,11 +138,6 @@ def test_a_disk_that_is_full_is_a_line(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
-
-
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
 
 
 @pytest.mark.gpu

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from networks import build, error, evaluate, fast_network, inputs, network_of, sample, small, upstream
-from test_large_dit import build as build_large
+from networks import build, error, fast_network, network_of, sample, small, upstream
 
 from accel.fast.conditioning import ConditioningTable
 from accel.network import Plain
@@ -56,16 +55,6 @@ def test_latents_and_random_stream_are_upstreams(scale):
         assert torch.equal(generator.get_state(), after) and torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("make", (small, lambda: build_large(qk_norm=True)), ids=("DiT", "Large-DiT"))
-def test_the_plain_network_is_the_model_to_the_bit(make):
-    network = Plain(make())
-    x, t, y = inputs(network.model, 4)
-    with torch.no_grad():
-        assert torch.equal(network.forward(x, t, y), network.model(x, t, y))
-        want = network.model.forward_with_cfg(x, t, y, 3.0)
-        assert torch.equal(evaluate(network, x, t, y, 3.0), want[:2])
-
-
 @pytest.mark.parametrize("name", PROCESSES)
 def test_every_network_gives_the_same_latents(name):
     """The plain one and the accelerated tiers; conditioning hoisted, whole or in small chunks, and not; a share of the
@@ -103,11 +92,6 @@ def test_a_warm_up_makes_each_move_once(name, monkeypatch):
     warm, seen = seen, []
     run.latents(range(8), 0, batches)
     assert len(set(warm)) == len(warm) and set(warm) == set(seen) and len(warm) < len(seen)
-
-
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
 
 
 @pytest.mark.gpu

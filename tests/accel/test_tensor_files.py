@@ -1,4 +1,4 @@
-"""Readers of what users name, and the kept digests of weights."""
+"""Digests of weights, and how they are kept."""
 
 import os
 import time
@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from accel.errors import UsageError
-from accel.weights.tensor_files import cached_digest, digest, read_json
+from accel.weights.tensor_files import cached_digest, digest
 
 
 @pytest.mark.parametrize("place", [0, 2**16 - 1, 2**16, 2**18 + 12, -1])
@@ -47,13 +46,3 @@ def test_what_is_kept_of_a_digest_is_whole_and_of_an_old_file(tmp_path, monkeypa
     assert precious.read_bytes() == b"precious"
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where nothing can be kept
     assert cached_digest(stamps, lambda: state) == want
-
-
-def test_a_configuration_that_is_not_one_is_one_line(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_bytes(b"[1]")
-    with pytest.raises(UsageError, match=f"^vae={path}: is not a JSON object; copy it again$"):
-        read_json(path, "vae")
-    os.truncate(path, 1 << 40)
-    with pytest.raises(UsageError, match=f"^vae={path}: larger than 16,777,216 bytes; "):
-        read_json(path, "vae")

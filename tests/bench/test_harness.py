@@ -1,7 +1,5 @@
 """Parts that benchmarks share, and refusals before anything is measured."""
 
-import importlib
-import json
 import sys
 import time
 from argparse import Namespace
@@ -43,13 +41,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("program, arguments, words", REFUSED)
-def test_refused_before_anything_is_measured(program, arguments, words, monkeypatch, capsys):
+def test_refused_before_anything_is_measured(program, arguments, words, monkeypatch, here):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        importlib.import_module(f"bench.{program}").main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+    done = here(f"bench/{program}.py", *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
 
 
 def test_provenance(monkeypatch):
@@ -74,7 +69,7 @@ def test_times_are_of_the_last_steps():
     assert 5 <= row["p10"] <= row["ms"] <= row["p90"] < 45 and row["steps"] > 20
 
 
-def test_any_family_by_its_models_name(monkeypatch, tmp_path):
+def test_any_family_by_its_models_name(monkeypatch, log):
     """A flow of 32 channels at factor 16, one output per channel, that its family adds."""
     monkeypatch.setitem(sit.FAMILY.models, "Other/1", Defaults(image_size=256, num_classes=5, factor=16))
     shape = dict(input_size=16, in_channels=32, patch_size=1, hidden_size=96, depth=1, num_heads=2, learn_sigma=False)
@@ -83,11 +78,8 @@ def test_any_family_by_its_models_name(monkeypatch, tmp_path):
     assert harness.demo_of("Large-DiT-3B/2") == "Large-DiT-Demo/2"
     assert harness.complete(Namespace(model="Other/1", ckpt=None, image_size=128)).latent_size == 8
     flags = ["--model", "Other/1", "--image-size", 128, "--pictures", 1, "--load", 0, "--window", 0.1]
-    flags += ["--device", "cpu", "--commit", "older", "--output", tmp_path / "log.json"]
-    monkeypatch.setattr(sys, "argv", ["steps.py", *map(str, flags)])
-    importlib.import_module("bench.steps").main()
-    log = json.loads((tmp_path / "log.json").read_text())
-    assert log["commit"] == "older" and 0 < log["rungs"][0]["error"] < 1e-5
+    record, _ = log("steps", *flags, "--device", "cpu", "--commit", "older")
+    assert record["commit"] == "older" and 0 < record["rungs"][0]["error"] < 1e-5
 
 
 def test_random_weights_make_no_zeros():

@@ -1,9 +1,8 @@
 """Whole processes: the contest's time and points, and one process against two."""
 
 import hashlib
-import json
 import os
-import sys
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import forks
@@ -14,17 +13,17 @@ from bench import jobs
 
 @pytest.fixture
 def forked(monkeypatch):
-    """The jobs' processes are forks."""
+    """The jobs' processes are forks, torchrun's ranks too: its agent would import torch anew in each."""
 
     def run(command, cwd, env, **_):
-        return forks.run(command[1:], cwd, **env)
+        words = command[1:]
+        if words[:3] != forks.torchrun(1)[:3]:
+            return forks.run(words, cwd, **env)
+        ranks = forks.ranks(int(words[3].removeprefix("--nproc_per_node=")), words[4:], cwd, **env)
+        texts = [rank.communicate(timeout=240) for rank in ranks]
+        return CompletedProcess(command, max(rank.returncode for rank in ranks), *texts[0])
 
     monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run))
-
-
-def here(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["jobs.py", *map(str, args)])
-    jobs.main()
 
 
 @pytest.mark.parametrize("seconds, points", [(0.5, 50), (100, 50), (300 / 3**0.5, 25), (299.9, 0.015), (900, 0)])
@@ -38,14 +37,13 @@ def test_points_are_of_the_contests_job_alone():
         assert jobs.rehearsal(jobs.CONTEST | other)
 
 
-def test_contest(forked, tmp_path, monkeypatch, run, capsys):
-    here(monkeypatch, "--contest", "--device", "cpu", "--steps", 2, "--output", tmp_path / "log.json")
-    record = json.loads((tmp_path / "log.json").read_text())
+def test_contest(forked, tmp_path, run, log):
+    record, printed = log("jobs", "--contest", "--device", "cpu", "--steps", 2)
     [row] = record["contest"]
     [once] = row["runs"]
     assert record["kind"] == "contest" and record["model"] == "DiT-Demo/2" and record["steps"] == 2
     assert row["tier"] == "fp32" and row["seconds"] == once["total"] < once["process"]
-    assert "points" not in row and "a rehearsal, no points" in capsys.readouterr().out
+    assert "points" not in row and "a rehearsal, no points" in printed
     assert once["total"] == pytest.approx(once["load"] + once["sample"] + once["decode"] + once["save"], abs=0.03)
     # The picture that was timed is the one that the same settings make.
     flags = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", "2", "--output"]
@@ -54,16 +52,14 @@ def test_contest(forked, tmp_path, monkeypatch, run, capsys):
     assert "DiT-Demo/2 · 128 px · 8 labels · 2 steps" in row["settings"]
 
 
-def test_random_weights_and_a_random_decoder_without_files(forked, tmp_path, monkeypatch):
+def test_random_weights_and_a_random_decoder_without_files(forked, log):
     small = "--model", "DiT-S/8", "--image-size", 64, "--steps", 1
-    here(monkeypatch, "--contest", "--device", "cpu", *small, "--output", tmp_path / "log.json")
-    record = json.loads((tmp_path / "log.json").read_text())
+    record, _ = log("jobs", "--contest", "--device", "cpu", *small)
     assert record["weights"] == "random, seed 0" and record["contest"][0]["seconds"] > 0
 
 
-def test_one_process_against_two(forked, tmp_path, monkeypatch):
-    here(monkeypatch, "--gpus", 2, "--device", "cpu", "--steps", 2, "--batch", 1, "--output", tmp_path / "log.json")
-    record = json.loads((tmp_path / "log.json").read_text())
+def test_one_process_against_two(forked, log):
+    record, _ = log("jobs", "--gpus", 2, "--device", "cpu", "--steps", 2, "--batch", 1)
     assert (record["kind"], record["gpus"], record["precision"]) == ("ddp", 2, "fp32")
     sampling, wall = record["grid_sampling_s"], record["grid_start_to_picture_s"]
     assert sampling["ratio"] == sampling["2"][0] / sampling["1"][0]
@@ -73,18 +69,13 @@ def test_one_process_against_two(forked, tmp_path, monkeypatch):
     assert rates["efficiency"] == pytest.approx(rates["2"] / (2 * rates["1"])) and rates["batch"] == 1
 
 
-def test_an_fid_job(forked, tmp_path, monkeypatch, capsys):
-    how = ["--fid", 4, "--batch", 2, "--device", "cpu", "--steps", 2, "--output", tmp_path / "log.json"]
-    here(monkeypatch, *how)
-    record = json.loads((tmp_path / "log.json").read_text())
+def test_an_fid_job(forked, log):
+    record, printed = log("jobs", "--fid", 4, "--batch", 2, "--device", "cpu", "--steps", 2)
     assert (record["kind"], record["pictures"], record["steps"], record["precision"]) == ("fid", 4, 2, "fp32")
     [once] = record["fid"]
     assert once["pictures_per_s"]["whole"] == 4 / once["process"] and once["pictures_per_s"]["steady"] > 0
     assert 0 < once["sample"] + once["decode"] < once["total"] < once["process"]
-    assert "steady" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        here(monkeypatch, *how[:3], 4)
-    assert "--fid 4: needs a second batch" in capsys.readouterr().err
+    assert "steady" in printed
 
 
 def test_pictures_per_second(tmp_path):
@@ -96,9 +87,6 @@ def test_pictures_per_second(tmp_path):
     assert jobs.pictures_per_second(tmp_path, 2) == 4 / (112 - 108)
 
 
-def test_a_commands_complaint_is_given_in_its_line(forked, tmp_path, monkeypatch, capsys):
-    weights = ["--gpus", "2", "--device", "cpu", "--vae", "x", "--output"]
-    with pytest.raises(SystemExit) as stop:
-        here(monkeypatch, *weights, tmp_path / "x.json")
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("jobs.py: sample.py: --vae x: ")
+def test_a_commands_complaint_is_given_in_its_line(forked, tmp_path, here):
+    done = here("bench/jobs.py", "--gpus", 2, "--device", "cpu", "--vae", "x", "--output", tmp_path / "x.json")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("jobs.py: sample.py: --vae x: ")

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 
 import pytest
 from torch.autograd import DeviceType
@@ -78,36 +77,31 @@ def test_a_copy_that_blocks_is_a_wait():
     assert wait["where"] == "cudaMemcpyAsync" and wait["ms_per_step"] == 0.5
 
 
-def profile(monkeypatch, output, *args):
-    flags = ["--load", 0, "--window", 0.1, "--pictures", 1, "--output", output, *args]
-    monkeypatch.setattr(sys, "argv", ["profile_step.py", *map(str, flags)])
-    with pytest.raises(SystemExit) as stop:
-        profile_step.main()
-    assert not stop.value.code
-    return json.loads(output.read_text())
+FEW = "--load", 0, "--window", 0.1, "--pictures", 1
 
 
-def test_on_a_cpu(tmp_path, monkeypatch, capsys):
-    record = profile(monkeypatch, tmp_path / "a.json", "--device", "cpu", "--steps", 2)
-    assert "aten::addmm" in capsys.readouterr().out
+def test_on_a_cpu(tmp_path, log):
+    record, printed = log("profile_step", *FEW, "--device", "cpu", "--steps", 2)
+    assert "aten::addmm" in printed
     assert record["gpu"] is None and record["tier"] == "fp32" and record["batch_rows"] == 2 and record["commit"]
     assert record["kind"] == "profile" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
     assert record["window_ms"] > 0 and record["floor_ms"] > 0 and not record["baseline"] and "kinds" not in record
     # Two rows of 64 tokens through six blocks of 216: GEMMs 12·D², attention 2·T·D a token, 2 a multiply-add.
     gemms, attention = 2 * 2 * 64 * 6 * 12 * 216**2, 2 * 2 * 64 * 6 * 2 * 64 * 216
     assert record["flops"]["attention"] == attention and gemms < record["flops"]["GEMM"] < 1.05 * gemms
-    with gzip.open(tmp_path / "a.trace.json.gz") as file:
+    with gzip.open(tmp_path / "log.trace.json.gz") as file:
         names = [one["name"] for one in json.load(file)["traceEvents"]]
     assert names.count("aten::scaled_dot_product_attention") == 2 * 6  # two steps of six blocks
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path, monkeypatch, capsys):
+def test_on_a_gpu(log):
     """A captured step shows its kernels and no wait."""
-    records = {}
+    records, printed = {}, ""
     for name, *flags in (["fast"], ["upstream", "--baseline"]):
-        records[name] = profile(monkeypatch, tmp_path / f"{name}.json", "--model", "DiT-Demo/2", *flags)
+        records[name], text = log("profile_step", *FEW, "--model", "DiT-Demo/2", *flags)
+        printed += text
         assert all(records[name]["kinds"][kind]["ms"] > 0 for kind in ("GEMM", "attention", "norm/elementwise"))
         assert 0 < records[name]["kinds"]["GEMM"]["of_ceiling"] < 1.5
-    assert not records["fast"]["waits"] and "never waits" in capsys.readouterr().out
+    assert not records["fast"]["waits"] and "never waits" in printed
     assert records["upstream"]["baseline"] and records["upstream"]["timed"]["ms"] > records["fast"]["timed"]["ms"]

@@ -1,7 +1,6 @@
 """The ladder: every rung adds one thing, and the command runs where there is no GPU."""
 
 import json
-import sys
 from inspect import signature
 
 import pytest
@@ -9,6 +8,8 @@ import torch
 
 from accel.families import constructor_of
 from bench import harness, steps
+
+FEW = "--load", 0, "--window", 0.1
 
 
 def test_each_rung_adds_one_switch(monkeypatch):
@@ -24,19 +25,12 @@ def test_each_rung_adds_one_switch(monkeypatch):
     assert set.union(*changes) == set(defaults) and rungs[-1][2] == defaults  # the last is what users get
 
 
-def here(monkeypatch, output, *args):
-    flags = "--load", 0, "--window", 0.1, "--output", output, *args
-    monkeypatch.setattr(sys, "argv", ["steps.py", *map(str, flags)])
-    steps.main()
-    return json.loads(output.read_text())
-
-
-def test_on_a_cpu_the_demo_is_timed(tmp_path, monkeypatch):
-    log = here(monkeypatch, tmp_path / "log.json", "--device", "cpu", "--pictures", 1)
-    [rung] = log["rungs"]
+def test_on_a_cpu_the_demo_is_timed(log):
+    record, _ = log("steps", *FEW, "--device", "cpu", "--pictures", 1)
+    [rung] = record["rungs"]
     assert rung["rung"] == "fp32" and 0 < rung["p10"] <= rung["ms"] <= rung["p90"] and 0 < rung["error"] < 1e-5
-    assert log["kind"] == "steps" and log["model"] == "DiT-Demo/2" and log["weights"] == "dit.safetensors"
-    assert log["batch_rows"] == 2 and log["gpu"] is None
+    assert record["kind"] == "steps" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
+    assert record["batch_rows"] == 2 and record["gpu"] is None
 
 
 def test_a_judge_sees_a_worse_tier():
@@ -52,9 +46,9 @@ def test_a_judge_sees_a_worse_tier():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["DiT-Demo/2", "Large-DiT-Demo/2"])
-def test_rivals_on_a_gpu(model, tmp_path, monkeypatch):
+def test_rivals_on_a_gpu(model, log):
     flags = "--model", model, "--only", "exact", "CUDA graph", "--vs", "eager", "compile"
-    rungs = {rung["rung"]: rung for rung in here(monkeypatch, tmp_path / "log.json", *flags)["rungs"]}
+    rungs = {rung["rung"]: rung for rung in log("steps", *FEW, *flags)[0]["rungs"]}
     assert [*rungs] == ["exact", "fp16 + CUDA graph", "fp16 + eager", "fp16 + torch.compile default"]
     assert all(rung["ms"] > 0 and rung["error"] < 1e-2 for rung in rungs.values())
     assert rungs["exact"]["error"] < 1e-5

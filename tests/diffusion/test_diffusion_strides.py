@@ -1,5 +1,4 @@
-"""Strides against their equations written out in float64, one step at a time, and against a process whose network is
-known."""
+"""Strides against their equations written out in float64, one step at a time."""
 
 import numpy as np
 import pytest
@@ -27,9 +26,8 @@ def by_hand(diffusion, x, t, m, values, noise, evaluations):
         for s, z, share in zip(steps, noise, unseen):
             path.append(x / np.sqrt(abar[s]))
             x = c[s] * (m if x0 is None else x0) + d[s] * x + sigma(values, s) * z * (s != 0)
-            m = m + share * (1 - np.exp(b[s]) / sigma(values, s) ** 2).clamp(min=0) * sigma(values, s) / c[s] * z * (
-                s != 0
-            )
+            learned = sigma(values, s)
+            m = m + share * (1 - np.exp(b[s]) / learned**2).clamp(min=0) * learned / c[s] * z * (s != 0)
         return path, x, m
 
     def unseen(a):

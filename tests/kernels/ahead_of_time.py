@@ -4,6 +4,7 @@ architecture: Triton keeps a target's state."""
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -20,22 +21,6 @@ from accel.kernels.split_attention import split_attention
 from accel.kernels.split_linear import SplitLinear, split
 from accel.kernels.split_linear import cublas as split_linear_gemms
 from accel.kernels.swiglu import swiglu, swiglu_split
-
-
-class Driver:
-    """A GPU that is not there."""
-
-    def __init__(self, capability):
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
 
 
 def norm(op, width, branch, **options):
@@ -109,7 +94,12 @@ def report(kernel):
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    triton.runtime.driver.set_active(Driver(capability))
+    no_gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(no_gpu)
     cuda.capability = lambda device: divmod(capability, 10)
     split_linear_gemms.multiply_add = split_attention_gemms.multiply_add = lambda *operands: None
     print(json.dumps({name: [report(kernel) for kernel in kernels_of(name)] for name in sys.argv[2:]}))

@@ -25,6 +25,14 @@ def error(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
+def formula(qkv, heads, kv=None, dtype=torch.float64):
+    """Return attention to the keys and values of `kv` or its own, in `dtype`."""
+    width = qkv.shape[-1] // 3
+    kv = qkv[..., width:] if kv is None else kv
+    q, k, v = (x.to(dtype).unflatten(-1, (heads, -1)).transpose(1, 2) for x in (qkv[..., :width], *kv.chunk(2, -1)))
+    return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)  # q, k, v (N, H, T, d)
+
+
 def needs_hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("our kernel needs a GPU of capability 9.0")

@@ -95,11 +95,6 @@ def test_interpreted_kernel():
     interpreted("test_adaln.interpret()")
 
 
-#################################################################################
-#                                     GPU                                       #
-#################################################################################
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("branches", (0, 1, 2))
 @pytest.mark.parametrize("width", (*WIDTHS, 1536, 2304, 3072, 4096))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from kernel_testing import disassemble, draw, error, interpreted, needs_hopper
+from kernel_testing import disassemble, draw, error, formula, interpreted, needs_hopper
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import gpu
@@ -21,19 +21,6 @@ CONFIGS = (hopper.LONG, hopper.SHORT, hopper.SINGLE)
 
 def packed(n, tokens, heads, dim, dtype, device="cpu", seed=0):
     return draw(n, tokens, 3 * heads * dim, seed=seed).to(dtype).to(device)
-
-
-def formula(qkv, heads, kv=None):
-    """Return attention, in float64 and one head at a time, to the keys and values of `kv` or its own."""
-    width = qkv.shape[-1] // 3
-    dim, out = width // heads, qkv.new_empty(*qkv.shape[:2], width, dtype=torch.float64)
-    keys, values = (qkv[..., width:] if kv is None else kv).double().chunk(2, -1)
-    for start in range(0, width, dim):
-        one = slice(start, start + dim)
-        scores = qkv[..., one].double() @ keys[..., one].mT / dim**0.5
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        out[..., one] = weights @ values[..., one] / weights.sum(-1, keepdim=True)
-    return out
 
 
 def cross(n, queries, keys, heads, dim, dtype, device="cpu"):
@@ -122,11 +109,6 @@ def test_machine_code(config):
     assert config.blocks * (config.shared_bytes + 1024) <= 228 * 1024
     consumer, producer = cuda.registers(config.warpgroups, blocks=config.blocks).values()
     assert config.blocks * 128 * (config.warpgroups * consumer + producer) <= 65536
-
-
-#################################################################################
-#                                     GPU                                       #
-#################################################################################
 
 
 @pytest.mark.gpu

@@ -27,11 +27,6 @@ def test_the_reference(gelu):
     assert layer.shape(21) == (21, 24, 40, gelu) and list(layer.parameters()) == [weight, bias]
 
 
-#################################################################################
-#                                     GPU                                       #
-#################################################################################
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tolerance", ((torch.float16, 5e-4), (torch.bfloat16, 4e-3)))
 @pytest.mark.parametrize("gelu", (False, True))

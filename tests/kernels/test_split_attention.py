@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from kernel_testing import disassemble, draw, error, interpreted, needs_hopper
+from kernel_testing import disassemble, draw, error, formula, interpreted, needs_hopper
 from tensor_cores import CORES, run_cublas_here
 
 from accel.kernels import cuda
@@ -15,11 +15,6 @@ from accel.kernels.split_linear import split
 SHAPES = ((2, 70, 2, 72), (1, 130, 3, 64), (1, 33, 1, 72), (1, 1, 1, 72))  # (N, T, H, d)
 
 
-def formula(qkv, heads):
-    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # each (N, H, T, d)
-    return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
 def check(n, tokens, heads, dim, backend, device="cpu"):
     """Flat weights, sharp ones, and a few keys far above the rest."""
     for sharpness in (1, 30):
@@ -27,7 +22,7 @@ def check(n, tokens, heads, dim, backend, device="cpu"):
         qkv[..., : 2 * heads * dim] *= sharpness**0.5
         qkv[:, ::7, heads * dim : 2 * heads * dim] *= 3
         halves = split(qkv, per_row=False)
-        want, float32 = (formula(qkv.to(dtype), heads) for dtype in (torch.float64, torch.float32))
+        want, float32 = (formula(qkv, heads, dtype=dtype) for dtype in (torch.float64, torch.float32))
         got = split_attention(halves, heads, backend)
         assert got.scale is None and got.pair.shape == (2, n, tokens, heads * dim)
         assert error(got.value(torch.float64), want) <= max(5 * error(float32, want), 1e-6)
@@ -38,12 +33,16 @@ def test_the_reference(shape):
     check(*shape, "torch")
 
 
-def test_cublas_without_triton(monkeypatch):
-    run_cublas_here(monkeypatch)
-    monkeypatch.setattr(cuda, "HAS_TRITON", False)
-    monkeypatch.setattr(cublas, "SCORES", 3 * 4 * 70 * 70)  # three heads at once, of four
-    for shape in SHAPES:
+def check_cublas(patch, shapes):
+    run_cublas_here(patch)
+    patch.setattr(cublas, "SCORES", 3 * 4 * 70 * 70)  # three heads at once, of four
+    for shape in shapes:
         check(*shape, "cublas")
+
+
+def test_cublas_without_triton(monkeypatch):
+    monkeypatch.setattr(cuda, "HAS_TRITON", False)
+    check_cublas(monkeypatch, SHAPES)
 
 
 @pytest.mark.parametrize("capability", CORES)
@@ -52,7 +51,7 @@ def test_values_of_one_sign(capability, monkeypatch):
     run_cublas_here(monkeypatch, capability)
     qkv = draw(1, 256, 3 * 24)
     qkv[..., 48:] += 3
-    halves, want = split(qkv, per_row=False), formula(qkv.double(), 1)
+    halves, want = split(qkv, per_row=False), formula(qkv, 1)
     assert error(split_attention(halves, 1, "cublas").value(torch.float64), want) <= 1e-6
     monkeypatch.setattr(reference, "centre", lambda pair, heads: torch.zeros(1, heads, 24))
     assert error(split_attention(halves, 1, "cublas").value(torch.float64), want) > 1e-6
@@ -60,10 +59,7 @@ def test_values_of_one_sign(capability, monkeypatch):
 
 def interpret():
     with pytest.MonkeyPatch.context() as patch:
-        run_cublas_here(patch)
-        patch.setattr(cublas, "SCORES", 3 * 4 * 70 * 70)
-        for shape in SHAPES[::3]:
-            check(*shape, "cublas")
+        check_cublas(patch, SHAPES[::3])
 
 
 def test_interpreted_kernel():

@@ -90,18 +90,14 @@ def check_linear(m, n, k, backend, device="cpu"):
 
 def check_overflow(backend, device="cpu"):
     """A result beyond 65504 is reported, be it one in a thousand."""
-    weight, bias, one = (
-        draw(64, 64, seed=1, device=device),
-        torch.zeros(64, device=device),
-        torch.ones(64, device=device),
-    )
-    x = draw(40, 64, seed=2, device=device)
+    weight, x = (draw(n, 64, seed=seed, device=device) for n, seed in ((64, 1), (40, 2)))
+    one = torch.ones(64, device=device)
     for row, expected in ((None, 0), (39, 1)):
         if row is not None:
             x[row] *= 1e5
         for after in (None, one):
             overflow = torch.zeros(1, dtype=torch.int32, device=device)
-            layer = SplitLinear(weight, bias, overflow=overflow, after=after, backend=backend)
+            layer = SplitLinear(weight, 0 * one, overflow=overflow, after=after, backend=backend)
             finite = bool(layer(split(x)).pair.isfinite().all())
             assert int(overflow) == expected and finite == (not expected)
 
@@ -115,13 +111,17 @@ def test_overflow_is_reported():
     check_overflow("torch")
 
 
-def test_cublas_without_triton(monkeypatch):
-    run_cublas_here(monkeypatch)
-    monkeypatch.setattr(cuda, "HAS_TRITON", False)
-    monkeypatch.setattr(cublas, "OTHER_PIECE", 64)  # more than one, in some shapes
+def check_cublas(patch):
+    run_cublas_here(patch)
+    patch.setattr(cublas, "OTHER_PIECE", 64)  # more than one, in some shapes
     for shape in SHAPES:
         check_linear(*shape, "cublas")
     check_overflow("cublas")
+
+
+def test_cublas_without_triton(monkeypatch):
+    monkeypatch.setattr(cuda, "HAS_TRITON", False)
+    check_cublas(monkeypatch)
 
 
 def relative_error(capability, depth):
@@ -143,11 +143,7 @@ def test_pieces_fit_the_tensor_cores(capability, monkeypatch):
 
 def interpret():
     with pytest.MonkeyPatch.context() as patch:
-        run_cublas_here(patch)
-        patch.setattr(cublas, "OTHER_PIECE", 64)
-        for shape in SHAPES:
-            check_linear(*shape, "cublas")
-        check_overflow("cublas")
+        check_cublas(patch)
 
 
 def test_interpreted_kernel():

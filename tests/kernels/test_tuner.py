@@ -83,11 +83,6 @@ def test_choices_travel_as_plain_numbers(measured):
     assert other.choose(*GEMM).algorithm == Algorithm(tuple(WORDS), 64) and len(measured) == 1
 
 
-#################################################################################
-#                                     GPU                                       #
-#################################################################################
-
-
 @pytest.mark.gpu
 def test_every_candidate_is_right_and_the_choice_is_remembered(tmp_path, monkeypatch):
     x, weight, bias = case(3072, 4608, 1152, torch.float16, "cuda")  # not among the known ones

@@ -25,10 +25,8 @@ def by_pipelines(vae, latents):
     if config.latents_mean is not None:
         mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std))
         latents = latents * std / config.scaling_factor + mean
-    elif config.shift_factor is not None:
-        latents = latents / config.scaling_factor + config.shift_factor
     else:
-        latents = latents / config.scaling_factor
+        latents = latents / config.scaling_factor + (config.shift_factor or 0)
     with torch.inference_mode():
         return torch.cat([vae.decode(one).sample for one in latents.split(1)])
 

@@ -14,15 +14,11 @@ def fast():
     return fast_network(small(), torch.float64)
 
 
-def entry_bytes(network):
-    """Return the bytes of a table's entry, a pair of timestep and label."""
-    return network.conditioning.bias.numel() * 8
-
-
 @pytest.mark.parametrize("entries", (3, 7, 5000))
 def test_chunks_give_what_every_evaluation_gives(fast, entries):
     """One step in the table, two, or all ten; and over two runs with other labels through the same table."""
-    table = fast.table = ConditioningTable(fast.conditioning, entries * entry_bytes(fast))
+    bytes_each = fast.conditioning.bias.numel() * 8  # of an entry, a pair of timestep and label
+    table = fast.table = ConditioningTable(fast.conditioning, entries * bytes_each)
     timesteps = create_diffusion("10").timestep_map[::-1]
     for labels in ([1, 4, 8], [7, 2, 2]):
         y = torch.tensor(labels)

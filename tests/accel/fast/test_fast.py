@@ -70,14 +70,7 @@ def test_tiers_on_the_cpu(precision, tolerance, make):
     assert error(evaluate(fast, x, t, y, 3.5), want) < 4 * tolerance
 
 
-#################################################################################
-#                                   On a GPU                                    #
-#################################################################################
-
-gpu = pytest.mark.gpu
-
-
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision, tolerance", (("fp16", 1.5e-3), ("bf16", 1e-2)))
 @pytest.mark.parametrize(
     "name, arguments, n",
@@ -109,7 +102,7 @@ WIDE = (
 )
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("form", WIDE)
 @pytest.mark.parametrize("precision, tolerance", (("fp32", 1e-5), ("exact", 5e-6), ("fp16", 2e-3), ("bf16", 2e-2)))
 def test_tiers_of_large_dit(form, precision, tolerance):
@@ -121,7 +114,7 @@ def test_tiers_of_large_dit(form, precision, tolerance):
     assert got.isfinite().all() and error(got, definition(model, x, t, y)) < tolerance
 
 
-@gpu
+@pytest.mark.gpu
 def test_loading_holds_no_float32_copy_on_the_gpu():
     """At most two bytes a weight, and a few tensors, are held at the peak."""
     form = dict(WIDE[1], n_layers=12, num_classes=10, qk_norm=True)
