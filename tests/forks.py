@@ -105,6 +105,18 @@ def run(command, cwd=ROOT, timeout=240, **environment):
         process.kill()
 
 
+def succeeds(done):
+    """Return what a command printed, which has succeeded."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(done):
+    """Return the line of a command that has refused its input."""
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from forks import succeeds
 from PIL import Image
 
 from accel import door
@@ -19,11 +20,6 @@ DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
 
 def picture(path):
     return np.asarray(Image.open(path))
-
-
-def succeeds(done):
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 #################################################################################
@@ -123,6 +119,7 @@ MISTAKES = {
     "sample.py": [
         (["--seed", 2**64], f"--seed {2**64}: must fit in 64 bits"),
         (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
+        (["--vae", "no/vae"], "no/vae by other means and give its folder, or its .pt file"),
         (["--device", "gpu7"], "--device gpu7: no such kind of device; try cuda, cuda:1 or cpu"),
         (["--device", "xpu"], "cannot sample there; use cuda or cpu"),
         *[(["--device", "cuda"], "finds no CUDA GPU; use --device cpu")] * (not torch.cuda.is_available()),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
+from forks import succeeds
 from hub import Server
 from PIL import Image
 from safetensors.torch import load_file
@@ -77,11 +78,9 @@ def checkout(tmp_path):
 
 def test_upstreams_sample_runs_unmodified(checkout, run, here, tmp_path):
     flags = ["--model", "DiT-Demo/2", "--image-size", 128, "--num-classes", 8, "--vae", DEMO / "vae"]
-    done = run(checkout / "sample.py", *flags, "--ckpt", DEMO / "dit.safetensors", cwd=checkout, PYTHONPATH="")
-    assert done.returncode == 0, done.stderr
+    succeeds(run(checkout / "sample.py", *flags, "--ckpt", DEMO / "dit.safetensors", cwd=checkout, PYTHONPATH=""))
     ours = ["--model", "DiT-Demo/2", "--labels", 0, 3, "--num-sampling-steps", 4, "--precision", "fp32"]
-    done = here("sample.py", *ours, "--output", tmp_path / "ours.png")
-    assert done.returncode == 0, done.stderr
+    succeeds(here("sample.py", *ours, "--output", tmp_path / "ours.png"))
     a, b = (np.asarray(Image.open(path)).astype(int) for path in (checkout / "sample.png", tmp_path / "ours.png"))
     assert a.shape == b.shape and a.std() > 20
     assert abs(a - b).max() <= 1  # the decoder here sees one picture at a time

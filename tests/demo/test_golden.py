@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from forks import succeeds
 from PIL import Image
 
 from accel import door
@@ -28,8 +29,7 @@ def near(made, golden):
 def make(kind, here, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
     """All pictures through the command; latents, held against the golden ones."""
     output = ["--output-type", "latent", "--output", tmp_path / "z.npy"]
-    done = here("sample.py", "--model", model, "--device", kind, *flags, *output)
-    assert done.returncode == 0, done.stderr
+    succeeds(here("sample.py", "--model", model, "--device", kind, *flags, *output))
     near(np.load(tmp_path / "z.npy"), np.load(DEMO / f"{stem}-{kind}.npy"))
 
 
