@@ -112,9 +112,14 @@ def test_a_checkpoint_is_enough_for_ranks(own, tmp_path, tiny_vae):
     assert settings["--num-classes"] == model.y_embedder.num_classes
 
 
-def test_the_matrix_of_refusals(tmp_path, here):
+@pytest.fixture(scope="module")
+def ten():
+    """Weights of a DiT-S/4 of ten classes for 64 px."""
+    return fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
+
+
+def test_the_matrix_of_refusals(ten, tmp_path, here):
     """What would give wrong pictures in silence, and what says too little: a line each, before anything is sampled."""
-    ten = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
     bare = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10, class_dropout_prob=0.0)).state_dict()
     custom = fill(DiT(input_size=8, hidden_size=96, depth=2, num_heads=4, num_classes=10)).state_dict()
     plain = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10, learn_sigma=False)).state_dict()
@@ -151,17 +156,18 @@ def test_the_matrix_of_refusals(tmp_path, here):
         "a plan without sigma": (plain, None, ["--forecast", "plan"], "--forecast plan: needs weights with learned si"),
         "a plan": (ten, None, ["--forecast", "plan"], "forecast.json: no such file"),
     }
-    for number, (name, (state, arguments, flags, words)) in enumerate(cases.items()):
-        path = tmp_path / f"{number}.pt"
-        torch.save({"ema": state, "args": arguments} if arguments else state, path)
+    for name, (state, arguments, flags, words) in cases.items():
+        path = tmp_path / f"{id(state)} {id(arguments)}.pt"
+        if not path.exists():
+            torch.save({"ema": state, "args": arguments} if arguments else state, path)
         done = here("sample.py", "--ckpt", path, *COMMON, *flags, "--output", tmp_path / "x.npy")
         assert words in refused(done), name
         assert "side*side" not in done.stderr and not (tmp_path / "x.npy").exists()
 
 
-def test_what_is_assumed_is_printed(tmp_path, here):
+def test_what_is_assumed_is_printed(ten, tmp_path, here):
     """Eleven rows without a word beside them are ten classes and the null class, as everywhere; it is said."""
-    torch.save(fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict(), tmp_path / "a.pt")
+    torch.save(ten, tmp_path / "a.pt")
     done = here("sample.py", "--ckpt", tmp_path / "a.pt", *COMMON, "--output", tmp_path / "x.npy")
     assert done.returncode == 0 and done.stdout.count("10 classes and the null class") == 1, done.stdout + done.stderr
     assert np.load(tmp_path / "x.npy").shape == (8, 4, 8, 8)
@@ -224,6 +230,12 @@ def pipeline(tmp_path_factory, tiny_vae):
     return folder, module
 
 
+def write_transformer(folder, state, config):
+    """Write weights in diffusers' layout and a config.json."""
+    save_file({name: tensor.clone() for name, tensor in to_diffusers(state).items()}, folder / WEIGHTS)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("part", ["", "transformer"])
 def test_a_pipelines_folder_is_enough(part, pipeline, tmp_path, here):
     folder, module = pipeline
@@ -268,13 +280,9 @@ def test_a_pipelines_hub_id_is_enough(pipeline, tmp_path, run):
 )
 def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_path):
     _, module = pipeline
-    save_file(
-        {name: tensor.clone() for name, tensor in to_diffusers(module.state_dict()).items()},
-        tmp_path / "diffusion_pytorch_model.safetensors",
-    )
     config = dict(_class_name="DiTTransformer2DModel", sample_size=8, patch_size=2, num_attention_heads=4)
     config["attention_head_dim"] = 24
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_transformer(tmp_path, module.state_dict(), config)
     assert identify(tmp_path).num_classes == 10
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(UsageError, match="ckpt=.*config.json: ") as error:
@@ -316,18 +324,16 @@ def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_p
         (dict(family="Large-DiT"), "says family Large-DiT, and its entries are of DiT or REPA or SiT"),
     ],
 )
-def test_what_a_file_says_of_itself_is_checked(change, words, tmp_path, here):
-    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    torch.save({"ema": state, "args": change}, tmp_path / "x.pt")
-    save_file(state, tmp_path / "x.safetensors", {f"dit.{key}": json.dumps(value) for key, value in change.items()})
+def test_what_a_file_says_of_itself_is_checked(change, words, ten, tmp_path, here):
+    torch.save({"ema": ten, "args": change}, tmp_path / "x.pt")
+    save_file(ten, tmp_path / "x.safetensors", {f"dit.{key}": json.dumps(value) for key, value in change.items()})
     for name in ("x.pt", "x.safetensors"):
         assert words in refused(here("sample.py", "--ckpt", tmp_path / name, *COMMON, "--output", tmp_path / "x.npy"))
 
 
-def test_a_table_for_a_huge_picture_is_a_line(tmp_path, here):
+def test_a_table_for_a_huge_picture_is_a_line(ten, tmp_path, here):
     """Its bytes are few: it is one row, expanded."""
-    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    torch.save({**state, "pos_embed": state["pos_embed"][:, :1].expand(1, 4096**2, -1)}, tmp_path / "x.pt")
+    torch.save({**ten, "pos_embed": ten["pos_embed"][:, :1].expand(1, 4096**2, -1)}, tmp_path / "x.pt")
     start = time.monotonic()
     error = refused(here("sample.py", "--ckpt", tmp_path / "x.pt", *COMMON, "--output", tmp_path / "x.npy"))
     assert "--image-size 131072: by these weights, and at most 8192" in error
@@ -335,29 +341,20 @@ def test_a_table_for_a_huge_picture_is_a_line(tmp_path, here):
 
 
 @pytest.mark.parametrize("heads", [True, "6", 0, 7, 12.0])
-def test_a_number_of_heads_that_is_none(heads, tmp_path):
-    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    theirs = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
-    save_file(theirs, tmp_path / "diffusion_pytorch_model.safetensors")
-    config = {**config_of(state, 6, 8, 10), "num_attention_heads": heads}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_head_dim": None}))
+def test_a_number_of_heads_that_is_none(heads, ten, tmp_path):
+    config = config_of(ten, 6, 8, 10) | dict(num_attention_heads=heads, attention_head_dim=None)
+    write_transformer(tmp_path, ten, config)
     with pytest.raises(UsageError, match="config.json: num_attention_heads is"):
         identify(tmp_path)
 
 
-def test_the_heads_that_a_config_says_are_computed(tmp_path, here):
+def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):
     """No tensor holds their number: the same weights with other heads are another network."""
-    state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    config = {**config_of(state, 6, 8, 10), "num_attention_heads": 12, "attention_head_dim": 32}
-    save_file(
-        {name: tensor.clone() for name, tensor in to_diffusers(state).items()},
-        tmp_path / "diffusion_pytorch_model.safetensors",
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_transformer(tmp_path, ten, config_of(ten, 6, 8, 10) | dict(num_attention_heads=12, attention_head_dim=32))
     flags = [*COMMON, "--ckpt", tmp_path, "--seed", SEED, "--labels", 1, "--output", tmp_path / "x.npy"]
     succeeds(here("sample.py", *flags))
     module = DiT_models["DiT-S/4"](input_size=8, num_classes=10, num_heads=12).eval()
-    module.load_state_dict(state)
+    module.load_state_dict(ten)
     assert same(np.load(tmp_path / "x.npy"), upstream(module, (1,), SEED, STEPS, 4.0))
 
 
