@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -22,7 +21,7 @@ from forks import kill
 from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
 from networks import sde, side_of
 from safetensors.torch import load_file, save_file
-from unprivileged import NOBODY, unprivileged
+from unprivileged import NOBODY, limited, unprivileged
 
 from accel import door
 from accel.diffusion import create_diffusion
@@ -237,12 +236,8 @@ def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_
 @pytest.mark.parametrize("most", [0, 10, 700, 4000, 100_000])
 def test_a_limit_on_the_size_of_files_is_one_line(most, demo, short, one, tmp_path):
     """`ulimit -f`: reached in the lock, the settings, a picture, the .npz."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited[1]))
-    try:
+    with limited("FSIZE", most):
         text = one(*demo, *SHORT, "--sample-dir", tmp_path, status=USAGE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "--sample-dir" in text and "File too large" in text and "Traceback" not in text, text
     assert not any(".part" in name for name in files(tmp_path))
     one(*demo, *SHORT, "--sample-dir", tmp_path)
