@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -105,6 +106,23 @@ def run(command, cwd=ROOT, timeout=240, **environment):
         process.kill()
 
 
+def until(found, seconds=60, where=lambda: None, pause=0.01):
+    """Wait until found() is true, and return it. where() is shown if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, where()
+        time.sleep(pause)
+    return value
+
+
+def environments(processes=None):
+    """Yield (id, variables) of processes, by default of all that may be looked at."""
+    for pid in processes or filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            yield int(pid), dict(entry.partition("=")[::2] for entry in entries)
+
+
 def succeeds(done):
     """Return what a command printed, which has succeeded."""
     assert done.returncode == 0, done.stderr
@@ -123,10 +141,16 @@ def free_port():
         return s.getsockname()[1]
 
 
-def ranks(world, command, cwd=ROOT, **environment):
-    """The ranks of a job on this host, started as srun does: without a launcher that ends all once one has ended."""
+def ranks(world, command, cwd=ROOT, started=None, a_node=None, **environment):
+    """The ranks of a job on this host, started as srun does: without a launcher that ends all once one has ended.
+
+    started: so many only. a_node: ranks of a node, by default all.
+    """
     environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world))
-    return [Fork(command, cwd, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world)]
+    return [
+        Fork(command, cwd, RANK=str(rank), LOCAL_RANK=str(rank % (a_node or world)), **environment)
+        for rank in range(started or world)
+    ]
 
 
 def torchrun(world, *options):

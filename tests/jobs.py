@@ -4,11 +4,10 @@ import json
 import os
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from forks import ROOT, Fork, kill, ranks, torchrun
+from forks import ROOT, Fork, environments, kill, ranks, torchrun, until
 from PIL import Image
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
@@ -57,24 +56,19 @@ def ranks_of(process):
     """Process ids of a job's ranks, in their order."""
     if "torch.distributed.run" not in process.args:
         return [process.pid]
-    found = {}
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
-    for child in map(int, children.split()):
-        with suppress(OSError):  # it has ended
-            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found |= {int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")}
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    found = {int(variables["RANK"]): pid for pid, variables in environments(listed.split()) if "RANK" in variables}
     return [found[rank] for rank in sorted(found)]
 
 
 def wait_for_pictures(folder, count, process, seconds=120):
     """Until a job that is at work has made so many; False if it has ended."""
-    deadline = time.monotonic() + seconds
-    while len(list(Path(folder).glob("*/*.png"))) < count:
-        assert time.monotonic() < deadline
-        if process.poll() is not None:
-            return False
-        time.sleep(0.01)
-    return True
+
+    def made():
+        return len(list(Path(folder).glob("*/*.png"))) >= count
+
+    until(lambda: made() or process.poll() is not None, seconds)
+    return made()
 
 
 def files(folder):
