@@ -3,10 +3,12 @@
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
-from conftest import ROOT
+from forks import ROOT, run, succeeds
 
 README, CHINESE, CODE = (ROOT / name for name in ("README.md", "README.zh-CN.md", "code.md"))
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -66,6 +68,19 @@ def program(words: list[str]) -> tuple[str, list[str]]:
     if words[0] == "-m":
         return words[1].replace(".", "/") + ".py", words[2:]
     return words[0], words[1:]
+
+
+@lru_cache
+def help_of(file: str) -> str:
+    """What a program prints for --help, from any folder."""
+    if file.endswith(".sh"):
+        return succeeds(subprocess.run(["bash", ROOT / file, "--help"], cwd="/", capture_output=True, text=True))
+    return succeeds(run([ROOT / file, "--help"], cwd="/"))
+
+
+def unknown_flags(file: str, arguments: list[str]) -> list[str]:
+    """Those flags of a command that its program does not have."""
+    return [word for word in arguments if word.startswith("--") and not re.search(rf"{word}\b", help_of(file))]
 
 
 # ---- figures ----

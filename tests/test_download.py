@@ -1,13 +1,11 @@
 """What upstream's scripts import, where they import it from, and how published weights are fetched."""
 
-import http.server
-
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
 from forks import succeeds
-from hub import Server
+from hub import Handler, Server
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -104,19 +102,14 @@ class Published(Server):
     """Serve one file. On request, promise more bytes than are sent."""
 
     def __init__(self, body, promised=None):
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class File(Handler):
             def do_GET(self):
-                if self.path != f"/{NAME}":
-                    return self.send_error(404)
-                self.send_response(200)
-                self.send_header("Content-Length", str(promised or len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                if self.path == f"/{NAME}":
+                    self.answer(200, body, {"Content-Length": str(promised or len(body))})
+                else:
+                    self.answer(404)
 
-            def log_message(self, *args):
-                pass
-
-        super().__init__(Handler)
+        super().__init__(File)
 
 
 @pytest.fixture
