@@ -135,19 +135,9 @@ def test_the_matrix_of_refusals(ten, tmp_path, here):
         "another model": (ten, None, ["--model", "DiT-S/2"], "holds the weights of DiT-S/4, not of DiT-S/2; use --mod"),
         "a SiT": (ten, flow, ["--model", "DiT-S/4"], "as a SiT (path_type Linear), not as DiT-S/4; drop --model"),
         "a DiT": (ten, said(model="DiT-S/4"), ["--model", "SiT-S/4"], "as a DiT (model DiT-S/4), not as SiT-S/4"),
-        "a DiT's sampler": (
-            ten,
-            flow,
-            ["--sampler", "ddpm"],
-            "--sampler ddpm: is not for a SiT, which SiT-S/4 is; use",
-        ),
+        "a DiT's sampler": (ten, flow, ["--sampler", "ddpm"], "--sampler ddpm: is not for a SiT, which SiT-S/4 is; "),
         "a SiT's sampler": (ten, None, ["--sampler", "sde"], "--sampler sde: is not for a DiT, which DiT-S/4 is; use"),
-        "one step": (
-            ten,
-            flow,
-            ["--num-sampling-steps", 1],
-            "--num-sampling-steps 1: must be from 2 to 1000 for --sampler",
-        ),
+        "one step": (ten, flow, ["--num-sampling-steps", 1], "steps 1: must be from 2 to 1000 for --sampler"),
         "a shift of the SDE": (ten, flow, ["--timestep-shift", 0.5], "--timestep-shift 0.5: is for euler and heun"),
         "a plan of a SiT": (ten, flow, ["--forecast", "plan"], "plans are made for --sampler ddpm, not for sde"),
         "another path": (ten, said(path_type="GVP"), [], "was trained with path_type GVP, and only Linear is sampled"),
@@ -171,9 +161,8 @@ def test_what_is_assumed_is_printed(ten, tmp_path, here):
     done = here("sample.py", "--ckpt", tmp_path / "a.pt", *COMMON, "--output", tmp_path / "x.npy")
     assert done.returncode == 0 and done.stdout.count("10 classes and the null class") == 1, done.stdout + done.stderr
     assert np.load(tmp_path / "x.npy").shape == (8, 4, 8, 8)
-    assert (
-        done.stdout.count("does not say its kind, taken for a DiT (noise); if it is not: --model REPA-SiT-S/4 or") == 1
-    )
+    assumed = "does not say its kind, taken for a DiT (noise); if it is not: --model REPA-SiT-S/4 or"
+    assert done.stdout.count(assumed) == 1
     found = identify(tmp_path / "a.pt")
     assert (found.num_classes, found.null_class) == (10, True)
 

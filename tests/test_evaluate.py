@@ -88,9 +88,7 @@ BASE, GREY = scene(), np.repeat(scene(64, 80, 4)[..., :1], 3, 2)
 DARK = (scene(64, 64, 5) // 8).astype(np.uint8)
 PAIRS = {
     "one level of noise": (BASE, noisy(BASE, 1)),
-    "much noise": (BASE, noisy(BASE, 40)),
     "another picture": (BASE, scene(seed=9)),
-    "inverted": (BASE, 255 - BASE),
     "one pixel": (BASE, one_pixel(BASE)),
     "grey": (GREY, noisy(GREY, 3)),
     "against a constant": (BASE, np.full_like(BASE, 128)),

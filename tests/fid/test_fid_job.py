@@ -64,12 +64,8 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
             x, y = torch.cat([x, x]), torch.cat([y, torch.full((n,), 8)])
             forward, arguments = model.forward_with_cfg, dict(y=y, cfg_scale=cfg_scale)
         if isinstance(model, SiT):
-            latents = sde(
-                lambda x, t, _: forward(x, torch.full((len(x),), t), **arguments),
-                x,
-                steps,
-                lambda: torch.randn(x.shape),
-            )[:n]
+            v = lambda x, t, _: forward(x, torch.full((len(x),), t), **arguments)
+            latents = sde(v, x, steps, lambda: torch.randn(x.shape))[:n]
         else:
             latents = diffusion.p_sample_loop(forward, x.shape, x, clip_denoised=False, model_kwargs=arguments)[:n]
         pixels = torch.cat([vae.decode(latent[None] / 0.18215).sample for latent in latents])
