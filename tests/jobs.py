@@ -2,7 +2,10 @@
 
 import json
 import os
+import secrets
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -69,6 +72,51 @@ def wait_for_pictures(folder, count, process, seconds=120):
 
     until(lambda: made() or process.poll() is not None, seconds)
     return made()
+
+
+class Command:
+    """A command with a mark that all its descendants inherit. streams: of subprocess.Popen."""
+
+    def __init__(self, *args, streams=None, **environment):
+        self.mark = secrets.token_hex(8)
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, args)],
+            env={**os.environ, **ENVIRONMENT, **environment, "ENDING_TEST": self.mark},
+            **(streams or dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)),
+            start_new_session=True,
+            preexec_fn=self.begin,
+        )
+
+    def begin(self):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def alive(self):
+        """The ids of its processes that run, by their ranks; the launcher's is of no rank."""
+        found = {}
+        for pid, variables in environments():
+            if variables.get("ENDING_TEST") == self.mark:
+                found.setdefault(variables.get("RANK", ""), []).append(pid)
+        return found
+
+    def wait_for(self, text):
+        line = ""
+        while text not in line:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()
+
+    def end(self):
+        """(status, standard error), once nothing of it is left."""
+        try:
+            _, error = self.process.communicate(timeout=60)
+            until(lambda: not self.alive(), seconds=5, where=self.alive)
+            return self.process.returncode, error
+        finally:
+            self.kill()
+
+    def kill(self):
+        for pids in self.alive().values():
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
 
 
 def files(folder):

@@ -22,11 +22,6 @@ def picture(path):
     return np.asarray(Image.open(path))
 
 
-#################################################################################
-#                             Files: folders and seeds                          #
-#################################################################################
-
-
 def test_a_folder_gets_one_png_a_picture(here, tmp_path):
     """The tiles of the grid, to the bit, under names that say what they are. An existing folder needs no slash."""
     labels = "--labels", "planet", 7, "Sea"
@@ -60,11 +55,6 @@ def test_a_list_of_seeds_is_as_many_runs(here, tmp_path):
     assert (tmp_path / "alone-0.png").read_bytes() != (tmp_path / "alone-7.png").read_bytes()
 
 
-#################################################################################
-#                                    Batches                                    #
-#################################################################################
-
-
 def test_slices_are_the_pictures_of_one_batch():
     """Their noise is theirs of the full draw, so the pictures are the same: up to float32 rounding, as GEMMs of other
     sizes add in another order. One batch of all is the same to the bit."""
@@ -78,11 +68,6 @@ def test_slices_are_the_pictures_of_one_batch():
         assert seen == list(range(3 * slices))
         assert batch_size < 8 or torch.equal(latents, whole)
         assert whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max(), batch_size
-
-
-#################################################################################
-#                            Mistakes, permissions, help                        #
-#################################################################################
 
 
 BOTH = (

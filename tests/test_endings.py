@@ -12,50 +12,9 @@ import time
 import forks
 import pytest
 from conftest import ROOT
-from jobs import ENVIRONMENT
+from jobs import ENVIRONMENT, Command
 
 from accel.errors import INTERRUPTED, STOPPED, USAGE
-
-
-class Command:
-    """A command with a mark that all its descendants inherit."""
-
-    def __init__(self, *args, **environment):
-        self.mark = secrets.token_hex(8)
-        self.process = subprocess.Popen(
-            [sys.executable, *map(str, args)],
-            env={**os.environ, **ENVIRONMENT, **environment, "ENDING_TEST": self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-
-    def alive(self):
-        """The ids of its processes that run, by their ranks; the launcher's is of no rank."""
-        found = {}
-        for pid, variables in forks.environments():
-            if variables.get("ENDING_TEST") == self.mark:
-                found.setdefault(variables.get("RANK", ""), []).append(pid)
-        return found
-
-    def wait_for(self, text):
-        line = ""
-        while text not in line:
-            line = self.process.stdout.readline()
-            assert line, self.process.communicate()
-
-    def end(self):
-        """(status, standard error), once nothing of it is left."""
-        try:
-            _, error = self.process.communicate(timeout=60)
-            forks.until(lambda: not self.alive(), seconds=5, where=self.alive)
-            return self.process.returncode, error
-        finally:
-            for pids in self.alive().values():
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
 
 
 class Launcher(Command):

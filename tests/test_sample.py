@@ -14,11 +14,6 @@ from unprivileged import limited
 DEMO = ("--model", "DiT-Demo/2", "--device", "cpu")
 
 
-#################################################################################
-#                                    Pictures                                   #
-#################################################################################
-
-
 def test_picture_and_latents_are_the_same_in_two_processes(weights, tiny_vae, tmp_path, run, here, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     common = ["sample.py", *DEMO, "--ckpt", weights, "--num-sampling-steps", 4, "--labels", 1, 5, 7, 0, 2]
@@ -54,11 +49,6 @@ def test_training_checkpoint_and_other_sizes(weights, tmp_path, here, monkeypatc
     common = [*DEMO, "--ckpt", "train.pt", "--num-sampling-steps", 2, "--output-type", "latent"]
     assert "trained at 128 px" in succeeds(here("sample.py", *common, "--image-size", 192))
     assert np.load("sample.npy").shape == (8, 4, 24, 24)
-
-
-#################################################################################
-#                                   Bad input                                   #
-#################################################################################
 
 
 @pytest.mark.parametrize("where", ["loading", "sampling"])

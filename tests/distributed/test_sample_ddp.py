@@ -19,11 +19,6 @@ from accel.parallel.layouts import parse
 CUDA = torch.cuda.is_available()
 
 
-#################################################################################
-#                                    One grid                                   #
-#################################################################################
-
-
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]
 SHORT = ["--num-sampling-steps", 6, "--output-type", "latent", "--seed", 3]
 ONE_PICTURE = "off", "rows=2", "tokens=2", "weights=3"
@@ -149,11 +144,6 @@ def test_two_nodes(grids, demo, here, tmp_path):
     places = tmp_path / "one.png", tmp_path / "nodes.png", grids[0] / "three.png"
     one, *others = (np.asarray(Image.open(place)).astype(int) for place in places)
     assert one.std() > 1 and all(np.abs(one - picture).max() <= 1 for picture in others)
-
-
-#################################################################################
-#                              Failure and bad input                            #
-#################################################################################
 
 
 def test_weights_missing_on_one_node_are_named_before_sampling(demo, tmp_path):

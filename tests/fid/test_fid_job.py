@@ -33,7 +33,7 @@ from accel.latents.half import HalfDecoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
-FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 10]
+FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
 SHORT = ["--num-fid-samples", 6, "--per-proc-batch-size", 2, "--num-sampling-steps", 4]
 
 
@@ -247,7 +247,7 @@ def test_world_independent_noise(demo, one, tmp_path):
     Ranks that share what is left by a count of their own would each leave batches to the other.
     """
     wanted, places = 24, [tmp_path / name for name in ("three", "one", "lagging")]
-    how = [*demo, *FID, "--num-fid-samples", wanted, "--num-sampling-steps", 6, "--world-independent-noise"]
+    how = [*demo, *FID, "--num-fid-samples", wanted, "--world-independent-noise"]
 
     def shown(text):
         """What the bar showed: one, over all ranks."""
