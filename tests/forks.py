@@ -54,10 +54,8 @@ class Fork:
 
     def wait_for(self, text, seconds=120):
         """Until `text` stands in its standard output."""
-        deadline = time.monotonic() + seconds
-        while text not in self.text()[0]:
-            assert self.poll() is None and time.monotonic() < deadline, self.text()
-            time.sleep(0.01)
+        until(lambda: text in self.text()[0] or self.poll() is not None, seconds, self.text)
+        assert text in self.text()[0], self.text()
 
     def communicate(self, timeout=None):
         self.wait(timeout)

@@ -115,12 +115,12 @@ def numbers(value) -> Iterator[float]:
     """All numbers in a JSON value."""
     if isinstance(value, dict):
         yield from (float(key) for key in value if re.fullmatch(NUMBER, key))
-        value = value.values()
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield float(value)
-    elif not isinstance(value, (str, bool, type(None))):
+        value = [*value.values()]
+    if isinstance(value, list):
         for item in value:
             yield from numbers(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)
 
 
 def recorded(files: list[Path]) -> list[float]:

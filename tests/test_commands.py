@@ -138,9 +138,8 @@ def test_tf32_is_a_permission(here, tmp_path):
     """As upstream's: hardware without TF32 samples in float32, and says so in one line."""
     outputs = {}
     for flag in ("--tf32", "--no-tf32"):
-        outputs[flag] = succeeds(
-            here("sample_ddp.py", *DEMO, "--labels", 1, flag, "--output", tmp_path / f"{flag}.png")
-        )
+        command = *DEMO, "--labels", 1, flag, "--output", tmp_path / f"{flag}.png"
+        outputs[flag] = succeeds(here("sample_ddp.py", *command))
     assert outputs["--tf32"].count("--tf32: cpu has no TF32 (Ampere or later); sampling in fp32") == 1
     assert "--tf32:" not in outputs["--no-tf32"] and all("· fp32 ·" in text for text in outputs.values())
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()

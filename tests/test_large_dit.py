@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import with_norms
+from networks import inputs, with_norms
 from reference_networks import large_dit, relative_error
 
 from accel.families.large_dit import network as module
@@ -22,17 +22,10 @@ def build(**form):
     return with_norms(DiT_Llama(**{**SMALL, **form}))
 
 
-def batch(model, n=4, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, model.in_channels, model.input_size, model.input_size, generator=generator)
-    t, y = (torch.randint(0, high, (n,), generator=generator) for high in (1000, model.y_embedder.num_classes + 1))
-    return x, t, y
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_equals_the_definition(form):
     model = build(**form)
-    x, t, y = batch(model)
+    x, t, y = inputs(model, 4)
     want = large_dit(model.state_dict(), x, t, y, model.n_heads, model.patch_size)
     assert want.abs().mean() > 0.1  # not the blind network
     got = model(x, t, y)

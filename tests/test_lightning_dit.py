@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import error, fast_network, network_of, with_norms
+from networks import error, fast_network, inputs, network_of, with_norms
 from reference_networks import lightning_dit, relative_error
 from torch import nn
 
@@ -44,11 +44,9 @@ def without_shifts(state):
     return state
 
 
-def batch(model, n=4):
-    generator = torch.Generator().manual_seed(1)
-    side = model.x_embedder.img_size[0]
-    x = torch.randn(n, model.in_channels, side, side, generator=generator)
-    return x, torch.rand(n, generator=generator), torch.randint(0, 9, (n,), generator=generator)
+def batch(model):
+    x, t, y = inputs(model, 4)
+    return x, t / 1000, y
 
 
 @pytest.mark.parametrize("form", FORMS)

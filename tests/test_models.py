@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
+from networks import inputs
 from reference_networks import dit, position_table, relative_error
 
 import models
@@ -12,27 +13,13 @@ from models import DiT, DiT_models
 SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10)
 
 
-def batch(n=4, side=8, classes=10, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 4, side, side, generator=generator)
-    return (
-        x,
-        torch.randint(0, 1000, (n,), generator=generator),
-        torch.randint(0, classes + 1, (n,), generator=generator),
-    )
-
-
 @pytest.mark.parametrize(
     "config",
-    [
-        SMALL,
-        {**SMALL, "patch_size": 4, "learn_sigma": False},
-        {**SMALL, "patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0},
-    ],
+    [{}, {"patch_size": 4, "learn_sigma": False}, {"patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0}],
 )
 def test_forward_equals_the_papers_equations(config):
-    model = fill(DiT(**config))
-    x, t, y = batch()
+    model = fill(DiT(**SMALL, **config))
+    x, t, y = inputs(model, 4)
     want = dit(model.state_dict(), x, t, y, heads=2, patch=model.patch_size)
     assert want.abs().mean() > 0.1  # not the blind network
     got = model(x, t, y)

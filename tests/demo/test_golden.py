@@ -44,14 +44,10 @@ def test_golden_on_the_cpu():
     assert np.abs(grid - picture).mean() <= 0.01 and picture.std() > 20
 
 
-def test_large_dit_on_the_cpu(here, tmp_path):
-    ddim = "--sampler", "ddim", "--num-sampling-steps", "25"
-    make("cpu", here, tmp_path, *ddim, model="Large-DiT-Demo/2", stem="large-dit-golden")
-
-
-def test_sit_on_the_cpu(here, tmp_path):
-    heun = "--sampler", "heun", "--num-sampling-steps", "12"
-    make("cpu", here, tmp_path, *heun, model="SiT-Demo/2", stem="sit-golden")
+@pytest.mark.parametrize("family, sampler, steps", [("Large-DiT", "ddim", 25), ("SiT", "heun", 12)])
+def test_other_families_on_the_cpu(family, sampler, steps, here, tmp_path):
+    how = dict(model=f"{family}-Demo/2", stem=f"{family.lower()}-golden")
+    make("cpu", here, tmp_path, "--sampler", sampler, "--num-sampling-steps", steps, **how)
 
 
 @pytest.mark.gpu
