@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,10 +54,8 @@ class Fork:
 
     def wait_for(self, text, seconds=120):
         """Until `text` stands in its standard output."""
-        deadline = time.monotonic() + seconds
-        while text not in self.text()[0]:
-            assert self.poll() is None and time.monotonic() < deadline, self.text()
-            time.sleep(0.01)
+        until(lambda: text in self.text()[0] or self.poll() is not None, seconds, self.text)
+        assert text in self.text()[0], self.text()
 
     def communicate(self, timeout=None):
         self.wait(timeout)
@@ -105,16 +104,51 @@ def run(command, cwd=ROOT, timeout=240, **environment):
         process.kill()
 
 
+def until(found, seconds=60, where=lambda: None, pause=0.01):
+    """Wait until found() is true, and return it. where() is shown if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, where()
+        time.sleep(pause)
+    return value
+
+
+def environments(processes=None):
+    """Yield (id, variables) of processes, by default of all that may be looked at."""
+    for pid in processes or filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended
+            entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            yield int(pid), dict(entry.partition("=")[::2] for entry in entries)
+
+
+def succeeds(done):
+    """Return what a command printed, which has succeeded."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(done):
+    """Return the line of a command that has refused its input."""
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def ranks(world, command, cwd=ROOT, **environment):
-    """The ranks of a job on this host, started as srun does: without a launcher that ends all once one has ended."""
+def ranks(world, command, cwd=ROOT, started=None, a_node=None, **environment):
+    """The ranks of a job on this host, started as srun does: without a launcher that ends all once one has ended.
+
+    started: so many only. a_node: ranks of a node, by default all.
+    """
     environment |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world))
-    return [Fork(command, cwd, RANK=str(rank), LOCAL_RANK=str(rank), **environment) for rank in range(world)]
+    return [
+        Fork(command, cwd, RANK=str(rank), LOCAL_RANK=str(rank % (a_node or world)), **environment)
+        for rank in range(started or world)
+    ]
 
 
 def torchrun(world, *options):

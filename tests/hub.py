@@ -26,56 +26,51 @@ class Server:
         self.server.server_close()
 
 
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers one request, and writes no log."""
+
+    def answer(self, status: int, body: bytes = b"", headers: dict | None = None):
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
 class Hub(Server):
     """Serves the files under `folder` as the repository `name`. `asked` lists the files that were sent."""
 
     def __init__(self, name: str, folder: Path):
-        hub = self
-        self.asked = []
-        files = {
-            str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-        }
+        asked = self.asked = []
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        etags = {path: hashlib.sha1(content).hexdigest() for path, content in files.items()}
+        siblings = [{"rfilename": path} for path in files]
         listing = [
-            {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-            for path, content in files.items()
+            {"type": "file", "path": path, "size": len(content), "oid": etags[path]} for path, content in files.items()
         ]
         answers = {
-            f"/api/models/{name}/revision/main": {
-                "id": name,
-                "sha": COMMIT,
-                "siblings": [{"rfilename": path} for path in files],
-            },
+            f"/api/models/{name}/revision/main": {"id": name, "sha": COMMIT, "siblings": siblings},
             f"/api/models/{name}/tree/{COMMIT}": listing,
         }
 
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class Files(Handler):
             def do_GET(self):
                 path = urlparse(self.path).path
                 file = path.removeprefix(f"/{name}/resolve/{COMMIT}/")
                 if path in answers:
-                    self.answer(json.dumps(answers[path]).encode(), {"Content-Type": "application/json"})
+                    self.answer(200, json.dumps(answers[path]).encode(), {"Content-Type": "application/json"})
                 elif file in files:
                     if self.command == "GET":
-                        hub.asked.append(file)
-                    etag = hashlib.sha1(files[file]).hexdigest()
-                    self.answer(files[file], {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+                        asked.append(file)
+                    self.answer(200, files[file], {"ETag": f'"{etags[file]}"', "X-Repo-Commit": COMMIT})
                 else:
-                    self.send_response(404)
-                    self.send_header("X-Error-Code", "RepoNotFound")
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
+                    self.answer(404, headers={"X-Error-Code": "RepoNotFound"})
 
             do_HEAD = do_GET
 
-            def answer(self, body, headers):
-                self.send_response(200)
-                for key, value in {**headers, "Content-Length": str(len(body))}.items():
-                    self.send_header(key, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
-
-            def log_message(self, *args):
-                pass
-
-        super().__init__(Handler)
+        super().__init__(Files)

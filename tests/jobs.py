@@ -2,13 +2,15 @@
 
 import json
 import os
+import secrets
+import signal
 import subprocess
+import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from forks import ROOT, Fork, kill, ranks, torchrun
+from forks import ROOT, Fork, environments, kill, ranks, torchrun, until
 from PIL import Image
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
@@ -57,24 +59,64 @@ def ranks_of(process):
     """Process ids of a job's ranks, in their order."""
     if "torch.distributed.run" not in process.args:
         return [process.pid]
-    found = {}
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
-    for child in map(int, children.split()):
-        with suppress(OSError):  # it has ended
-            environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found |= {int(entry[5:]): child for entry in environment if entry.startswith(b"RANK=")}
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    found = {int(variables["RANK"]): pid for pid, variables in environments(listed.split()) if "RANK" in variables}
     return [found[rank] for rank in sorted(found)]
 
 
 def wait_for_pictures(folder, count, process, seconds=120):
     """Until a job that is at work has made so many; False if it has ended."""
-    deadline = time.monotonic() + seconds
-    while len(list(Path(folder).glob("*/*.png"))) < count:
-        assert time.monotonic() < deadline
-        if process.poll() is not None:
-            return False
-        time.sleep(0.01)
-    return True
+
+    def made():
+        return len(list(Path(folder).glob("*/*.png"))) >= count
+
+    until(lambda: made() or process.poll() is not None, seconds)
+    return made()
+
+
+class Command:
+    """A command with a mark that all its descendants inherit. streams: of subprocess.Popen."""
+
+    def __init__(self, *args, streams=None, **environment):
+        self.mark = secrets.token_hex(8)
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, args)],
+            env={**os.environ, **ENVIRONMENT, **environment, "ENDING_TEST": self.mark},
+            **(streams or dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)),
+            start_new_session=True,
+            preexec_fn=self.begin,
+        )
+
+    def begin(self):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def alive(self):
+        """The ids of its processes that run, by their ranks; the launcher's is of no rank."""
+        found = {}
+        for pid, variables in environments():
+            if variables.get("ENDING_TEST") == self.mark:
+                found.setdefault(variables.get("RANK", ""), []).append(pid)
+        return found
+
+    def wait_for(self, text):
+        line = ""
+        while text not in line:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()
+
+    def end(self):
+        """(status, standard error), once nothing of it is left."""
+        try:
+            _, error = self.process.communicate(timeout=60)
+            until(lambda: not self.alive(), seconds=5, where=self.alive)
+            return self.process.returncode, error
+        finally:
+            self.kill()
+
+    def kill(self):
+        for pids in self.alive().values():
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
 
 
 def files(folder):

@@ -3,10 +3,12 @@
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
-from conftest import ROOT
+from forks import ROOT, run, succeeds
 
 README, CHINESE, CODE = (ROOT / name for name in ("README.md", "README.zh-CN.md", "code.md"))
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -68,6 +70,19 @@ def program(words: list[str]) -> tuple[str, list[str]]:
     return words[0], words[1:]
 
 
+@lru_cache
+def help_of(file: str) -> str:
+    """What a program prints for --help, from any folder."""
+    if file.endswith(".sh"):
+        return succeeds(subprocess.run(["bash", ROOT / file, "--help"], cwd="/", capture_output=True, text=True))
+    return succeeds(run([ROOT / file, "--help"], cwd="/"))
+
+
+def unknown_flags(file: str, arguments: list[str]) -> list[str]:
+    """Those flags of a command that its program does not have."""
+    return [word for word in arguments if word.startswith("--") and not re.search(rf"{word}\b", help_of(file))]
+
+
 # ---- figures ----
 
 
@@ -100,12 +115,12 @@ def numbers(value) -> Iterator[float]:
     """All numbers in a JSON value."""
     if isinstance(value, dict):
         yield from (float(key) for key in value if re.fullmatch(NUMBER, key))
-        value = value.values()
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield float(value)
-    elif not isinstance(value, (str, bool, type(None))):
+        value = [*value.values()]
+    if isinstance(value, list):
         for item in value:
             yield from numbers(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)
 
 
 def recorded(files: list[Path]) -> list[float]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from forks import succeeds
 from PIL import Image
 
 from accel import door
@@ -19,16 +20,6 @@ DEMO = ("--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 2)
 
 def picture(path):
     return np.asarray(Image.open(path))
-
-
-def succeeds(done):
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-#################################################################################
-#                             Files: folders and seeds                          #
-#################################################################################
 
 
 def test_a_folder_gets_one_png_a_picture(here, tmp_path):
@@ -64,82 +55,91 @@ def test_a_list_of_seeds_is_as_many_runs(here, tmp_path):
     assert (tmp_path / "alone-0.png").read_bytes() != (tmp_path / "alone-7.png").read_bytes()
 
 
-#################################################################################
-#                                    Batches                                    #
-#################################################################################
-
-
-def test_every_slice_uses_its_rows_of_the_full_draw(monkeypatch):
-    """The same noise to the bit, so the same pictures: up to float32 rounding, as GEMMs of other sizes add in another
-    order. One batch of all is the same to the bit."""
-    given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=2, seed=3)
+def test_slices_are_the_pictures_of_one_batch():
+    """Their noise is theirs of the full draw, so the pictures are the same: up to float32 rounding, as GEMMs of other
+    sizes add in another order. One batch of all is the same to the bit."""
+    given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=3, seed=3)
     settings, run, _ = door.ready(GridRequest(**given))
     whole = door.latents(settings, run)
-    for batch_size, sizes in (1, [1] * 8), (3, [3, 3, 2]), (8, [8]):
+    for batch_size, slices in (1, 8), (3, 3), (8, 1):
         settings, run, _ = door.ready(GridRequest(**given, batch_size=batch_size))
-        used, seen, p_sample = [], [], run.process.diffusion.p_sample
-
-        def recorded(model, x, t, *, noise, **how):
-            used.append((len(x), noise))
-            return p_sample(model, x, t, noise=noise, **how)
-
-        monkeypatch.setattr(run.process.diffusion, "p_sample", recorded)
+        seen = []
         latents = door.latents(settings, run, on_step=lambda index, x: seen.append(index))
-        assert [n for n, _ in used] == [n for n in sizes for _ in range(2)]
-        batch = door.batch_of(settings, run.process, run.guidance)
-        assert batch.rows == [(size, 2) for size in sorted(set(sizes), reverse=True)]
-        assert seen == list(range(2 * len(sizes)))
-        torch.manual_seed(3)
-        torch.randn(8, 4, 16, 16)
-        for step in range(2):
-            drawn = torch.cat([used[2 * part + step][1] for part in range(len(sizes))])
-            assert torch.equal(drawn, torch.randn(16, 4, 16, 16)[:8])
+        assert seen == list(range(3 * slices))
         assert batch_size < 8 or torch.equal(latents, whole)
         assert whole.abs().max() > 0.5 and (latents - whole).abs().max() <= 1e-3 * whole.abs().max(), batch_size
 
 
-#################################################################################
-#                            Mistakes, permissions, help                        #
-#################################################################################
+BOTH = (
+    (["--labels", "plnet"], "--labels plnet: no class has that name; give one of planet (0)"),
+    (["--labels", -1], "--labels -1: the model knows classes 0 to 7"),
+    (["--image-size", 250], "--image-size 250: must be a multiple of 16"),
+    (["--model", "DiT-XXL/2"], "--model DiT-XXL/2: unknown; choose from DiT-XL/2"),
+    (["--model", "DiT-B/4", "--output-type", "latent"], "--ckpt: no published weights for DiT-B/4 at 512 px"),
+    (["--ckpt", "a.pt", "--ckpt", "b.pt"], "--ckpt b.pt: conflicts with --ckpt a.pt"),
+    (["--ckpt", "no/such.pt"], "--ckpt no/such.pt: no such file"),
+    (["--ckpt", "no\n\x1b[2Jsuch" + 5000 * "x" + ".pt"], r"--ckpt no\n\x1b[2Jsuchxxx"),
+    (["--ckpt", ""], "--ckpt: is empty; give a value, or leave it out"),
+    (["--seeds", 2**64], "must fit in 64 bits"),
+    (["--seeds", 1, 2, 1], "--seeds: names a seed twice"),
+    (["--seeds=--"], "--seeds: give at least one"),
+    (["--guidance-interval", 0.5, 0.5], "--guidance-interval 0.5 0.5: must be two numbers from 0 to 1, the lower"),
+    (["--guidance-channels", 5], "--guidance-channels 5: these latents have 4"),
+    (["--batch-size", 0], "--batch-size 0: must be from 1 to"),
+    (["--num-sampling-steps", 1001], "--num-sampling-steps 1001: must be from 1 to 1000"),
+    (["--sampler", "dpm++", "--num-sampling-steps", 1000], "1000: must be from 1 to 999 for --sampler dpm++"),
+    (["--cfg-scale", "nan"], "--cfg-scale nan: must be from 1"),
+    (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 1, no guidance, to 1,000,000"),
+    (["--device", "\n\x1b[2Jgröße"], r"--device \n\x1b[2Jgröße: "),
+    (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),
+    (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
+    (["--output", "file/deeper/"], "--output file/deeper/000.png: Not a directory"),
+    (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
+    (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
+    (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8' (choose from 'fp32'"),
+    (["--forecast-plan", "x.json"], "--forecast-plan x.json: is for --forecast plan; add that or drop this"),
+    (["--lables", 3], "unrecognized arguments: --lables 3"),
+)
+MISTAKES = {
+    "sample.py": [
+        (["--seed", 2**64], f"--seed {2**64}: must fit in 64 bits"),
+        (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
+        (["--vae", "no/vae"], "no/vae by other means and give its folder, or its .pt file"),
+        (["--device", "gpu7"], "--device gpu7: no such kind of device; try cuda, cuda:1 or cpu"),
+        (["--device", "xpu"], "cannot sample there; use cuda or cpu"),
+        *[(["--device", "cuda"], "finds no CUDA GPU; use --device cpu")] * (not torch.cuda.is_available()),
+    ],
+    "sample_ddp.py": [
+        (["--device", "mps"], "--device mps: ranks sample on cuda or cpu; choose one"),
+        (["--device", "cuda:x"], "--device cuda:x: ranks sample on cuda or cpu; choose one"),
+        (["--labels", 1, "--num-fid-samples", 9], "--labels: has no meaning with --num-fid-samples"),
+        (["--sample-dir", "here"], "--sample-dir: is for an FID job"),
+        (["--world-independent-noise"], "--world-independent-noise: is for an FID job"),
+        (["--num-fid-samples", 9, "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--labels", "plnet"], "--labels plnet: no class has that name; give one of planet (0)"),
-        (["--seeds", 1, "--seed", 2], "--seeds: conflicts with"),
-        (["--seeds", 2**64], "must fit in 64 bits"),
-        (["--seeds", 1, 2, 1], "--seeds: names a seed twice"),
-        (["--guidance-interval", 0.5, 0.5], "--guidance-interval 0.5 0.5: must be two numbers from 0 to 1, the lower"),
-        (["--guidance-channels", 5], "--guidance-channels 5: these latents have 4"),
-        (["--batch-size", 0], "--batch-size 0: must be from 1 to"),
-        (["--sampler", "dpm++", "--num-sampling-steps", 1000], "1000: must be from 1 to 999 for --sampler dpm++"),
-        (["--cfg-scale", "9e18"], "--cfg-scale 9e+18: must be from 1, no guidance, to 1,000,000"),
-        (["--device", "\n\x1b[2Jgröße"], r"--device \n\x1b[2Jgröße: "),
-        (["--ckpt", "no\n\x1b[2Jsuch" + 5000 * "x" + ".pt"], r"--ckpt no\n\x1b[2Jsuchxxx"),
-        (["--output", "x.jpg"], "must end in .png for --output-type image, or name a folder (FOLDER/)"),
-        (["--output", "folder/", "--output-type", "latent"], "--output folder/: must end in .npy"),
-        (["--output", "file/deeper/"], "--output file/deeper/000.png: Not a directory"),
-        (["--output", 300 * "a" + ".png"], "aaa.png: File name too long; choose another path"),
-        (["--precision", "tf32"], "--precision tf32: cpu has no TF32"),
-    ],
+    "script, flags, words", [(script, *case) for script, own in MISTAKES.items() for case in (*BOTH, *own)]
 )
-def test_mistakes_are_one_line(flags, words, here, tmp_path, monkeypatch):
-    """Of sample_ddp.py; test_sample.py has those of sample.py."""
+def test_mistakes_are_one_line(script, flags, words, here, tmp_path, monkeypatch):
+    """Before anything is loaded, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    done = here("sample_ddp.py", *(DEMO[:2] if "--device" in flags else DEMO), *flags)
+    usual = [word for pair in zip(DEMO[::2], DEMO[1::2]) if pair[0] not in flags for word in pair]
+    done = here(script, *usual, *flags)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr) < 1100, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert done.stderr.startswith(f"{script}: ") and done.stderr.count("\n") == 1 and not done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_tf32_is_a_permission(here, tmp_path):
     """As upstream's: hardware without TF32 samples in float32, and says so in one line."""
     outputs = {}
     for flag in ("--tf32", "--no-tf32"):
-        outputs[flag] = succeeds(
-            here("sample_ddp.py", *DEMO, "--labels", 1, flag, "--output", tmp_path / f"{flag}.png")
-        )
+        command = *DEMO, "--labels", 1, flag, "--output", tmp_path / f"{flag}.png"
+        outputs[flag] = succeeds(here("sample_ddp.py", *command))
     assert outputs["--tf32"].count("--tf32: cpu has no TF32 (Ampere or later); sampling in fp32") == 1
     assert "--tf32:" not in outputs["--no-tf32"] and all("· fp32 ·" in text for text in outputs.values())
     assert (tmp_path / "--tf32.png").read_bytes() == (tmp_path / "--no-tf32.png").read_bytes()

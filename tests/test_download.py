@@ -1,12 +1,11 @@
 """What upstream's scripts import, where they import it from, and how published weights are fetched."""
 
-import http.server
-
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
-from hub import Server
+from forks import succeeds
+from hub import Handler, Server
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -77,11 +76,9 @@ def checkout(tmp_path):
 
 def test_upstreams_sample_runs_unmodified(checkout, run, here, tmp_path):
     flags = ["--model", "DiT-Demo/2", "--image-size", 128, "--num-classes", 8, "--vae", DEMO / "vae"]
-    done = run(checkout / "sample.py", *flags, "--ckpt", DEMO / "dit.safetensors", cwd=checkout, PYTHONPATH="")
-    assert done.returncode == 0, done.stderr
+    succeeds(run(checkout / "sample.py", *flags, "--ckpt", DEMO / "dit.safetensors", cwd=checkout, PYTHONPATH=""))
     ours = ["--model", "DiT-Demo/2", "--labels", 0, 3, "--num-sampling-steps", 4, "--precision", "fp32"]
-    done = here("sample.py", *ours, "--output", tmp_path / "ours.png")
-    assert done.returncode == 0, done.stderr
+    succeeds(here("sample.py", *ours, "--output", tmp_path / "ours.png"))
     a, b = (np.asarray(Image.open(path)).astype(int) for path in (checkout / "sample.png", tmp_path / "ours.png"))
     assert a.shape == b.shape and a.std() > 20
     assert abs(a - b).max() <= 1  # the decoder here sees one picture at a time
@@ -105,19 +102,14 @@ class Published(Server):
     """Serve one file. On request, promise more bytes than are sent."""
 
     def __init__(self, body, promised=None):
-        class Handler(http.server.BaseHTTPRequestHandler):
+        class File(Handler):
             def do_GET(self):
-                if self.path != f"/{NAME}":
-                    return self.send_error(404)
-                self.send_response(200)
-                self.send_header("Content-Length", str(promised or len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                if self.path == f"/{NAME}":
+                    self.answer(200, body, {"Content-Length": str(promised or len(body))})
+                else:
+                    self.answer(404)
 
-            def log_message(self, *args):
-                pass
-
-        super().__init__(Handler)
+        super().__init__(File)
 
 
 @pytest.fixture

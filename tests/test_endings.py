@@ -8,77 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import forks
 import pytest
 from conftest import ROOT
-from jobs import ENVIRONMENT
+from jobs import ENVIRONMENT, Command
 
 from accel.errors import INTERRUPTED, STOPPED, USAGE
-
-
-class Command:
-    """A command with a mark that all its descendants inherit."""
-
-    def __init__(self, *args, **environment):
-        self.mark = f"ENDING_TEST={secrets.token_hex(8)}"
-        name, value = self.mark.split("=")
-        self.process = subprocess.Popen(
-            [sys.executable, *map(str, args)],
-            env={**os.environ, **ENVIRONMENT, **environment, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-
-    def alive(self):
-        """The ids of its processes that run, by their ranks; the launcher's is of no rank."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if self.mark in environment:
-                rank = next((one[5:] for one in environment if one.startswith("RANK=")), "")
-                found.setdefault(rank, []).append(int(folder.name))
-        return found
-
-    def wait_until(self, true, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline, self.alive()
-            time.sleep(0.01)
-
-    def wait_for(self, text):
-        line = ""
-        while text not in line:
-            line = self.process.stdout.readline()
-            assert line, self.process.communicate()
-
-    def end(self):
-        """(status, standard error), once nothing of it is left."""
-        try:
-            _, error = self.process.communicate(timeout=60)
-            self.wait_until(lambda: not self.alive(), seconds=5)
-            return self.process.returncode, error
-        finally:
-            for pids in self.alive().values():
-                for pid in pids:
-                    os.kill(pid, signal.SIGKILL)
 
 
 class Launcher(Command):
     """The same for torchrun, in a fork of a process that has torch; its ranks are new processes."""
 
     def __init__(self, *args):
-        self.mark = f"ENDING_TEST={secrets.token_hex(8)}"
-        self.process = forks.Fork(
-            [*forks.torchrun(2), ROOT / "sample_ddp.py", *args], **ENVIRONMENT, **dict([self.mark.split("=")])
-        )
+        self.mark = secrets.token_hex(8)
+        command = [*forks.torchrun(2), ROOT / "sample_ddp.py", *args]
+        self.process = forks.Fork(command, **ENVIRONMENT, ENDING_TEST=self.mark)
         self.wait_for = self.process.wait_for
 
 
@@ -111,7 +56,7 @@ def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
 @pytest.mark.parametrize("launch", ["torchrun", "--gpus"])
 def test_nothing_is_left_of_a_launcher_that_is_killed_while_ranks_start(launch, demo, tmp_path):
     job = long_job(launch, *demo, "--output", tmp_path / "x.png")
-    job.wait_until(lambda: {"0", "1"} <= job.alive().keys())
+    forks.until(lambda: {"0", "1"} <= job.alive().keys(), where=job.alive)
     job.process.kill()
     job.end()
     assert list(tmp_path.iterdir()) == []

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import resource
-import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import torch
 from PIL import Image
 from torchvision.models.vgg import cfgs, make_layers
 from torchvision.utils import make_grid
+from unprivileged import limited
 
 import evaluate
 
@@ -89,9 +88,7 @@ BASE, GREY = scene(), np.repeat(scene(64, 80, 4)[..., :1], 3, 2)
 DARK = (scene(64, 64, 5) // 8).astype(np.uint8)
 PAIRS = {
     "one level of noise": (BASE, noisy(BASE, 1)),
-    "much noise": (BASE, noisy(BASE, 40)),
     "another picture": (BASE, scene(seed=9)),
-    "inverted": (BASE, 255 - BASE),
     "one pixel": (BASE, one_pixel(BASE)),
     "grey": (GREY, noisy(GREY, 3)),
     "against a constant": (BASE, np.full_like(BASE, 128)),
@@ -367,13 +364,8 @@ def test_unreadable_files(command):
 @pytest.mark.parametrize("flag, name", [("--heatmap", "o.png"), ("--json", "o.json")])
 def test_a_full_disk_leaves_no_torn_output(flag, name, pair, capsys):
     """A limit on the size of files stops a write in its middle as a full disk does."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
-    try:
+    with limited("FSIZE", 300):
         status = evaluate.main([pair[0], pair[0], flag, name])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 2 and "File too large" in capsys.readouterr().err and not Path(name).exists()
 
 

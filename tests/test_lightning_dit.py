@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import error, fast_network, network_of, with_norms
+from networks import error, fast_network, inputs, network_of, with_norms
 from reference_networks import lightning_dit, relative_error
 from torch import nn
 
@@ -44,11 +44,9 @@ def without_shifts(state):
     return state
 
 
-def batch(model, n=4):
-    generator = torch.Generator().manual_seed(1)
-    side = model.x_embedder.img_size[0]
-    x = torch.randn(n, model.in_channels, side, side, generator=generator)
-    return x, torch.rand(n, generator=generator), torch.randint(0, 9, (n,), generator=generator)
+def batch(model):
+    x, t, y = inputs(model, 4)
+    return x, t / 1000, y
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -84,21 +82,16 @@ def test_every_norm_has_the_originals_epsilon():
     assert relative_error(fast_network(model, torch.float64).forward(x.double(), t, y), want) < 1e-6
 
 
-def test_published_sizes():
-    widths = {"XL": (28, 1152, 16, 3072), "L": (24, 1024, 16, 2730), "B": (12, 768, 12, 2048)}
-    widths |= {"1p0B": (24, 1536, 24, 4096), "1p6B": (28, 1792, 28, 4778)}
+def test_published_sizes_are_recognised():
     assert len(LightningDiT_models) == 9
     for name, make in LightningDiT_models.items():
-        depth, width, heads, hidden = widths[name.split("-")[1].split("/")[0]]
         with shapes_only():
             model = make(qk_norm=True)
         state = model.state_dict()
-        assert (len(model.blocks), len(state["x_embedder.proj.bias"]), model.num_heads) == (depth, width, heads)
-        assert state["blocks.0.mlp.w12.weight"].shape == (2 * hidden, width) and model.in_channels == 32
-        assert state["blocks.0.attn.q_norm.weight"].shape == (width // heads,)
-        table = torch.empty(256, width // heads, device="meta")
+        table = torch.empty(256, len(state["blocks.0.attn.q_norm.weight"]), device="meta")
         fit = recognise("x.pt", {**state, "feat_rope.freqs_cos": table, "feat_rope.freqs_sin": table}, {})
-        assert (fit.model, fit.num_heads, fit.patch_size) == (name, heads, int(name[-1])) and not fit.learn_sigma
+        assert (fit.model, fit.num_heads, fit.patch_size) == (name, model.num_heads, int(name[-1]))
+        assert not fit.learn_sigma
 
 
 def test_what_is_not_computed_is_named():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
+from networks import inputs
 from reference_networks import dit, position_table, relative_error
 
 import models
@@ -12,27 +13,13 @@ from models import DiT, DiT_models
 SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10)
 
 
-def batch(n=4, side=8, classes=10, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 4, side, side, generator=generator)
-    return (
-        x,
-        torch.randint(0, 1000, (n,), generator=generator),
-        torch.randint(0, classes + 1, (n,), generator=generator),
-    )
-
-
 @pytest.mark.parametrize(
     "config",
-    [
-        SMALL,
-        {**SMALL, "patch_size": 4, "learn_sigma": False},
-        {**SMALL, "patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0},
-    ],
+    [{}, {"patch_size": 4, "learn_sigma": False}, {"patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0}],
 )
 def test_forward_equals_the_papers_equations(config):
-    model = fill(DiT(**config))
-    x, t, y = batch()
+    model = fill(DiT(**SMALL, **config))
+    x, t, y = inputs(model, 4)
     want = dit(model.state_dict(), x, t, y, heads=2, patch=model.patch_size)
     assert want.abs().mean() > 0.1  # not the blind network
     got = model(x, t, y)
@@ -41,16 +28,15 @@ def test_forward_equals_the_papers_equations(config):
     assert relative_error(model.double()(x.double(), t, y), want) < 3e-6  # the sinusoid stays float32, as upstream's
 
 
-SIZES = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
+# Rows and columns of a block's weights, in widths.
+BLOCK = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (4, 1), "mlp.fc2": (1, 4), "adaLN_modulation.1": (6, 1)}
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("patch", [2, 4, 8])
-def test_configurations_keys_and_shapes(size, patch):
-    depth, width, heads = SIZES[size]
+def test_keys_and_shapes():
+    """Of DiT-S/4; test_sizes.py has the sizes of all models."""
+    width, patch = 384, 4
     with torch.device("meta"):
-        model = DiT_models[f"DiT-{size}/{patch}"](input_size=32)
-        same = getattr(models, f"DiT_{size}_{patch}")(input_size=32)
+        model = DiT_models["DiT-S/4"](input_size=32)
     want = {
         "pos_embed": (1, (32 // patch) ** 2, width),
         "x_embedder.proj.weight": (width, 4, patch, patch),
@@ -65,18 +51,16 @@ def test_configurations_keys_and_shapes(size, patch):
         "final_layer.adaLN_modulation.1.weight": (2 * width, width),
         "final_layer.adaLN_modulation.1.bias": (2 * width,),
     }
-    for n in range(depth):
-        for name, rows, columns in (
-            ("attn.qkv", 3, 1),
-            ("attn.proj", 1, 1),
-            ("mlp.fc1", 4, 1),
-            ("mlp.fc2", 1, 4),
-            ("adaLN_modulation.1", 6, 1),
-        ):
+    for n in range(12):
+        for name, (rows, columns) in BLOCK.items():
             want[f"blocks.{n}.{name}.weight"] = (rows * width, columns * width)
             want[f"blocks.{n}.{name}.bias"] = (rows * width,)
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == want
-    assert model.num_heads == heads and list(same.state_dict()) == list(model.state_dict())
+
+
+def test_constructors_have_upstreams_names():
+    for name, build in DiT_models.items():
+        assert getattr(models, name.replace("-", "_").replace("/", "_")) is build
 
 
 def test_position_table_and_timestep_embedding():

@@ -18,13 +18,9 @@ SIZES = {  # name without its patch → blocks, width, heads
     "Large-DiT-Demo": (10, 192, 2),
 }
 # The MLP's hidden width of some: 4·D; of SwiGLU int(8/3·D), in Large-DiT rounded up to a multiple of 256.
-HIDDEN = {
-    "DiT-XL/2": 4608,
-    "SiT-B/4": 3072,
-    "LightningDiT-XL/1": 3072,
-    "LightningDiT-B/1": 2048,
-    "Large-DiT-3B/2": 8192,
-}
+HIDDEN = {"DiT-XL/2": 4608, "SiT-B/4": 3072, "LightningDiT-XL/1": 3072, "LightningDiT-L/2": 2730}
+HIDDEN |= {"LightningDiT-B/1": 2048, "LightningDiT-1p0B/1": 4096, "LightningDiT-1p6B/1": 4778}
+HIDDEN |= {"Large-DiT-600M/2": 4096, "Large-DiT-3B/2": 8192, "Large-DiT-7B/2": 11008}
 IMAGENET = ("ema", 4.0, 3, (0.0, 1.0), 250, 1.0)
 DEFAULTS = {  # first model of a family → image size, VAE, guidance, guided channels, interval, steps, shift
     "DiT-XL/2": (512, *IMAGENET),
@@ -48,12 +44,8 @@ def test_sizes(name):
     assert (model.patch_size, model.in_channels, rows) == (int(patch), 32 if lightning else 4, 9 if demo else 1001)
     assert model.out_channels == (32 if lightning else 4 if name == "SiT-Demo/2" else 8)
     if name in HIDDEN:
-        last = [
-            value
-            for key, value in model.blocks[0].named_parameters()
-            if key.endswith(("fc2.weight", "w3.weight", "w2.weight"))
-        ]
-        assert HIDDEN[name] in last[-1].shape
+        of_mlp = [key for key, value in model.blocks[0].named_parameters() if HIDDEN[name] in value.shape]
+        assert {"fc2.weight", "w3.weight", "w2.weight"} & {key.partition(".")[2] for key in of_mlp}
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -61,16 +53,8 @@ def test_defaults(name):
     implied = family_of(name).models[name]
     assert family_of(name).recipe == implied._replace(ckpt=None)
     assert implied.num_classes == 1000 and implied.factor == (16 if name.startswith("LightningDiT") else 8)
-    fields = (
-        "image_size",
-        "vae",
-        "cfg_scale",
-        "guidance_channels",
-        "guidance_interval",
-        "num_sampling_steps",
-        "timestep_shift",
-    )
-    assert tuple(getattr(implied, field) for field in fields) == DEFAULTS[name]
+    numbers = implied.guidance_channels, implied.guidance_interval, implied.num_sampling_steps, implied.timestep_shift
+    assert (implied.image_size, implied.vae, implied.cfg_scale, *numbers) == DEFAULTS[name]
 
 
 def test_published_names():

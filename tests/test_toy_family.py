@@ -49,9 +49,7 @@ def tree(tmp_path_factory):
 
 
 def succeeds(tree, *words):
-    done = forks.run(words, tree, **ALONE)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return forks.succeeds(forks.run(words, tree, **ALONE))
 
 
 def by_two(tree, *words, status=0):

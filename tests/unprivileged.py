@@ -1,7 +1,8 @@
-"""Tests run as root in CI, and root may read everything."""
+"""This process with fewer rights or less room. Tests run as root in CI, and root may read everything."""
 
 import gc
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,3 +23,16 @@ def unprivileged() -> Iterator[None]:
     finally:
         os.seteuid(0)
         os.setegid(0)
+
+
+@contextmanager
+def limited(kind: str, most: int) -> Iterator[None]:
+    """Inside, this process has a limit: bytes of a file (`FSIZE`), which stops a write in its middle as a full disk
+    does, or bytes of memory (`AS`)."""
+    number = getattr(resource, f"RLIMIT_{kind}")
+    usual = resource.getrlimit(number)
+    resource.setrlimit(number, (most, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(number, usual)

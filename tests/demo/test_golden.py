@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from forks import succeeds
 from PIL import Image
 
 from accel import door
@@ -28,8 +29,7 @@ def near(made, golden):
 def make(kind, here, tmp_path, *flags, model="DiT-Demo/2", stem="golden"):
     """All pictures through the command; latents, held against the golden ones."""
     output = ["--output-type", "latent", "--output", tmp_path / "z.npy"]
-    done = here("sample.py", "--model", model, "--device", kind, *flags, *output)
-    assert done.returncode == 0, done.stderr
+    succeeds(here("sample.py", "--model", model, "--device", kind, *flags, *output))
     near(np.load(tmp_path / "z.npy"), np.load(DEMO / f"{stem}-{kind}.npy"))
 
 
@@ -44,14 +44,10 @@ def test_golden_on_the_cpu():
     assert np.abs(grid - picture).mean() <= 0.01 and picture.std() > 20
 
 
-def test_large_dit_on_the_cpu(here, tmp_path):
-    ddim = "--sampler", "ddim", "--num-sampling-steps", "25"
-    make("cpu", here, tmp_path, *ddim, model="Large-DiT-Demo/2", stem="large-dit-golden")
-
-
-def test_sit_on_the_cpu(here, tmp_path):
-    heun = "--sampler", "heun", "--num-sampling-steps", "12"
-    make("cpu", here, tmp_path, *heun, model="SiT-Demo/2", stem="sit-golden")
+@pytest.mark.parametrize("family, sampler, steps", [("Large-DiT", "ddim", 25), ("SiT", "heun", 12)])
+def test_other_families_on_the_cpu(family, sampler, steps, here, tmp_path):
+    how = dict(model=f"{family}-Demo/2", stem=f"{family.lower()}-golden")
+    make("cpu", here, tmp_path, "--sampler", sampler, "--num-sampling-steps", steps, **how)
 
 
 @pytest.mark.gpu

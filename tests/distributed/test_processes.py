@@ -13,36 +13,29 @@ import pytest
 from forks import ROOT
 from jobs import ENVIRONMENT
 
-from accel.errors import STOPPED, USAGE, UsageError
+from accel.errors import STOPPED, USAGE
 from accel.parallel import processes
-from accel.parallel.processes import Job, own_device
+from accel.parallel.processes import Job
 
 WORKER = Path(__file__).with_name("job_worker.py")
 
 
-def under_torchrun(world, ending):
-    """Run job_worker.py → (exit statuses by rank, standard output, standard error)."""
-    done = forks.run([*forks.torchrun(world), WORKER, ending], timeout=60, **ENVIRONMENT)
+def under_torchrun(*command):
+    """Run a command that fails on two ranks → (exit statuses by rank, standard error)."""
+    done = forks.run([*forks.torchrun(2), *command], timeout=60, **ENVIRONMENT)
+    assert done.returncode == 1, done.stderr
     statuses = re.findall(r"rank +: (\d+) \(local_rank.*\n +exitcode +: (-?\d+)", done.stderr)
-    assert done.returncode == (1 if statuses else 0), done.stderr
-    return {int(rank): int(status) for rank, status in statuses}, done.stdout, done.stderr
+    return {int(rank): int(status) for rank, status in statuses}, done.stderr
 
 
-def by_themselves(world, ending):
-    """The same without a launcher: each rank ends by itself."""
-    jobs = forks.ranks(world, [WORKER, ending], **ENVIRONMENT)
+def by_themselves(world, ending, **environment):
+    """Run job_worker.py without a launcher, each rank ends by itself → (exit statuses by rank, output, error)."""
+    jobs = forks.ranks(world, [WORKER, ending], **ENVIRONMENT, **environment)
     try:
         output, error = map("".join, zip(*(job.communicate(timeout=60) for job in jobs)))
     finally:
         forks.kill(*jobs)
     return {rank: job.returncode for rank, job in enumerate(jobs)}, output, error
-
-
-def failure_under_torchrun(world, *command):
-    """Standard error of a command under torchrun that fails."""
-    done = forks.run([*forks.torchrun(world), *command], **ENVIRONMENT)
-    assert done.returncode == 1, done.stderr
-    return done.stderr
 
 
 def root_cause(error):
@@ -55,13 +48,8 @@ def test_what_ranks_exchange():
 
 
 def test_who_downloads_first_on_a_second_node():
-    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(forks.free_port()), WORLD_SIZE="4", **ENVIRONMENT)
-    jobs = [forks.Fork([WORKER, "turns"], **address, RANK=str(rank), LOCAL_RANK=str(rank % 2)) for rank in range(4)]
-    try:
-        errors = [job.communicate(timeout=60)[1] for job in jobs]
-    finally:
-        forks.kill(*jobs)
-    assert [job.returncode for job in jobs] == [0] * 4, errors
+    statuses, _, error = by_themselves(4, "turns", a_node=2)
+    assert set(statuses.values()) == {0}, error
 
 
 def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):
@@ -101,7 +89,7 @@ def test_a_mistake_on_any_rank_ends_all_with_one_line(ending, line):
 )
 def test_torchruns_summary_says_why(command, cause):
     """A mistake is a line before torchrun's own forty and the root cause in them. It is no crash."""
-    error = failure_under_torchrun(2, *command)
+    _, error = under_torchrun(*command)
     own, _, summary = error.partition("Root Cause")
     assert re.search(f"traceback : {cause}$", summary, re.M) and len(re.findall(f"^{cause}$", own, re.M)) == 1, error
     assert root_cause(error)[1] == str(STOPPED if "stopped" in cause else USAGE)
@@ -111,7 +99,7 @@ def test_torchruns_summary_says_why(command, cause):
 @pytest.mark.parametrize("ending, rank", [("crash", 1), ("crash_on_0", 0)])
 def test_the_failing_ranks_traceback_comes_first(ending, rank):
     """It is torchrun's root cause too; what the others meet because of it is a line each."""
-    error = failure_under_torchrun(2, WORKER, ending)
+    _, error = under_torchrun(WORKER, ending)
     first, own = error.index("Traceback"), error.partition("ChildFailedError")[0]
     assert re.search(rf"rank {rank} of 2 on \S+:\n$", error[:first])
     assert f"ZeroDivisionError: of rank {rank}" in error[first:].split("\n\n")[0]
@@ -124,12 +112,12 @@ def test_the_failing_ranks_traceback_comes_first(ending, rank):
 @pytest.mark.parametrize("ending", ["killed", "killed_in_wait"])
 def test_a_dead_rank_ends_the_job(ending):
     start = time.monotonic()
-    statuses, _, error = under_torchrun(2, ending)
+    statuses, error = under_torchrun(WORKER, ending)
     assert time.monotonic() - start < 60 and statuses[1] == -signal.SIGKILL, error
 
 
 def test_a_job_that_stops_on_rank_0():
-    statuses, _, error = under_torchrun(2, "stopped_on_0")
+    statuses, error = under_torchrun(WORKER, "stopped_on_0")
     assert statuses[0] == STOPPED and statuses.get(1, 0) in (0, STOPPED), error
     by_rank = error.partition("ChildFailedError")[0]  # whose summary has it too
     assert by_rank.count("job_worker.py: stopped; start again") == 1
@@ -142,17 +130,12 @@ def test_ranks_with_different_latents_fail():
 
 def test_ranks_that_do_not_all_start():
     """Begun by hand, without the others: a bounded wait and a line."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(forks.free_port())}
-    started = [
-        forks.Fork([WORKER, "exchange", 2], **ENVIRONMENT, **address, RANK=str(rank), WORLD_SIZE="3") for rank in (0, 1)
-    ]
+    started = forks.ranks(3, [WORKER, "exchange", 2], started=2, **ENVIRONMENT)
     for rank, process in enumerate(started):
         error = process.communicate(timeout=30)[1]
         assert process.returncode == USAGE and "Traceback" not in error
-        line = (
-            f"job_worker.py: rank {rank} of 3: cannot connect at 127.0.0.1:{address['MASTER_PORT']}; start all ranks ("
-        )
-        assert error.splitlines()[-1].startswith(line), error
+        line = rf"job_worker.py: rank {rank} of 3: cannot connect at 127.0.0.1:\d+; start all ranks \("
+        assert re.match(line, error.splitlines()[-1]), error
 
 
 def test_a_signal_inside_the_handler_of_another_does_not_lock():
@@ -178,13 +161,6 @@ def test_a_signal_inside_the_handler_of_another_does_not_lock():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_what_is_not_a_device_is_refused_not_replaced():
-    for name in ("gpu7", "mps", "cuda:x"):
-        with pytest.raises(UsageError, match=f"device={name}: .* cuda or cpu"):
-            own_device(Job(), name)
-    assert own_device(Job(), "cpu") == "cpu"
-
-
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1))
 def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
     """Queues take nodes away whenever they like: the batch file requeues on this status alone."""
@@ -194,10 +170,7 @@ def test_an_fid_job_that_is_stopped_while_it_starts_can_be_continued(number):
         text=True,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 20
-    while not caught(job.pid) >> (number - 1) & 1:
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.001)
+    forks.until(lambda: caught(job.pid) >> (number - 1) & 1, 20, pause=0.001)
     job.send_signal(number)
     _, error = job.communicate(timeout=20)
     assert job.returncode == STOPPED and error.count("\n") == 1 and "start again with the same command" in error

@@ -19,11 +19,6 @@ from accel.parallel.layouts import parse
 CUDA = torch.cuda.is_available()
 
 
-#################################################################################
-#                                    One grid                                   #
-#################################################################################
-
-
 THREE = ["--num-sampling-steps", 4, "--labels", 1, 2, 3]
 SHORT = ["--num-sampling-steps", 6, "--output-type", "latent", "--seed", 3]
 ONE_PICTURE = "off", "rows=2", "tokens=2", "weights=3"
@@ -151,11 +146,6 @@ def test_two_nodes(grids, demo, here, tmp_path):
     assert one.std() > 1 and all(np.abs(one - picture).max() <= 1 for picture in others)
 
 
-#################################################################################
-#                              Failure and bad input                            #
-#################################################################################
-
-
 def test_weights_missing_on_one_node_are_named_before_sampling(demo, tmp_path):
     for node in ("n0", "n1"):
         (tmp_path / node).mkdir()
@@ -172,19 +162,3 @@ def test_weights_missing_on_one_node_are_named_before_sampling(demo, tmp_path):
 def test_ranks_without_gpus_are_named(demo):
     text = run(2, *demo[:-1], "cuda", status=USAGE)
     assert re.search(r"^sample_ddp.py: no GPU; .*--device cpu", text, re.M) and text.count("no GPU") == 1
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--labels", "1", "--num-fid-samples", "9"], "--labels: has no meaning with --num-fid-samples"),
-        (["--sample-dir", "here"], "--sample-dir: is for an FID job"),
-        (["--world-independent-noise"], "--world-independent-noise: is for an FID job"),
-        (["--num-fid-samples", "9", "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_status_2(args, words, demo, here):
-    done = here("sample_ddp.py", *demo, *args)
-    assert done.returncode == USAGE and words in done.stderr and "Traceback" not in done.stderr
-    assert len([line for line in done.stderr.splitlines() if "sample_ddp.py" in line]) == 1
-    assert not done.stdout  # nothing has been loaded

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -22,7 +21,7 @@ from forks import kill
 from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
 from networks import sde, side_of
 from safetensors.torch import load_file, save_file
-from unprivileged import NOBODY, unprivileged
+from unprivileged import NOBODY, limited, unprivileged
 
 from accel import door
 from accel.diffusion import create_diffusion
@@ -34,7 +33,7 @@ from accel.latents.half import HalfDecoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
-FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 10]
+FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
 SHORT = ["--num-fid-samples", 6, "--per-proc-batch-size", 2, "--num-sampling-steps", 4]
 
 
@@ -65,12 +64,8 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
             x, y = torch.cat([x, x]), torch.cat([y, torch.full((n,), 8)])
             forward, arguments = model.forward_with_cfg, dict(y=y, cfg_scale=cfg_scale)
         if isinstance(model, SiT):
-            latents = sde(
-                lambda x, t, _: forward(x, torch.full((len(x),), t), **arguments),
-                x,
-                steps,
-                lambda: torch.randn(x.shape),
-            )[:n]
+            v = lambda x, t, _: forward(x, torch.full((len(x),), t), **arguments)
+            latents = sde(v, x, steps, lambda: torch.randn(x.shape))[:n]
         else:
             latents = diffusion.p_sample_loop(forward, x.shape, x, clip_denoised=False, model_kwargs=arguments)[:n]
         pixels = torch.cat([vae.decode(latent[None] / 0.18215).sample for latent in latents])
@@ -237,12 +232,8 @@ def test_a_full_disk_ends_the_job_cleanly_and_it_resumes(demo, undisturbed, tmp_
 @pytest.mark.parametrize("most", [0, 10, 700, 4000, 100_000])
 def test_a_limit_on_the_size_of_files_is_one_line(most, demo, short, one, tmp_path):
     """`ulimit -f`: reached in the lock, the settings, a picture, the .npz."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited[1]))
-    try:
+    with limited("FSIZE", most):
         text = one(*demo, *SHORT, "--sample-dir", tmp_path, status=USAGE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "--sample-dir" in text and "File too large" in text and "Traceback" not in text, text
     assert not any(".part" in name for name in files(tmp_path))
     one(*demo, *SHORT, "--sample-dir", tmp_path)
@@ -256,7 +247,7 @@ def test_world_independent_noise(demo, one, tmp_path):
     Ranks that share what is left by a count of their own would each leave batches to the other.
     """
     wanted, places = 24, [tmp_path / name for name in ("three", "one", "lagging")]
-    how = [*demo, *FID, "--num-fid-samples", wanted, "--num-sampling-steps", 6, "--world-independent-noise"]
+    how = [*demo, *FID, "--num-fid-samples", wanted, "--world-independent-noise"]
 
     def shown(text):
         """What the bar showed: one, over all ranks."""

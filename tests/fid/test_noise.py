@@ -42,17 +42,6 @@ def of_pictures(kind, world, **more):
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_upstreams_stream(copies):
-    """Seed once a rank; then z, labels and the steps' noise, batch after batch: of 2n rows with guidance."""
-    noise = noise_of(UpstreamNoise, rank=1, world=2, copies=copies)
-    drawn = [(z, labels, draw()) for z, labels, draw in (noise.batch(batch) for batch in (1, 3, 5))]
-    torch.manual_seed(3 * 2 + 1)
-    for z, labels, step in drawn:
-        assert torch.equal(z, torch.randn(2, 4, 16, 16)) and torch.equal(labels, torch.randint(0, 8, (2,)))
-        assert torch.equal(step, torch.randn(2 * copies, 4, 16, 16)[:2])
-
-
-@pytest.mark.parametrize("copies", [1, 2])
 def test_upstreams_stream_is_drawn_again(copies):
     """A resumed job skips finished batches wherever they are, and has the noise of an undisturbed one."""
     noise, drawn = noise_of(UpstreamNoise, world=2, copies=copies), {}

@@ -18,36 +18,26 @@ def settings(**more):
 
 
 @pytest.mark.parametrize(
-    "flags, name",
+    "name, flags",
     [
-        ({}, "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0"),
+        ("DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-seed-0", {}),
         (
-            {
-                "ckpt": "a/b.pt",
-                "vae": "c/d",
-                "image_size": 256,
-                "cfg_scale": 1.5,
-                "seed": 3,
-                "model": "DiT-B/4",
-                "sampler": "ddpm",
-                "guidance_interval": (0, 1),
-                "guidance_channels": 3,
-                "timestep_shift": 1.0,
-            },
             "DiT-B-4-b-size-256-vae-d-cfg-1.5-seed-3",
+            dict(model="DiT-B/4", ckpt="a/b.pt", vae="c/d", image_size=256, cfg_scale=1.5, seed=3)
+            | dict(sampler="ddpm", guidance_interval=(0, 1), guidance_channels=3, timestep_shift=1.0),
         ),
         (
-            {"guidance_interval": (0.125, 0.7), "guidance_channels": 4, "sampler": "unipc"},
             "DiT-XL-2-pretrained-size-512-vae-ema-cfg-4.0-unipc-interval-0.125-0.7-channels-4-seed-0",
+            dict(guidance_interval=(0.125, 0.7), guidance_channels=4, sampler="unipc"),
         ),
         (
-            {"model": "SiT-XL/2", "sampler": "euler", "timestep_shift": 0.3},
             "SiT-XL-2-pretrained-size-256-vae-ema-cfg-4.0-euler-shift-0.3-seed-0",
+            dict(model="SiT-XL/2", sampler="euler", timestep_shift=0.3),
         ),
-        ({"model": "DiT-Demo/2"}, "DiT-Demo-2-pretrained-size-128-vae-pretrained-cfg-4.0-seed-0"),
+        ("DiT-Demo-2-pretrained-size-128-vae-pretrained-cfg-4.0-seed-0", dict(model="DiT-Demo/2")),
     ],
 )
-def test_the_folder_has_upstreams_name(flags, name):
+def test_the_folder_has_upstreams_name(name, flags):
     assert door.folder_of(settings(sample_dir="x", **flags)).as_posix() == f"x/{name}"
 
 

@@ -2,11 +2,11 @@
 
 import itertools
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
+from forks import refused, succeeds
 
 from accel.door import plan_settings
 from accel.door.opening import open_weights
@@ -67,14 +67,10 @@ def test_what_a_comparison_counts():
         (["--model", "SiT-Demo/2"], "--model SiT-Demo/2: is sampled by sde, and plans are for ddpm"),
     ],
 )
-def test_refused_before_any_work(arguments, words, monkeypatch, capsys):
+def test_refused_before_any_work(arguments, words, monkeypatch, here):
     monkeypatch.setattr(calibrate, "Bench", lambda *_: pytest.fail("loaded"))
     model = [] if "--model" in arguments else ["--model", "DiT-Demo/2"]
-    monkeypatch.setattr(sys, "argv", ["calibrate.py", *model, "--device", "cpu", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        calibrate.main()
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and words in error
+    assert words in refused(here("scripts/calibrate.py", *model, "--device", "cpu", *arguments))
 
 
 @pytest.mark.parametrize("guidance", [{}, dict(guidance_interval=(0.2, 0.7)), dict(guidance_channels=4)])
@@ -100,17 +96,16 @@ def test_a_plan_that_sample_follows(tmp_path, here, monkeypatch):
     demo = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-sampling-steps", 6, "--labels", 1, 4]
     demo += ["--guidance-interval", 0.2, 0.7]
     few = ["--pictures", 2, "--seeds", 1, "--each", 8]
-    done = here("scripts/calibrate.py", *demo, *few, "--plan", plan)
-    assert done.returncode == 0, done.stderr
+    text = succeeds(here("scripts/calibrate.py", *demo, *few, "--plan", plan))
     made = json.loads(plan.read_text())
     assert made["strides"][0] == [1, 1] and made["evaluations"] == sum(count for _, count in made["strides"])
     assert made["evaluations"] < 6 and made["evidence"]["seeds"] == [10_002] and len(made["evidence"]["tried"]) > 2
     settings = open_weights(GridRequest(model="DiT-Demo/2"), torch.device("cpu"))
     assert made["weights"] == plan_settings(settings)["weights"]
-    program, *typed = done.stdout.splitlines()[-1].removeprefix("python ").split()
+    program, *typed = text.splitlines()[-1].removeprefix("python ").split()
     assert typed == [*map(str, demo), "--forecast", "plan", "--forecast-plan", str(plan)]
-    done = here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy")
-    assert done.returncode == 0 and f"({made['evaluations']} network evaluations)" in done.stdout, done.stderr
+    text = succeeds(here(program, *typed, "--output-type", "latent", "--output", tmp_path / "l.npy"))
+    assert f"({made['evaluations']} network evaluations)" in text
 
 
 @pytest.mark.parametrize("name, share", [("grid_psnr", 0.99), ("tile_psnr", 0.93)])

@@ -135,7 +135,8 @@ def test_the_command_gives_torch_fidelitys_figures_to_the_bit(data, tree, dinov2
     assert float(lines["Precision"]) == round(theirs["precision"], 4)
     assert float(lines["Recall"]) == round(theirs["recall"], 4)
     assert math.isclose(float(lines["FD-DINOv2"]), dino, rel_tol=1e-5)
-    expected = exact_distance(*(by_dinov2(draw(count, seed=seed)) for count, seed in ((20, 0), (24, 1))))
+    reference = by_dinov2(draw(24, seed=1))
+    expected = exact_distance(by_dinov2(draw(20)), reference.mean(0), np.cov(reference, rowvar=False))
     assert math.isclose(dino, expected, rel_tol=1e-3) and expected > 0.01
     assert "samples.npz: 20 pictures\n" in done.stdout and "tree: 24 pictures\n" in done.stdout
     assert "note: FID of 20 pictures is larger than of 50000" in done.stdout
@@ -167,6 +168,14 @@ def features(weights, pictures):
     return pool.double().numpy(), spatial
 
 
+def exact_distance(found, mu, sigma):
+    """The Fréchet distance of features to statistics: XᵀX of X's centred rows, times T, has the nonzero eigenvalues of
+    the small matrix X·T·Xᵀ."""
+    x = (found - found.mean(0)) / (len(found) - 1) ** 0.5
+    cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
+    return np.sum((found.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()
+
+
 def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path):
     """With statistics in the file its pictures are not looked at, but for precision and recall."""
     random, of_reference = np.random.default_rng(0), []
@@ -179,25 +188,17 @@ def test_adms_statistics_against_a_direct_computation(data, inception, tmp_path)
     network = fid.load_inception(inception, cuda=False)
     mine = fid.compare(samples, reference, [network], False, Namespace(batch_size=7, precision_recall=False))
     for name, found, (mu, sigma) in zip((fid.FID, fid.SFID), features(inception, draw(20)), of_reference, strict=True):
-        # S = XᵀX for X's 20 centred rows, so S·T has the nonzero eigenvalues of the 20×20 matrix X·T·Xᵀ.
-        x = (found - found.mean(0)) / 19**0.5
-        cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
-        direct = np.sum((found.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()
-        assert math.isclose(mine[name], direct, rel_tol=1e-5), name
+        assert math.isclose(mine[name], exact_distance(found, mu, sigma), rel_tol=1e-5), name
 
 
 def test_figures_that_statistics_do_not_give(data, inception, dinov2, tmp_path, here):
-    """FID against statistics is that against their pictures; without sFID's there is no sFID, nor precision."""
-    pool, _ = features(inception, draw(24, seed=1))
-    np.savez(tmp_path / "fid.npz", mu=pool.mean(0), sigma=np.cov(pool, rowvar=False))
-    how, references = ("--inception-weights", inception, "--device", "cpu"), (tmp_path / "fid.npz", data / "reference")
-    found = [here("scripts/fid.py", data / "samples.npz", one, *how, "--features", "dinov2") for one in references]
-    values = [float(done.stdout.split("\nFID")[1].split()[0]) for done in found]
-    assert math.isclose(*values, rel_tol=1e-4) and found[0].returncode == 0
-    assert "\nFD-DINOv2        none: the reference has no pictures" in found[0].stdout
-    assert "\nsFID             none: the reference has statistics, but not mu_s" in found[0].stdout
-    done = here("scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", "--precision-recall")
-    assert done.returncode == 2 and "fid.npz: holds 0 pictures" in done.stderr
+    """Without sFID's there is no sFID, without pictures neither precision nor DINOv2's distance."""
+    np.savez(tmp_path / "fid.npz", mu=MU, sigma=SIGMA)
+    command = "scripts/fid.py", data / "samples.npz", tmp_path / "fid.npz", "--inception-weights", inception
+    text = forks.succeeds(here(*command, "--device", "cpu", "--features", "dinov2"))
+    assert "\nFD-DINOv2        none: the reference has no pictures" in text
+    assert "\nsFID             none: the reference has statistics, but not mu_s" in text
+    assert "fid.npz: holds 0 pictures" in forks.refused(here(*command, "--device", "cpu", "--precision-recall"))
 
 
 @pytest.fixture(scope="session")
@@ -207,7 +208,7 @@ def jobs(tmp_path_factory):
     common = ["--model", "DiT-Demo/2", "--device", "cpu", "--num-fid-samples", "10", "--per-proc-batch-size", "10"]
     for steps in "23":
         command = [*common, "--num-sampling-steps", steps, "--sample-dir", folder / steps]
-        assert forks.run(["sample_ddp.py", *command]).returncode == 0
+        forks.succeeds(forks.run(["sample_ddp.py", *command]))
     return [next((folder / steps).glob("*.npz")) for steps in "23"]
 
 
@@ -293,9 +294,8 @@ def test_bad_samples_are_one_line_at_once(content, words, data, inception, tmp_p
     elif content is not None:
         path.write_bytes(content)
     how, start = ("--inception-weights", inception, "--device", "cpu"), time.monotonic()
-    done = here("scripts/fid.py", path, data / "reference.npz", *how)
-    assert done.returncode == 2 and words in done.stderr, done.stderr
-    assert str(path) in done.stderr and done.stderr.count("\n") == 1 and time.monotonic() - start < 2
+    error = forks.refused(here("scripts/fid.py", path, data / "reference.npz", *how))
+    assert words in error and str(path) in error and time.monotonic() - start < 2
 
 
 def test_bad_folders_are_one_line(tmp_path):
@@ -439,14 +439,6 @@ def test_dinov2_that_is_not_here_is_named(data, inception, dinov2, here, capsys)
     [line] = [line for line in done.stderr.splitlines() if line.startswith("fid.py: ")]
     assert done.returncode == 2 and "--features dinov2: cannot be loaded" in line and "Traceback" not in done.stderr
     assert fid.DINOV2_URL in line and fid.DINOV2_CODE in line and "fetching" in done.stdout
-
-
-def exact_distance(ours, theirs):
-    """The Fréchet distance of two sets of features by the singular values of one small matrix: for X and Y of centred
-    rows, the trace of (XᵀX·YᵀY)^½ is the sum of the singular values of X·Yᵀ."""
-    x, y = ((one - one.mean(0)) / (len(one) - 1) ** 0.5 for one in (ours, theirs))
-    difference = ours.mean(0) - theirs.mean(0)
-    return difference @ difference + (x**2).sum() + (y**2).sum() - 2 * np.linalg.svd(x @ y.T, compute_uv=False).sum()
 
 
 def test_without_torch_fidelity():

@@ -9,6 +9,7 @@ import tarfile
 
 import pytest
 from conftest import ROOT
+from forks import refused, succeeds
 
 from bench.jobs import CONTEST
 
@@ -43,7 +44,7 @@ def test_what_is_packed(checkout):
     """What git tracks but weights, what is named, and the result with the tier that made it."""
     for _ in range(2):  # a second archive does not hold the first
         done = pack(checkout, "Us")  # sample.png and log/mine
-        assert done.returncode == 0 and "Precision tier: fp16" in done.stdout, done.stderr
+        assert "Precision tier: fp16" in succeeds(done)
     with tarfile.open(checkout / "Us_DiT.tar.gz") as archive:
         names = {member.name.removeprefix("Us_DiT/") for member in archive.getmembers() if member.isfile()}
         result = archive.extractfile("Us_DiT/log/final_result.png").read()
@@ -85,8 +86,7 @@ def test_help(checkout):
     ],
 )
 def test_what_is_refused(checkout, arguments, words):
-    done = pack(checkout, *arguments)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+    assert words in refused(pack(checkout, *arguments))
     assert not list(checkout.glob("*.gz"))
 
 
@@ -97,9 +97,8 @@ def test_what_is_refused(checkout, arguments, words):
 def test_a_damaged_measurement_is_named(checkout, content):
     digest = hashlib.sha256((checkout / "sample.png").read_bytes()).hexdigest()
     (checkout / "log" / "mine" / "contest.json").write_bytes(content.replace(b"DIGEST", digest.encode()))
-    done = pack(checkout, "Us")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(checkout.glob("*.gz"))
-    assert re.match(r"pack.sh: 'log/mine/contest.json': is damaged \(\w+Error\); measure again", done.stderr)
+    line = r"pack.sh: 'log/mine/contest.json': is damaged \(\w+Error\); measure again"
+    assert re.match(line, refused(pack(checkout, "Us"))) and not list(checkout.glob("*.gz"))
 
 
 def test_what_a_measurement_says_is_shown_printable(checkout):

@@ -6,19 +6,19 @@ import json
 import re
 import shlex
 import shutil
-import sys
 
-import forks
 import jinja2
 import pytest
 from browser import Browser, find
 from conftest import ROOT
-from pages import agrees, figures, half_digit, program, recorded
+from forks import refused, succeeds
+from pages import agrees, figures, half_digit, program, recorded, unknown_flags
 from PIL import Image
 
 from accel.errors import UsageError
 from scripts import report, report_data
 
+REPORT = "scripts/report.py"
 FILES = {  # as measure.sh names them
     "ladder": "ladder-h200-512px-16rows",
     "versus": "versus-h200",
@@ -50,18 +50,13 @@ def log(tmp_path):
     return tmp_path / "log"
 
 
-def write(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, args)])
-    report.main()
-
-
 def text_of(folder, lang="en", **how):
     return report.markdown(report_data.collect(folder, **how), lang)
 
 
-def test_both_languages_have_the_same_figures(log, tmp_path, monkeypatch):
+def test_both_languages_have_the_same_figures(log, tmp_path, here):
     for lang in ("en", "zh"):
-        write(monkeypatch, tmp_path / lang, "--log", log, "--lang", lang, "--team", "Us_7")
+        succeeds(here(REPORT, tmp_path / lang, "--log", log, "--lang", lang, "--team", "Us_7"))
     english, chinese = ((tmp_path / lang / "report.md").read_text() for lang in ("en", "zh"))
     assert "| Us_7 |" in english and "| Us_7 |" in chinese
     numbers = [re.findall(r"\d+\.\d+", text.rpartition("\n## ")[0]) for text in (english, chinese)]
@@ -121,16 +116,12 @@ def test_every_figure_is_traced_to_its_log():
 
 
 def test_the_commands_it_prints_are_todays():
-    seen = {}
-    for command in re.findall(
-        r"\| `((?:python|torchrun) [^`]*)` \|$", (ROOT / "log/report/report.md").read_text(), re.M
-    ):
+    seen, text = set(), (ROOT / "log/report/report.md").read_text()
+    for command in re.findall(r"\| `((?:python|torchrun) [^`]*)` \|$", text, re.M):
         file, arguments = program(shlex.split(command))
-        if file not in seen:
-            seen[file] = forks.run([ROOT / file, "--help"], cwd="/").stdout
-        for word in arguments:
-            assert not word.startswith("--") or re.search(rf"{word}\b", seen[file]), f"{file} knows no {word}"
-    assert {"bench/steps.py", "bench/jobs.py", "bench/profile_step.py", "bench/many_gpus.py"} <= set(seen)
+        assert unknown_flags(file, arguments) == [], file
+        seen.add(file)
+    assert {"bench/steps.py", "bench/jobs.py", "bench/profile_step.py", "bench/many_gpus.py"} <= seen
 
 
 def test_the_committed_report_is_that_of_the_log():
@@ -184,9 +175,9 @@ def test_the_front_page_shows_both_pictures_and_names_gaps(log):
 
 @pytest.mark.skipif(find() is None, reason="needs Chromium (Debian: apt-get install chromium)")
 @pytest.mark.parametrize("lang", ["en", "zh"])
-def test_a_browser_shows_and_prints_it(log, tmp_path, lang, monkeypatch):
+def test_a_browser_shows_and_prints_it(log, tmp_path, lang, here):
     """At the width of a telephone and on A4: nothing is wider than the page, and the front page is one page."""
-    write(monkeypatch, tmp_path / "out", "--log", log, "--lang", lang)
+    succeeds(here(REPORT, tmp_path / "out", "--log", log, "--lang", lang))
     width, height = (round(mm / 25.4 * 96) for mm in (210 - 2 * 13, 297 - 2 * 14))
     with Browser() as browser:
         browser.open(tmp_path / "out/report.html", 400)
@@ -204,19 +195,17 @@ def test_a_browser_shows_and_prints_it(log, tmp_path, lang, monkeypatch):
 # ---- refusals ----
 
 
-def test_a_missing_measurement_is_an_error_that_names_it(log, tmp_path, monkeypatch, capsys):
+def test_a_missing_measurement_is_an_error_that_names_it(log, tmp_path, here):
     (log / "parallel.json").unlink()  # one of the two is enough for the fourth section
     for name, kind in (("ddp", "ddp"), ("verify/verify", "verify"), ("profile-fast", "fast")):
         path = log / f"{name}.json"
         path.rename(path.with_suffix(".away"))
-        with pytest.raises(SystemExit) as stop:
-            write(monkeypatch, tmp_path / "out", "--log", log)
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists()
+        error = refused(here(REPORT, tmp_path / "out", "--log", log))
         assert f"holds no {kind} measurement; bash scripts/measure.sh {log} makes it" in error
+        assert not (tmp_path / "out").exists()
         path.with_suffix(".away").rename(path)
     (log / "ddp.json").unlink()
-    write(monkeypatch, tmp_path / "out", "--log", log, "--sections", 1, 3)
+    succeeds(here(REPORT, tmp_path / "out", "--log", log, "--sections", 1, 3))
     assert "## 4." not in (tmp_path / "out/report.md").read_text()
 
 

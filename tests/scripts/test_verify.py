@@ -1,11 +1,11 @@
 """verify.py: every grid and every picture in it has to meet the criterion, and only what does is recommended."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
+from forks import refused, succeeds
 
 import evaluate
 from accel.door import plan_settings
@@ -58,20 +58,6 @@ def test_a_metric_that_cannot_be_computed_passes_nothing():
     assert failed["verdicts"]["contest"] == "FAIL"  # whatever LPIPS would have said
 
 
-def test_the_fastest_that_passes_is_recommended():
-    def tier(name, seconds, contest, strict):
-        return dict(tier=name, seconds=dict(median=seconds), verdicts=dict(contest=contest, strict=strict))
-
-    tiers = [
-        tier("bf16", 1, "FAIL", "FAIL"),
-        tier("fp16", 2, "PASS", "FAIL"),
-        tier("tf32", 4, "PASS", "PASS"),
-        dict(tier="x", refused="overflows"),
-    ]
-    assert verify.recommend(tiers, "contest")["tier"] == "fp16" and verify.recommend(tiers, "strict")["tier"] == "tf32"
-    assert verify.recommend(tiers[:1], "contest") is None
-
-
 def test_tiers_that_the_device_lacks():
     cpu = torch.device("cpu")
     assert verify.choose_tiers(None, cpu) == [verify.AGAIN] and verify.choose_tiers(None, cpu, "plan") == ["fp32"]
@@ -79,18 +65,12 @@ def test_tiers_that_the_device_lacks():
         verify.choose_tiers(["bf16"], cpu)
 
 
-def here(monkeypatch, *args):
-    """verify.py on the demo, here on a CPU → its exit status."""
-    monkeypatch.setattr(sys, "argv", ["verify.py", "--model", "DiT-Demo/2", "--device", "cpu", *map(str, args)])
-    with pytest.raises(SystemExit) as done:
-        verify.main()
-    return done.value.code
+VERIFY = "scripts/verify.py", "--model", "DiT-Demo/2", "--device", "cpu"
 
 
-def test_on_a_cpu(tmp_path, monkeypatch, capsys):
-    flags = ["--num-sampling-steps", "2", "--labels", "0", "3", "--seeds", "2", "--precision", "fp32", "--output"]
-    assert here(monkeypatch, *flags, tmp_path / "out") == 0
-    text = capsys.readouterr().out
+def test_on_a_cpu(tmp_path, here):
+    flags = ["--num-sampling-steps", 2, "--labels", 0, 3, "--seeds", 2, "--precision", "fp32", "--output"]
+    text = succeeds(here(*VERIFY, *flags, tmp_path / "out"))
     assert "2 labels" in text and "2 seeds" in text and "cpu runs fp32 only" in text
     assert "RECOMMENDED: --precision fp32 (the only tier here; its second run meets the contest criterion)" in text
     record = json.loads((tmp_path / "out" / "verify.json").read_text())
@@ -102,35 +82,39 @@ def test_on_a_cpu(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_recommended(capsys):
-    def conclude(*tiers, gate="contest", seeds=1):
-        return verify.conclude(dict(gate=gate, seeds=seeds, tiers=tiers)), capsys.readouterr().out
+    """The fastest tier that passes."""
 
-    def tier(name, verdict, speedup=2.0):
-        return dict(tier=name, seconds=dict(median=1 / speedup), speedup=speedup, verdicts=dict(contest=verdict))
+    def conclude(*tiers, gate="contest"):
+        return verify.conclude(dict(gate=gate, seeds=1, tiers=tiers)), capsys.readouterr().out
 
-    status, text = conclude(tier("fp16, forecast plan", "PASS", 4.0), tier("bf16", "FAIL"))
+    def tier(name, speedup, contest, strict="FAIL"):
+        verdicts = dict(contest=contest, strict=strict)
+        return dict(tier=name, seconds=dict(median=1 / speedup), speedup=speedup, verdicts=verdicts)
+
+    tiers = tier("bf16", 5, "FAIL"), tier("fp16, forecast plan", 4, "PASS"), tier("tf32", 2, "PASS", "PASS")
+    tiers += (dict(tier="x", refused="overflows"),)
+    status, text = conclude(*tiers)
     assert status == 0
     assert "--precision fp16 --forecast plan (4.00 times fp32's speed; all grids and pictures of 1 seed " in text
-    assert conclude(tier("bf16", "FAIL"))[0] == 1
-    assert conclude(tier("bf16", "FAIL"), tier("fp16", "NONE"))[0] == 3
-    assert conclude(dict(tier="fp16", refused="overflows"))[0] == 1
+    assert "--precision tf32 (2.00 times" in conclude(*tiers, gate="strict")[1]
+    assert conclude(tiers[0])[0] == conclude(tiers[-1])[0] == 1
+    assert conclude(tiers[0], tier("fp16", 4, "NONE"))[0] == 3
 
 
-def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_path, monkeypatch, capsys):
+def test_a_plan_for_another_run_is_refused_before_the_reference_is_sampled(tmp_path, monkeypatch, here):
     monkeypatch.setattr(verify, "sample", lambda *_: pytest.fail("sampled"))
-    assert here(monkeypatch, *["--num-sampling-steps", "20", "--forecast", "plan", "--output"], tmp_path) == 2
-    error = capsys.readouterr().err
-    assert "was made for --num-sampling-steps 250, not 20" in error and error.count("\n") == 1
+    done = here(*VERIFY, "--num-sampling-steps", 20, "--forecast", "plan", "--output", tmp_path)
+    assert "was made for --num-sampling-steps 250, not 20" in refused(done)
 
 
-def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch):
+def test_plans_are_compared_with_all_evaluations(tmp_path, monkeypatch, here):
     """The reference evaluates the network at every step, whatever is verified; fp32 by a plan is another picture."""
     request = GridRequest(model="DiT-Demo/2", num_sampling_steps=12)
     settings = plan_settings(open_weights(request, torch.device("cpu")))
     write_plan(tmp_path / "plan.json", settings, [(1, 1), (3, 1), (4, 1), (4, 1)], {})
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "none"))
-    flags = ["--num-sampling-steps", "12", "--labels", "0", "--seeds", "1", "--forecast", "plan", "--forecast-plan"]
-    here(monkeypatch, *flags, tmp_path / "plan.json", "--output", tmp_path)
+    flags = ["--num-sampling-steps", 12, "--labels", 0, "--seeds", 1, "--forecast", "plan", "--forecast-plan"]
+    here(*VERIFY, *flags, tmp_path / "plan.json", "--output", tmp_path)
     [tier] = json.loads((tmp_path / "verify.json").read_text())["tiers"]
     assert tier["tier"] == "fp32, forecast plan" and tier["worst"]["grid"]["mae"] > 0
     assert (tmp_path / "seed0-fp32.png").read_bytes() != (tmp_path / "seed0-fp32--forecast-plan.png").read_bytes()

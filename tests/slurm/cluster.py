@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from forks import free_port
+from forks import free_port, until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch", "scontrol", "scancel")
 
@@ -36,11 +36,10 @@ class Cluster:
     """`with Cluster() as cluster:` — up on entry (nodes idle), down with all its processes on exit. With `cluster.env`
     Slurm's commands go to it."""
 
-    def __init__(self, nodes=2, cpus=16, memory_mb=64000, gpus=4):
+    def __init__(self, nodes=2):
         # Short: a Unix socket's path has 107 characters at most.
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.nodes = [f"127.0.0.{i + 1}" for i in range(nodes)]
-        self.cpus, self.memory_mb, self.gpus = cpus, memory_mb, gpus
         self.env = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
         self.processes = []
 
@@ -75,12 +74,12 @@ class Cluster:
         root, host = self.root, socket.gethostname().split(".")[0]
         for name in ("state", "spool", "log", "dev"):
             (root / name).mkdir()
-        for i in range(self.gpus):
+        for i in range(4):
             os.mknod(root / f"dev/gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        (root / "gres.conf").write_text(f"Name=gpu File={root}/dev/gpu[0-{self.gpus - 1}]\n")
+        (root / "gres.conf").write_text(f"Name=gpu File={root}/dev/gpu[0-3]\n")
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={free_port()} CPUs={self.cpus} "
-            f"RealMemory={self.memory_mb} Gres=gpu:{self.gpus} State=UNKNOWN"
+            f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={free_port()} CPUs=16 "
+            f"RealMemory=64000 Gres=gpu:4 State=UNKNOWN"
             for node in self.nodes
         )
         (root / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainCores=no\n")
@@ -169,9 +168,4 @@ PartitionName=ssc-gpu Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE 
         return fields[name]
 
     def wait_for(self, job, states, seconds):
-        deadline = time.monotonic() + seconds
-        while (state := self.state(job)) not in states:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"job {job} is {state} after {seconds} s, not {' or '.join(states)}")
-            time.sleep(0.2)
-        return state
+        return until(lambda: {self.state(job)} & states, seconds, lambda: (job, self.state(job)), pause=0.2).pop()

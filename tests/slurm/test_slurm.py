@@ -1,11 +1,9 @@
 """The batch files through a real Slurm of two nodes: submitted, run, signalled, requeued, waited for."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jobs
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, missing
 from conftest import ROOT
+from forks import environments, until
 from PIL import Image
 
 from accel.errors import USAGE
@@ -144,18 +143,18 @@ FID = "--num-fid-samples", "28", "--per-proc-batch-size", "2", "--num-sampling-s
 
 
 def wait_for_pictures(checkout, job, count, seconds=90):
-    deadline = time.monotonic() + seconds
-    while len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) < count:
-        assert time.monotonic() < deadline, log_of(checkout, job)
-        time.sleep(0.1)
+    made = lambda: list((checkout / "output").glob(f"job_{job}/*/*.png"))
+    until(lambda: len(made()) >= count, seconds, lambda: log_of(checkout, job))
 
 
 def requeued(cluster, checkout, job, restarts, seconds=60):
     """Wait until the job has put itself back in the queue, and spare the test Slurm's two minutes of patience."""
-    deadline = time.monotonic() + seconds
-    while int(cluster.fact(job, "Restarts")) < restarts or cluster.state(job) != "PENDING":
-        assert time.monotonic() < deadline, cluster.state(job) + log_of(checkout, job)
-        time.sleep(0.2)
+    until(
+        lambda: int(cluster.fact(job, "Restarts")) >= restarts and cluster.state(job) == "PENDING",
+        seconds,
+        lambda: cluster.state(job) + log_of(checkout, job),
+        pause=0.2,
+    )
     again(cluster, job)
 
 
@@ -192,13 +191,9 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
 def ranks_of(job):
     """Process ids of a job's ranks, in rank order."""
     found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ, command = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        rank = re.search(rb"SLURM_PROCID=(\d+)", environ)
-        ours = f"SLURM_JOB_ID={job}\0".encode() in environ and b"SLURM_STEP_NUM_TASKS" in environ
-        if rank and ours and b"sample_ddp.py" in command and not command.startswith((b"srun", b"/bin/bash")):
-            found[int(rank[1])] = int(process.name)
+    for pid, variables in environments():
+        if variables.get("SLURM_JOB_ID") == job and "SLURM_STEP_NUM_TASKS" in variables:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"sample_ddp.py" in command and not command.startswith((b"srun", b"/bin/bash")):
+                found[int(variables["SLURM_PROCID"])] = pid
     return [found[rank] for rank in sorted(found)]
