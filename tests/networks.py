@@ -129,22 +129,28 @@ def sde(v, x, steps, draw):
     return x + 0.04 * drift(x, 0.96)[0]
 
 
-@torch.no_grad()
 def upstream(model, labels, seed, steps, scale=4.0, eta=None):
-    """The usual script's latents, on the CPU: seed, z, twice z, the loop over forward_with_cfg, the first half; at
-    scale 1 the loop over the model. eta: DDIM's. Of a SiT its own script's."""
+    """The usual script's latents, on the CPU: seed, z, then its loop."""
     torch.manual_seed(seed)
-    z, y = torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels)
-    evaluate = model
+    return upstreams_loop(
+        model, torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels), steps, scale, eta
+    )
+
+
+@torch.no_grad()
+def upstreams_loop(model, z, y, steps, scale=4.0, eta=None):
+    """Latents of z and labels y: twice z, the loop over forward_with_cfg, the first half; at scale 1 the loop over the
+    model. eta: DDIM's. Of a SiT its own script's."""
+    n, evaluate = len(z), model
     if scale != 1:
         z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])
         evaluate = partial(model.forward_with_cfg, cfg_scale=scale)
     if isinstance(model, SiT):
         v = lambda x, t, level: evaluate(x, torch.full((len(x),), t), y)
-        return sde(v, z, steps, lambda: torch.randn(z.shape))[: len(labels)]
+        return sde(v, z, steps, lambda: torch.randn(z.shape))[:n]
     diffusion = create_diffusion(str(steps), learn_sigma=model.learn_sigma)
     loop = diffusion.p_sample_loop if eta is None else partial(diffusion.ddim_sample_loop, eta=eta)
-    return loop(evaluate, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))[: len(labels)]
+    return loop(evaluate, z.shape, z, clip_denoised=False, model_kwargs=dict(y=y))[:n]
 
 
 def transformer(seed=0, **config):

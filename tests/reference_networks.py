@@ -159,7 +159,3 @@ def lightning_dit(state, x, t, y):
     shift, scale = p.linear(condition, "final_layer.adaLN_modulation.1")[:, None].chunk(2, -1)
     h = normed(tokens, 1e-6, p["final_layer.norm_final.weight"], centre=False) * (1 + scale) + shift
     return picture(p.linear(h, "final_layer.linear"), x, kernel.shape[-1])[:, : x.shape[1]]
-
-
-def relative_error(value, reference):
-    return ((value.double() - reference).norm() / reference.norm()).item()

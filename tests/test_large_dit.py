@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from networks import inputs, with_norms
-from reference_networks import large_dit, relative_error
+from networks import error, inputs, with_norms
+from reference_networks import large_dit
 
 from accel.families.large_dit import network as module
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
@@ -29,11 +29,11 @@ def test_forward_equals_the_definition(form):
     want = large_dit(model.state_dict(), x, t, y, model.n_heads, model.patch_size)
     assert want.abs().mean() > 0.1  # not the blind network
     got = model(x, t, y)
-    assert got.shape == want.shape and relative_error(got, want) < 1e-5
+    assert got.shape == want.shape and error(got, want) < 1e-5
     wide, zero = build(**form).double(), torch.zeros_like(t)
-    assert relative_error(wide(x.double(), t, y), want) < 1e-5  # the sinusoid stays float32, as in the original
+    assert error(wide(x.double(), t, y), want) < 1e-5  # the sinusoid stays float32, as in the original
     want = large_dit(model.state_dict(), x, zero, y, model.n_heads, model.patch_size)
-    assert relative_error(wide(x.double(), zero, y), want) < 1e-10  # at t = 0 it is exact
+    assert error(wide(x.double(), zero, y), want) < 1e-10  # at t = 0 it is exact
 
 
 @pytest.mark.parametrize("qk_norm", (False, True))

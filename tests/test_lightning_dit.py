@@ -3,7 +3,7 @@
 import pytest
 import torch
 from networks import error, fast_network, inputs, network_of, with_norms
-from reference_networks import lightning_dit, relative_error
+from reference_networks import lightning_dit
 from torch import nn
 
 from accel import Sampler, accelerate
@@ -61,14 +61,14 @@ def test_every_tier_computes_the_definition(form, change):
     own = fit.build(input_size=x.shape[-1], num_classes=8)
     own.load_state_dict(fit.family.part("weights").converted(state, {}), strict=True)
     own.eval()
-    of_float32 = relative_error(own(x, t, y).detach(), want)
+    of_float32 = error(own(x, t, y).detach(), want)
     assert of_float32 < 4e-6 and own.num_heads == 2 and type(own) is LightningDiT
-    assert relative_error(fast_network(own, torch.float64).forward(x.double(), t, y), want) < 1e-6  # the sinusoid's
+    assert error(fast_network(own, torch.float64).forward(x.double(), t, y), want) < 1e-6  # the sinusoid's
     for tier, most in (("fp32", 5e-6), ("exact", max(2e-6, of_float32)), ("fp16", 2e-3), ("bf16", 2e-2)):
         network = network_of(own, tier)
-        assert relative_error(network.forward(x, t, y), want) < most, tier
+        assert error(network.forward(x, t, y), want) < most, tier
         assert network.overflowed() is None
-    assert relative_error(own(x, 1 - t, y).detach(), want) > 1e-2  # time counts
+    assert error(own(x, 1 - t, y).detach(), want) > 1e-2  # time counts
 
 
 def test_every_norm_has_the_originals_epsilon():
@@ -78,8 +78,8 @@ def test_every_norm_has_the_originals_epsilon():
         value.data.mul_(1e-3)
     x, t, y = batch(model)
     want = lightning_dit(as_file(model), x, t, y)
-    assert relative_error(model(x, t, y).detach(), want) < 4e-6
-    assert relative_error(fast_network(model, torch.float64).forward(x.double(), t, y), want) < 1e-6
+    assert error(model(x, t, y).detach(), want) < 4e-6
+    assert error(fast_network(model, torch.float64).forward(x.double(), t, y), want) < 1e-6
 
 
 def test_published_sizes_are_recognised():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
-from networks import inputs
-from reference_networks import dit, position_table, relative_error
+from networks import error, inputs
+from reference_networks import dit, position_table
 
 import models
 from models import DiT, DiT_models
@@ -24,8 +24,8 @@ def test_forward_equals_the_papers_equations(config):
     assert want.abs().mean() > 0.1  # not the blind network
     got = model(x, t, y)
     assert got.shape == want.shape
-    assert relative_error(got, want) < 4e-6
-    assert relative_error(model.double()(x.double(), t, y), want) < 3e-6  # the sinusoid stays float32, as upstream's
+    assert error(got, want) < 4e-6
+    assert error(model.double()(x.double(), t, y), want) < 3e-6  # the sinusoid stays float32, as upstream's
 
 
 # Rows and columns of a block's weights, in widths.

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from conftest import fill
-from reference_networks import dit, relative_error
+from networks import error
+from reference_networks import dit
 
 from accel.families.dit.network import DiT_models
 from accel.families.sit import network as sit
@@ -21,8 +22,8 @@ def test_forward_equals_the_equations(changes):
     want = dit(model.state_dict(), x, t, y, heads=2, patch=model.patch_size)[:, :channels]
     got = model(x, t, y)
     assert got.shape == want.shape == x.shape and want.abs().mean() > 0.1  # not the blind network
-    assert relative_error(got, want) < 4e-6
-    assert relative_error(model(x, 1 - t, y), want) > 1e-2  # time counts
+    assert error(got, want) < 4e-6
+    assert error(model(x, 1 - t, y), want) > 1e-2  # time counts
 
 
 def test_configurations_have_dits_keys_and_shapes():

@@ -19,15 +19,14 @@ import torch
 from conftest import fill
 from forks import kill
 from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
-from networks import sde, side_of
+from networks import side_of, upstreams_loop
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
 from accel import door
-from accel.diffusion import create_diffusion
 from accel.errors import STOPPED, USAGE
 from accel.families.dit.network import DiT_models
-from accel.families.sit.network import SiT, SiT_models
+from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
 from accel.latents.half import HalfDecoder
 from accel.weights.diffusers_layout import config_of, to_diffusers
@@ -54,20 +53,11 @@ def by_hand(model, vae_folder, rank, world, n, rounds, cfg_scale, seed, steps):
     """Upstream's job for one rank, as its users know it: {file name: picture}."""
     from diffusers import AutoencoderKL
 
-    vae, side = AutoencoderKL.from_pretrained(vae_folder), side_of(model)
-    diffusion, out = create_diffusion(str(steps)), {}
+    vae, side, out = AutoencoderKL.from_pretrained(vae_folder), side_of(model), {}
     torch.manual_seed(seed * world + rank)
     for round_ in range(rounds):
-        x, y = torch.randn(n, 4, side, side), torch.randint(0, 8, (n,))
-        forward, arguments = model.forward, dict(y=y)
-        if cfg_scale > 1:
-            x, y = torch.cat([x, x]), torch.cat([y, torch.full((n,), 8)])
-            forward, arguments = model.forward_with_cfg, dict(y=y, cfg_scale=cfg_scale)
-        if isinstance(model, SiT):
-            v = lambda x, t, _: forward(x, torch.full((len(x),), t), **arguments)
-            latents = sde(v, x, steps, lambda: torch.randn(x.shape))[:n]
-        else:
-            latents = diffusion.p_sample_loop(forward, x.shape, x, clip_denoised=False, model_kwargs=arguments)[:n]
+        z, y = torch.randn(n, 4, side, side), torch.randint(0, 8, (n,))
+        latents = upstreams_loop(model, z, y, steps, cfg_scale)
         pixels = torch.cat([vae.decode(latent[None] / 0.18215).sample for latent in latents])
         pixels = (127.5 * pixels + 128).clamp(0, 255).permute(0, 2, 3, 1).to(torch.uint8).numpy()
         for i, picture in enumerate(pixels):
