@@ -23,7 +23,7 @@ what, speed, files, advanced = (partial(flag, group=group) for group in ("what t
 
 @dataclass(frozen=True)
 class Request:
-    """The fields that every run has. A field that is None is left open: settings.py says what it implies.
+    """The fields that every run has. A field that is None is left open: settings.py derives its value.
 
     Each value is checked and converted to its field's type. Raises UsageError, naming the parameter and the remedy, for
     a value that no run has and for fields that exclude each other.

@@ -105,8 +105,7 @@ def analyse(events: EventList, steps: int) -> dict:
 
 
 def ceilings(tier: str, device: torch.device) -> dict:
-    """Measure what this machine reaches on a large GEMM in the tier's arithmetic, after seconds of it, and on a large
-    copy."""
+    """Measure this machine's ceilings: a large GEMM in the tier's arithmetic, after seconds of it, and a large copy."""
 
     def milliseconds(work, load, window):
         def loop(on_step):

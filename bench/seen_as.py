@@ -12,9 +12,9 @@ import torch
 
 from accel import gpu
 
-PROCESS = ExitStack()  # what lasts until the process ends
+PROCESS = ExitStack()  # contexts that last until the process ends
 OURS = r"^(attention|split_linear|split_attention)$"  # our kernels for Hopper
-NEWER = {  # what must not be launched before a capability
+NEWER = {  # kernels that must not be launched before a capability
     (8, 0): r"bf16|bfloat16|tf32|flash|^_attention$",
     (9, 0): r"cudnn.*(sdpa|flash|fmha|attention)",
 }

@@ -94,7 +94,7 @@ class Judge:
         network = share(harness.build(self.model, tier, self.reference.device, **switches))
         run = self.reference._replace(network=network, tier=tier)
         latents = [run.latents(self.labels, seed) for seed in self.seeds]
-        precision.apply_precision("fp32", run.device)  # the decoder is not what is compared
+        precision.apply_precision("fp32", run.device)  # the decoder is not under comparison
         return [to_uint8(self.decoder.decode(one)).numpy() for one in latents]
 
     def judge(self, tier: str, switches: dict, **how) -> dict:

@@ -77,7 +77,7 @@ class Bench:
         precision.apply_precision(run.tier, self.device)
         for seed in tqdm(seeds, desc=f"{run.process.evaluations} evaluations", unit="seed", leave=False):
             parts.append(run.latents(self.labels(each), seed, door.ALONE.batches(each, self.batch)))
-        precision.apply_precision("fp32", self.device)  # the decoder is not what is compared
+        precision.apply_precision("fp32", self.device)  # the decoder is not under comparison
         return self.decoded(torch.cat(parts))
 
     def decoded(self, latents: torch.Tensor) -> np.ndarray:
@@ -177,7 +177,7 @@ def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
         found[low : low + WINDOW] = apart.mean() / made if made else np.nan
     seen = np.flatnonzero(np.isfinite(found) & (found > 0))
     logs = np.interp(np.arange(steps + 1), seen, np.log(found[seen]))
-    # A few pictures make most of it, each at its own steps: what they say of a window holds around it too.
+    # A few pictures make most of it, each at its own steps, so a window's figure holds around it too.
     width = 3 * WINDOW
     smooth = np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid")
     return np.exp(smooth)
@@ -233,7 +233,7 @@ def calibrate(args: Namespace, options: GridSettings, path: Path) -> None:
     while chosen - low > max(1, chosen // 100):
         middle = (low + chosen) // 2
         low, chosen = (low, middle) if passes(judge(middle, want), args.margin) else (middle, chosen)
-    while True:  # what was chosen by some seeds has to pass on others
+    while True:  # a plan that some seeds chose has to pass on others
         seeds = range(seeds[-1] + 1, seeds[-1] + 1 + args.seeds)
         figures = judge(chosen, bench.pictures(seeds, args.each), thorough=True)
         if passes(figures) or chosen == max(plans):

@@ -41,7 +41,7 @@ from accel.request import MOST_PIXELS
 from accel.start import take_failure
 
 URL = "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
-SHA256 = "6726825d"  # of the published weights: what torch's hub checks, the first digits
+SHA256 = "6726825d"  # of the published weights, the first digits, as torch's hub checks them
 LARGEST = 2**29  # bytes of Inception's weights, which are 95 MB
 PUBLISHED = {"--cfg-scale": 1.5, "--num-sampling-steps": 250, "--vae": "ema"}  # DiT-XL/2's FID, Table 2 of the paper
 FULL, LEAST = 50_000, 10  # pictures: of a published figure; one for each part of the Inception Score

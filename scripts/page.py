@@ -183,7 +183,7 @@ def model_tab(studio: Studio, options: GridSettings) -> None:
         run = partial(studio.serve, partial(work, options), shown := [status, *outputs])
         how = dict(show_progress="minimal", show_progress_on=status, concurrency_id="one", concurrency_limit=1)
         begun = start.click(run, inputs, shown, trigger_mode="multiple", **how)  # also after a stop
-        # By `begun`: what the run said last may reach the browser after a function of the button itself.
+        # Not by a function of the button: the run's last message may reach the browser after its result.
         begun.failure(lambda: "Stopped.", None, status, queue=False)
         stop.click(None, cancels=begun)
 

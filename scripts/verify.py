@@ -42,7 +42,7 @@ from accel.progress import Stopwatch, step_bar
 from accel.settings import GridSettings
 from bench import harness
 
-AGAIN = "fp32 again"  # what a device without other tiers is compared with: itself
+AGAIN = "fp32 again"  # a device without other tiers is compared with itself
 
 
 def sample(options: GridSettings, seeds: range, name: str) -> tuple[dict, list[float]]:
@@ -71,7 +71,7 @@ def overall(verdicts: list) -> str:
 
 
 def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
-    """Return metrics and verdicts of every part of two {seed: grid}, the worst of them, and what was not computed."""
+    """Return metrics and verdicts of every part of two {seed: grid}, the worst of them, and the metrics left out."""
     rows, reasons = [], {}
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
         for part, (a, b) in parts(want[seed], got[seed]).items():

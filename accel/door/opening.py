@@ -43,8 +43,8 @@ def checkpoint_of(request: Request, device: torch.device) -> Checkpoint:
     """Return the request's weights, not fetched yet. Raises UsageError if there are none of that name."""
     known = implied(request)
     name = known.ckpt or published_name(known.model, known.image_size, known.num_classes)
-    # A CPU computes with copies: whoever writes to the file meanwhile must not change what is computed with. A network
-    # that ranks divide stays in the file, of which each reads its part.
+    # A CPU computes with copies, so that writing to the file meanwhile changes no picture. A network that ranks divide
+    # stays in the file, and each rank reads its part.
     divided = request.layout is not None and request.layout.weights > 1
     return Checkpoint(name, mapped=device.type != "cpu" or divided)
 

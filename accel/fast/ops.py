@@ -77,7 +77,7 @@ class Half:
         return qk_norm_rotary(qkv, rotation.table, first, norms, rotation.rms_eps)
 
     def overflowed(self) -> str | None:
-        """Return None: what overflows is not finite in the output."""
+        """Return None: an overflow shows as an output that is not finite."""
         return None
 
 

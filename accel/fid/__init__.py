@@ -72,8 +72,8 @@ def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
     asked to stop, UsageError where the folder holds something else or the disk is full."""
     folder, batches = order.folder, Batches(order, job.rank, job.world)
     archive = Archive(folder, order.count, order.image_size)
-    # Rank 0's view for all: each node has its own, older view of a network file system, and ranks that disagree on what
-    # is left would leave batches to each other.
+    # Rank 0's view for all: each node has its own, older view of a network file system, and ranks with different views
+    # would leave batches to each other.
     finished = job.from_rank_0(lambda: _begin(batches, archive, settings))
     with disk_errors(folder):
         if len(finished) < batches.count:

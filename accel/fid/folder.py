@@ -1,4 +1,4 @@
-"""The folder of an FID job: what is asked for, its batches and pictures, and the settings that they are made with.
+"""The folder of an FID job: the order, its batches and pictures, and the settings that make them.
 
 A picture gets its name when its bytes are on disk: a file under a picture's name is a finished picture.
 """

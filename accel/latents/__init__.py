@@ -1,4 +1,4 @@
-"""Latent spaces: what a network's latents mean to the decoder that turns them into pixels. Imports no torch.
+"""Latent spaces: channels, factor, scale or statistics, and decoder of a network's latents. Imports no torch.
 
 files.py finds and reads a decoder, decoder.py runs it picture by picture, autoencoder_kl.py and half.py are its
 mathematics, pixels.py turns pixels into bytes.

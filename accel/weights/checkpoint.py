@@ -24,8 +24,8 @@ pretrained_models = {"DiT-XL-2-512x512.pt", "DiT-XL-2-256x256.pt"}  # published 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[^\W\d][\w.-]*")  # owner/name, unlike DiT-XL/2
 FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-# Modules with holds(path) and read(path, mapped) → (float tensors by name, what lies beside them). The first that holds
-# what is at a path reads it.
+# Modules with holds(path) and read(path, mapped) → (float tensors by name, the facts beside them). The first that holds
+# a path reads it.
 LAYOUTS = training_layout, diffusers_layout, consolidated_layout
 
 
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @cached_property
     def _opened(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        stamps = self._stamp()  # before opening: what is read is of this version, or of a newer one
+        stamps = self._stamp()  # before opening: the content read is of this version or a newer one
         self._stamps = self._stamps or stamps
         with path_errors("ckpt", self.path):
             layout = next((one for one in LAYOUTS if one.holds(self.path)), None)
@@ -117,7 +117,7 @@ class Checkpoint:
 
 
 def fetch_published() -> None:
-    """Download all published weights that are not here and print where they are: what `python download.py` does."""
+    """Download all published weights that are missing here and print their paths; `python download.py` calls this."""
     for name in sorted(pretrained_models):
         try:
             print(Checkpoint(FOLDER / name).fetch())

@@ -46,7 +46,7 @@ def require_fit(name: str, state: dict[str, torch.Tensor], model: torch.nn.Modul
     wrong = [entry for entry in {**want, **have} if have.get(entry) != want.get(entry)]
     if not wrong:
         return
-    first = next((entry for entry in wrong if entry in have), wrong[0])  # what the caller has is named first
+    first = next((entry for entry in wrong if entry in have), wrong[0])  # an entry of the caller's is named first
     count = f" ({len(wrong)} entries differ)" if len(wrong) > 1 else ""
     if first not in want:
         raise UsageError(f"{name}: {first} is no weight of a {type(model).__name__}, and would be ignored{count}")

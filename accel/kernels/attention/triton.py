@@ -29,7 +29,7 @@ def attention(qkv: Tensor, kv: Tensor | None, num_heads: int) -> Tensor:
     return out
 
 
-# The first of the columns that are left over is 1 in every value: what p·v gives there is the sum of the weights.
+# The first of the columns that are left over is 1 in every value: there p·v is the sum of the weights.
 @triton.jit
 def _attention(
     q_ptr,
