@@ -22,7 +22,7 @@ def holds(folder: Path) -> bool:
     return any(name == ARGUMENTS or name.startswith("consolidated") for name in os.listdir(folder))
 
 
-def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (state dict, the arguments of the run: nothing if their file is not there). Raises UsageError about
     --ckpt."""
     whole = [folder / name for name in WEIGHTS if (folder / name).exists()]

@@ -53,7 +53,7 @@ def holds(folder: Path) -> bool:
     return not {"config.json", "transformer"}.isdisjoint(os.listdir(folder))
 
 
-def read(folder: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read(folder: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (state dict of models.DiT, the facts beside it, None if unknown). Raises UsageError about --ckpt."""
     folder = folder / "transformer" if (folder / "transformer").is_dir() else folder
     state = {}

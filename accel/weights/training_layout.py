@@ -19,7 +19,7 @@ def holds(path: Path) -> bool:
     return not path.is_dir()
 
 
-def read(path: Path, mapped: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read(path: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return (state dict, the facts that lie beside it). Raises UsageError about --ckpt."""
     if path.suffix == ".safetensors":
         content, header = read_safetensors(path, "ckpt", mapped)
