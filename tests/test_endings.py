@@ -53,6 +53,15 @@ def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
     assert status != 0 and list(tmp_path.iterdir()) == [], error
 
 
+@pytest.mark.parametrize("program, rank", [("sample.py", {}), ("sample_ddp.py", dict(RANK="0", WORLD_SIZE="1"))])
+def test_a_command_outlives_the_shell_that_started_it(program, rank, demo, tmp_path):
+    """Only ranks of torchrun and --gpus end with their parent."""
+    command = [sys.executable, ROOT / program, *demo, "--num-sampling-steps", 2, "--labels", 1]
+    words = map(str, [*command, "--output", tmp_path / "x.png"])
+    subprocess.run(["sh", "-c", '"$@" &', "sh", *words], env={**os.environ, **ENVIRONMENT, **rank}, check=True)
+    forks.until((tmp_path / "x.png").exists)
+
+
 @pytest.mark.parametrize("launch", ["torchrun", "--gpus"])
 def test_nothing_is_left_of_a_launcher_that_is_killed_while_ranks_start(launch, demo, tmp_path):
     job = long_job(launch, *demo, "--output", tmp_path / "x.png")
