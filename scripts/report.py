@@ -3,8 +3,7 @@
     python scripts/report.py output/report --team US --log log/mine
     python scripts/report.py output/report --lang zh --log log/mine --sections 1 2 3
 
-scripts/report_data.py reads the log and computes plain data. scripts/report/ holds the text: a template in English and
-its translations.
+scripts/report_data.py computes plain data from the log, scripts/report/ holds the text in English and its translations.
 """
 
 if not __package__:
@@ -21,6 +20,7 @@ import jinja2
 from markdown_it import MarkdownIt
 
 from accel.command_line import OneLineParser, user_errors
+from accel.errors import UsageError
 from accel.families import ROOT
 from accel.files import atomic_write
 from accel.flags import check_writable
@@ -31,8 +31,7 @@ TEMPLATES = ROOT / "scripts" / "report"
 
 
 def words(lang: str) -> Callable[[str], str]:
-    """Return the function from an English text and the values of its {fields} to the report's language. Names have no
-    entry."""
+    """Return the function that translates an English text and fills in its {fields}. Names have no entry."""
     known = json.loads((TEMPLATES / f"words.{lang}.json").read_text()) if lang != "en" else {}
 
     def say(text, /, **values):
@@ -64,8 +63,7 @@ def draw(data: dict, lang: str = "en") -> dict[str, bytes]:
 
 def markdown(data: dict, lang: str) -> str:
     """Return the report's text."""
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True)
 
     def fmt(value, spec):
         absent = isinstance(value, (type(None), jinja2.Undefined)) or math.isnan(float(value))
@@ -105,8 +103,11 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", type=int, choices=NEEDS, default=[*NEEDS], help="default: all")
     args = parser.parse_args()
     with user_errors(parser):
-        data = collect(args.log, args.sections) | dict(team=args.team)
-        figures, text = draw(data, args.lang), markdown(data, args.lang)
+        try:
+            data = collect(args.log, args.sections) | dict(team=args.team)
+            figures, text = draw(data, args.lang), markdown(data, args.lang)
+        except (KeyError, jinja2.UndefinedError) as error:
+            raise UsageError(f"--log {args.log}: a file lacks an entry ({error}); measure it again") from None
         files = {f"figures/{name}": picture for name, picture in figures.items()}
         files |= {"report.md": text.encode(), "report.html": page(text, figures, args.lang).encode()}
         for name, content in files.items():

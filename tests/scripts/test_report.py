@@ -209,6 +209,14 @@ def test_a_missing_measurement_is_an_error_that_names_it(log, tmp_path, here):
     assert "## 4." not in (tmp_path / "out/report.md").read_text()
 
 
+@pytest.mark.parametrize("key", ["model", "rungs"])
+def test_a_measurement_without_an_entry_is_a_line(key, log, tmp_path, here):
+    record = json.loads((log / "ladder.json").read_text())
+    (log / "ladder.json").write_text(json.dumps({name: value for name, value in record.items() if name != key}))
+    error = refused(here(REPORT, tmp_path / "out", "--log", log))
+    assert "a file lacks an entry" in error and key in error
+
+
 def test_mixed_damaged_and_unfinished_files_are_refused_by_name(log):
     other = log / "other.json"
     shutil.copy(log / "ladder.json", other)
