@@ -101,7 +101,8 @@ class FidSettings(Settings, FidRequest):
 def settle(request: Request, fit: "Fit", space: LatentSpace, **opened: Any) -> Settings:
     """Return the settings of a request. fit, space: of its weights and decoder; opened: the weights, the device and
     both precisions, by their fields. Raises UsageError as `implied` does."""
-    values = vars(implied(request, fit, space)) | dict(request=request, fit=fit, space=space, tf32=None) | opened
+    values = vars(implied(request, fit, space)) | dict(request=request, fit=fit, space=space) | opened
+    values["tf32"] = None  # `precision` says it now
     kind = GridSettings if isinstance(request, GridRequest) else FidSettings
     return kind(**{item.name: values[item.name] for item in fields(kind)})
 

@@ -84,13 +84,13 @@ class Bench:
         return to_uint8(self.decoder.decode(latents)).numpy()
 
     def strides(self, labels: torch.Tensor, kinds: list[Kind]) -> Callable:
-        """Return the function (state, noise (k, n, …), evaluations) → the state after k steps of a float32 run. A state
-        is that of Strides."""
+        """Return the function (i, state, noise (k, n, …), evaluations) → the state after k steps from step i of a
+        float32 run. A state is that of Strides."""
         guidance, network, strides = self.reference.guidance, self.reference.network, Strides(self.diffusion, kinds)
 
-        def stride(state, noise, evaluations=1):
-            kind, t = (len(noise), evaluations), int(state[-1][0])
-            times = strides.tables[kind]["timestep"][t].tolist()
+        def stride(i, state, noise, evaluations=1):
+            kind = len(noise), evaluations
+            times = strides.tables[kind]["timestep"][self.diffusion.num_timesteps - 1 - i].tolist()  # numpy's
 
             def evaluate(x, number):
                 part = guidance.at(times[number] / self.diffusion.original_num_steps)
@@ -133,9 +133,9 @@ def record(bench: Bench, count: int) -> dict:
     draw = upstream_noise(z, bench.reference.guidance.copies, generator=generator)
     labels = torch.tensor(bench.labels(count), device=bench.device)
     stride, noises, states = bench.strides(labels, []), [], [Strides(bench.diffusion, []).begin(z)]
-    for _ in tqdm(range(bench.diffusion.num_timesteps), desc="recording", unit="step", leave=False):
+    for i in tqdm(range(bench.diffusion.num_timesteps), desc="recording", unit="step", leave=False):
         noises.append(draw())
-        states.append(stride(states[-1], noises[-1][None]))
+        states.append(stride(i, states[-1], noises[-1][None]))
     return dict(states=states, noise=torch.stack(noises), labels=labels)
 
 
@@ -155,7 +155,7 @@ def costs(bench: Bench, run: dict) -> dict[Kind, np.ndarray]:
     table[1, 1][:] = 0
     starts = [(k, calls, i) for k, calls in kinds[1:] for i in range(1, steps - k + 1)]
     for k, calls, i in tqdm(starts, desc="costs", unit="stride", leave=False):
-        end, *_ = stride(states[i], noise[i : i + k], calls)
+        end, *_ = stride(i, states[i], noise[i : i + k], calls)
         table[k, calls][i] = float((end - states[i + k][0]).square().mean())
     return table
 
@@ -171,7 +171,7 @@ def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
         while i < steps:
             k, calls = PROBE if i + PROBE[0] <= min(low + WINDOW, steps) else (1, 1)
             made += table[k, calls][i]
-            state = stride(state, run["noise"][i : i + k], calls)
+            state = stride(i, state, run["noise"][i : i + k], calls)
             i += k
         apart = (bench.decoded(state[0]).astype(np.float32) / 255 - want.astype(np.float32) / 255) ** 2
         found[low : low + WINDOW] = apart.mean() / made if made else np.nan

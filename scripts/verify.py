@@ -53,8 +53,8 @@ def sample(options: GridSettings, seeds: range, name: str) -> tuple[dict, list[f
         run.warm_up(options.labels, door.ALONE.batches(len(options.labels), options.batch_size))
     for seed in seeds:
         bar = step_bar(run.process.steps, options.device, desc=f"{name}, seed {seed}", leave=False)
-        with watch.phase(str(seed)), bar as queued:
-            latents = door.latents(replace(options, seed=seed), run, lambda index, _, queued=queued: queued(index))
+        with watch.phase(str(seed)), bar as on_step:
+            latents = door.latents(replace(options, seed=seed), run, on_step)
         grids[seed] = to_grid(decoder.decode(latents)).numpy()
     return grids, [watch.seconds[str(seed)] for seed in seeds]
 

@@ -140,7 +140,7 @@ def free_port():
 
 
 def ranks(world, command, cwd=ROOT, started=None, a_node=None, **environment):
-    """The ranks of a job on this host, started as srun does: without a launcher that ends all once one has ended.
+    """Start the ranks of a job on this host as srun does: without a launcher that ends all once one has ended.
 
     started: so many only. a_node: ranks of a node, by default all.
     """

@@ -27,7 +27,7 @@ class Server:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers one request, and writes no log."""
+    """A handler that answers one request and writes no log."""
 
     def answer(self, status: int, body: bytes = b"", headers: dict | None = None):
         self.send_response(status)

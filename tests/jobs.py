@@ -91,7 +91,7 @@ class Command:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def alive(self):
-        """The ids of its processes that run, by their ranks; the launcher's is of no rank."""
+        """Return the ids of the command's running processes by rank; the launcher's rank is ""."""
         found = {}
         for pid, variables in environments():
             if variables.get("ENDING_TEST") == self.mark:
@@ -105,7 +105,7 @@ class Command:
             assert line, self.process.communicate()
 
     def end(self):
-        """(status, standard error), once nothing of it is left."""
+        """Wait until no process of the command is left, and return (status, standard error)."""
         try:
             _, error = self.process.communicate(timeout=60)
             until(lambda: not self.alive(), seconds=5, where=self.alive)

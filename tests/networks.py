@@ -130,7 +130,7 @@ def sde(v, x, steps, draw):
 
 
 def upstream(model, labels, seed, steps, scale=4.0, eta=None):
-    """The usual script's latents, on the CPU: seed, z, then its loop."""
+    """Return the latents of the usual script on the CPU: seed, z, then its loop."""
     torch.manual_seed(seed)
     return upstreams_loop(
         model, torch.randn(len(labels), 4, *[side_of(model)] * 2), torch.tensor(labels), steps, scale, eta
@@ -139,8 +139,8 @@ def upstream(model, labels, seed, steps, scale=4.0, eta=None):
 
 @torch.no_grad()
 def upstreams_loop(model, z, y, steps, scale=4.0, eta=None):
-    """Latents of z and labels y: twice z, the loop over forward_with_cfg, the first half; at scale 1 the loop over the
-    model. eta: DDIM's. Of a SiT its own script's."""
+    """Return the latents of z and labels y: twice z, the loop over forward_with_cfg, the first half; at scale 1
+    the loop over the model. eta: DDIM's. For a SiT: the loop of SiT's script."""
     n, evaluate = len(z), model
     if scale != 1:
         z, y = torch.cat([z, z]), torch.cat([y, torch.full_like(y, model.y_embedder.num_classes)])

@@ -72,14 +72,14 @@ def program(words: list[str]) -> tuple[str, list[str]]:
 
 @lru_cache
 def help_of(file: str) -> str:
-    """What a program prints for --help, from any folder."""
+    """Return the --help of a program, called from another folder."""
     if file.endswith(".sh"):
         return succeeds(subprocess.run(["bash", ROOT / file, "--help"], cwd="/", capture_output=True, text=True))
     return succeeds(run([ROOT / file, "--help"], cwd="/"))
 
 
 def unknown_flags(file: str, arguments: list[str]) -> list[str]:
-    """Those flags of a command that its program does not have."""
+    """Return the flags of a command that its program lacks."""
     return [word for word in arguments if word.startswith("--") and not re.search(rf"{word}\b", help_of(file))]
 
 

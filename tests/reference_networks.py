@@ -27,12 +27,12 @@ def angles(positions, d):
 
 
 def places(side):
-    """Rows and columns of the tokens of a square."""
+    """Return the rows and columns of the tokens of a square."""
     return zip(*(divmod(token, side) for token in range(side**2)))
 
 
 def position_table(side, width):
-    """(side², width): for a token at (row, column), sines and cosines of the column, then of the row."""
+    """Return (side², width): for a token at (row, column), sines and cosines of the column, then of the row."""
     row, column = (angles(positions, width // 2) for positions in places(side))
     return torch.cat([column.sin(), column.cos(), row.sin(), row.cos()], 1)
 

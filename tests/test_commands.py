@@ -56,7 +56,7 @@ def test_a_list_of_seeds_is_as_many_runs(here, tmp_path):
 
 
 def test_slices_are_the_pictures_of_one_batch():
-    """Their noise is theirs of the full draw, so the pictures are the same: up to float32 rounding, as GEMMs of other
+    """A slice takes its part of the full draw, so the pictures are the same: up to float32 rounding, as GEMMs of other
     sizes add in another order. One batch of all is the same to the bit."""
     given = dict(model="DiT-Demo/2", device="cpu", num_sampling_steps=3, seed=3)
     settings, run, _ = door.ready(GridRequest(**given))

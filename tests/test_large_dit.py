@@ -38,7 +38,7 @@ def test_forward_equals_the_definition(form):
 
 @pytest.mark.parametrize("qk_norm", (False, True))
 def test_keys_and_shapes(qk_norm):
-    """Of the smallest; test_sizes.py has the sizes of all models."""
+    """Compare the smallest model; test_sizes.py has the sizes of all models."""
     dim, hidden, c = 1536, 4096, 1024
     with torch.device("meta"):
         model = Large_DiT_models["Large-DiT-600M/2"](qk_norm=qk_norm)

@@ -33,7 +33,7 @@ BLOCK = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (4, 1), "mlp.fc2": 
 
 
 def test_keys_and_shapes():
-    """Of DiT-S/4; test_sizes.py has the sizes of all models."""
+    """Compare DiT-S/4; test_sizes.py has the sizes of all models."""
     width, patch = 384, 4
     with torch.device("meta"):
         model = DiT_models["DiT-S/4"](input_size=32)

@@ -11,7 +11,7 @@ NOBODY = 65534
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Inside, this process has no more rights than any other user."""
+    """Run the block with the rights of any other user."""
     if os.geteuid():
         yield
         return
@@ -27,8 +27,8 @@ def unprivileged() -> Iterator[None]:
 
 @contextmanager
 def limited(kind: str, most: int) -> Iterator[None]:
-    """Inside, this process has a limit: bytes of a file (`FSIZE`), which stops a write in its middle as a full disk
-    does, or bytes of memory (`AS`)."""
+    """Run the block with a limit of this process: bytes of a file (`FSIZE`), which stops a write in its middle as a
+    full disk does, or bytes of memory (`AS`)."""
     number = getattr(resource, f"RLIMIT_{kind}")
     usual = resource.getrlimit(number)
     resource.setrlimit(number, (most, usual[1]))

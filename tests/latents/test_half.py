@@ -51,7 +51,7 @@ def float32(plain, latents, space=SPACE):
 
 
 def psnr(a, b):
-    """Of pixels in (-1, 1), a range of 2."""
+    """Return the PSNR in dB of pixels in (-1, 1), a range of 2."""
     return 20 * math.log10(2 / (a.clamp(-1, 1) - b.clamp(-1, 1)).double().square().mean().sqrt().item())
 
 

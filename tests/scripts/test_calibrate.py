@@ -84,7 +84,7 @@ def test_what_is_measured_is_what_sample_makes(guidance):
     stride, state = bench.strides(run["labels"], plan), run["states"][0]
     for k, evaluations in plan:
         with torch.inference_mode():
-            state = stride(state, run["noise"][start : start + k], evaluations)
+            state = stride(start, state, run["noise"][start : start + k], evaluations)
         start += k
     want = bench.reference._replace(process=Strides(bench.diffusion, plan)).latents(**how)
     assert torch.equal(state[0], want)

@@ -169,8 +169,8 @@ def features(weights, pictures):
 
 
 def exact_distance(found, mu, sigma):
-    """The Fréchet distance of features to statistics: XᵀX of X's centred rows, times T, has the nonzero eigenvalues of
-    the small matrix X·T·Xᵀ."""
+    """Return the Fréchet distance of features to statistics: XᵀX of X's centred rows, times T, has the nonzero
+    eigenvalues of the small matrix X·T·Xᵀ."""
     x = (found - found.mean(0)) / (len(found) - 1) ** 0.5
     cross = np.linalg.eigvalsh(x @ sigma @ x.T).clip(0) ** 0.5
     return np.sum((found.mean(0) - mu) ** 2) + np.sum(x**2) + np.trace(sigma) - 2 * cross.sum()

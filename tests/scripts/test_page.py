@@ -64,7 +64,7 @@ def test_before_the_last_step_the_estimate_is_the_result(studio, number, sampler
 
 
 def test_a_plan_that_passes_over_steps_shows_estimates(studio, tmp_path, monkeypatch):
-    """Six are due of 12 steps, one after each stride but the last."""
+    """Six previews are due in 12 steps, one after each stride but the last."""
     monkeypatch.setattr("scripts.page.FOLDER", tmp_path)
     how = dict(num_sampling_steps=12, labels=(1,), forecast="plan", forecast_plan=str(tmp_path / "plan.json"))
     options, seen = reopen(studio.opened[0], **how), []

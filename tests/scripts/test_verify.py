@@ -82,7 +82,7 @@ def test_on_a_cpu(tmp_path, here):
 
 
 def test_what_is_recommended(capsys):
-    """The fastest tier that passes."""
+    """The fastest tier that passes is recommended."""
 
     def conclude(*tiers, gate="contest"):
         return verify.conclude(dict(gate=gate, seeds=1, tiers=tiers)), capsys.readouterr().out
