@@ -194,9 +194,7 @@ def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
         assert torch.equal(door.latents(settings, run), want)
 
 
-#################################################################################
-#                                    diffusers                                  #
-#################################################################################
+# ---- diffusers ----
 
 NAMES = {str(number): name for number, name in enumerate(["tench, Tinca tinca", "goldfish", *"cdefghij"])}
 
@@ -343,9 +341,7 @@ def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):
     assert same(np.load(tmp_path / "x.npy"), upstream(module, (1,), SEED, STEPS, 4.0))
 
 
-#################################################################################
-#                                  Python's door                                #
-#################################################################################
+# ---- Python's door ----
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_the_values_are_torchmetrics(name, vgg, reference):
         assert math.isnan(ours["lpips"])
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------
+# ---- the command ----
 
 
 def save(path, array, **options):
@@ -288,7 +288,7 @@ def test_names_of_files_are_shown_on_one_line(command):
     assert run.returncode == 0 and b"VERDICT: PASS" in run.stdout and b"gr\\xf6\\xdfe" in run.stdout
 
 
-# ---- VGG16 ---------------------------------------------------------------------------------------------------------
+# ---- VGG16 ----
 
 
 def test_no_network_and_no_weights(command, pair, monkeypatch, tmp_path):
@@ -328,7 +328,7 @@ def test_damaged_weights_give_no_verdict(command, pair, vgg, damage):
     assert ("checkerboard" in err) == (damage == "zeros")
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
+# ---- bad input ----
 
 
 def chunk(name, data):
@@ -422,7 +422,7 @@ def test_no_old_verdict_is_left(command):
     assert not Path("o.png").exists() and Path("precious").read_bytes() == b"precious"  # nothing goes through a link
 
 
-# ---- tiles, heatmap ---------------------------------------------------------------------------------------
+# ---- tiles, heatmap ----
 
 
 def sheet(pictures, columns=4):

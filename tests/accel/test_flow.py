@@ -104,9 +104,7 @@ def test_repas_weights_turned_are_a_sits():
     assert half["t_embedder.mlp.0.weight"].dtype == torch.float32
 
 
-#################################################################################
-#                     The networks, and weights that callers hold               #
-#################################################################################
+# ---- the networks, and weights that callers hold ----
 
 
 class OfSit(Original):
@@ -170,9 +168,7 @@ def test_a_sampler_of_a_sit_and_of_repas():
         Sampler(model, sampler="ddpm", **how)
 
 
-#################################################################################
-#                                     Files                                     #
-#################################################################################
+# ---- files ----
 
 SIT = dict(model="SiT-S/4", path_type="Linear", prediction="velocity")  # of SiT's training
 REPA = dict(num_classes=10, model="SiT-S/4", path_type="linear", prediction="v", enc_type="dinov2-vit-b")

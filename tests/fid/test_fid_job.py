@@ -140,9 +140,7 @@ def copy(short, tmp_path):
     return tmp_path, npz.with_suffix(""), npz
 
 
-#################################################################################
-#                              Killed and stopped                               #
-#################################################################################
+# ---- killed and stopped ----
 
 
 @pytest.mark.timeout(600)
@@ -282,9 +280,7 @@ def test_a_job_replays_its_decoder(one, tmp_path, monkeypatch, switches):
     assert len(made) == 6 and all(np.array_equal(made[name], others[name]) for name in made)
 
 
-#################################################################################
-#                            Two jobs in one folder                             #
-#################################################################################
+# ---- two jobs in one folder ----
 
 
 def test_a_second_job_while_the_first_is_at_work(demo, undisturbed, one, tmp_path):
@@ -300,9 +296,7 @@ def test_a_second_job_while_the_first_is_at_work(demo, undisturbed, one, tmp_pat
     assert files(tmp_path) == undisturbed
 
 
-#################################################################################
-#                        A folder that was tampered with                        #
-#################################################################################
+# ---- a folder that was tampered with ----
 
 
 def test_what_a_kill_leaves_is_mended(demo, undisturbed, one, tmp_path):
@@ -392,9 +386,7 @@ def test_an_npz_of_pictures_that_were_made_by_other_kernels_is_written_again(dem
     assert made == before
 
 
-#################################################################################
-#                              Failure and bad input                            #
-#################################################################################
+# ---- failure and bad input ----
 
 
 def test_a_folder_in_a_pictures_place_ends_all_ranks_with_one_line(demo, short, tmp_path):

@@ -312,9 +312,7 @@ def test_bad_folders_are_one_line(tmp_path):
             fid.Pictures(folder)
 
 
-#################################################################################
-#                              Inception's weights                              #
-#################################################################################
+# ---- Inception's weights ----
 
 
 @pytest.fixture
@@ -372,9 +370,7 @@ def test_other_weights_are_one_line_and_code_is_not_run(inception, tmp_path):
             fid.find_weights(tmp_path / f"{name}.pth")
 
 
-#################################################################################
-#                          DINOv2, and the distance itself                      #
-#################################################################################
+# ---- DINOv2, and the distance itself ----
 
 DINO = """
 import torch
