@@ -1,24 +1,28 @@
 """Small networks with random weights, and inputs to evaluate them on."""
 
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import fill
+from safetensors.torch import save_file
 from torch import nn
 
 from accel import fast
 from accel.diffusion import create_diffusion
 from accel.families import constructor_of, family_of
 from accel.families.dit.network import DiT, DiT_models
-from accel.families.recognise import Fit
+from accel.families.recognise import Fit, recognise
 from accel.families.sit.network import SiT
 from accel.fast.ops import Half
 from accel.latents import LatentSpace
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.guidance import Guidance, Unguided
 from accel.settings import implied, settle
+from accel.weights.checkpoint import Checkpoint
+from accel.weights.diffusers_layout import WEIGHTS, to_diffusers
 
 SMALL = dict(input_size=8, hidden_size=144, depth=2, num_heads=2, num_classes=8)  # heads of 72 as in XL; 64 px
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -49,6 +53,18 @@ def settings_of(request, weights=None):
     fit = Fit(family_of(known.model), known.model, constructor_of(known.model), 6, 4, patch_size, known.num_classes)
     opened = dict(weights=weights, device=torch.device("cpu"), precision=request.tier or "fp32", vae_precision="fp32")
     return settle(request, fit, LatentSpace(), **opened)
+
+
+def identify(path, *given):
+    """Return the fit of a checkpoint. given: a model's name, and a number of classes."""
+    weights = Checkpoint(path)
+    return recognise(weights.name, weights.state, weights.metadata, *given)
+
+
+def write_transformer(folder, state, config):
+    """Write a DiT's weights in diffusers' layout, and a config.json."""
+    save_file({name: tensor.clone() for name, tensor in to_diffusers(state).items()}, folder / WEIGHTS)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def side_of(model):

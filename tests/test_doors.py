@@ -15,15 +15,13 @@ import torch
 from conftest import fill
 from forks import refused, succeeds
 from hub import Hub
-from networks import upstream
+from networks import identify, upstream, write_transformer
 from safetensors.torch import load_file, save_file
 
 from accel import Sampler, door
 from accel.errors import UsageError
 from accel.families import constructor_of
-from accel.families.recognise import recognise
 from accel.request import GridRequest
-from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import WEIGHTS, config_of, to_diffusers
 from models import DiT, DiT_models
 
@@ -63,11 +61,6 @@ def own(request, tmp_path_factory):
     save(path, name, model, arguments, kind)
     yield path, model, [] if "class_dropout_prob" not in arguments else ["--cfg-scale", "1"]
     path.unlink()
-
-
-def identify(path):
-    weights = Checkpoint(path)
-    return recognise(weights.name, weights.state, weights.metadata)
 
 
 def same(got, want):
@@ -220,12 +213,6 @@ def pipeline(tmp_path_factory, tiny_vae):
 NO_HEADS = True, "6", 0, 7, 12.0
 
 
-def write_transformer(folder, state, config):
-    """Write weights in diffusers' layout and a config.json."""
-    save_file({name: tensor.clone() for name, tensor in to_diffusers(state).items()}, folder / WEIGHTS)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("part", ["", "transformer"])
 def test_a_pipelines_folder_is_enough(part, pipeline, tmp_path, here):
     folder, module = pipeline
@@ -348,14 +335,8 @@ def test_the_heads_that_a_config_says_are_computed(ten, tmp_path, here):
     "wrong, words",
     [
         (dict(sampler="DDIM"), "DDIM: choose from ddpm, ddim"),
-        (dict(forecast="Plan"), "Plan: choose from off, plan"),
-        (dict(batch_size=-1), "-1: must be from 1 to"),
-        (dict(seed=1.5), "1.5: must be a whole number"),
         (dict(seed="3"), "'3': must be a whole number"),
-        (dict(cfg_scale="4"), "'4': must be a number"),
         (dict(cfg_scale=torch.tensor(4.0)), "must be a number"),
-        (dict(num_sampling_steps=True), "True: must be a whole number"),
-        (dict(image_size=2**30), "must be from 1 to"),
         (dict(num_classes=2**56), "must be from 1 to"),
         (dict(labels=("planet", 1.5)), "1.5: must be a class's number or name"),
         (dict(vae=3), "3: must be text"),

@@ -8,14 +8,15 @@ import zipfile
 
 import pytest
 import torch
+from forks import refused, succeeds
 from hub import Hub
-from networks import small
+from networks import identify, small, write_transformer
 from safetensors.torch import save_file
 from unprivileged import unprivileged
 
 from accel.errors import UsageError
 from accel.families import DEMO
-from accel.families.recognise import find_model, recognise
+from accel.families.recognise import find_model
 from accel.weights import tensor_files
 from accel.weights.checkpoint import Checkpoint
 from accel.weights.diffusers_layout import to_diffusers
@@ -37,11 +38,7 @@ def folder(tmp_path, state):
     """The small DiT in diffusers' layout."""
     folder = tmp_path / "diffusers" / "transformer"
     folder.mkdir(parents=True)
-    save_file(
-        {name: tensor.clone() for name, tensor in to_diffusers(state).items()},
-        folder / "diffusion_pytorch_model.safetensors",
-    )
-    (folder / "config.json").write_text(json.dumps(dict(sample_size=8, patch_size=2)))
+    write_transformer(folder, state, dict(sample_size=8, patch_size=2))
     return folder
 
 
@@ -257,11 +254,6 @@ def test_what_is_never_opened(tmp_path, folder, state):
     assert "File name too long" in error("x" * 300)
 
 
-def identify(path, *given):
-    weights = Checkpoint(path)
-    return recognise(weights.name, weights.state, weights.metadata, *given)
-
-
 def test_which_model_the_weights_fit(tmp_path):
     weights = DEMO / "dit.safetensors"
     for said in ((), ("DiT-Demo/2",), ("DiT-Demo/2", 8)):
@@ -335,12 +327,9 @@ def test_a_hub_id_of_pickles(tmp_path, folder, run):
     (folder / "diffusion_pytorch_model.fp16.bin").write_bytes(b"not asked for")
     (folder / "config.json").write_text(json.dumps(dict(sample_size=16, patch_size=2)))
     with Hub("someone/dit-demo", folder.parent) as hub:
-        done = sample("someone/dit-demo")
-        assert done.returncode == 0, done.stderr
+        succeeds(sample("someone/dit-demo"))
         assert sorted(hub.asked) == ["transformer/config.json", "transformer/diffusion_pytorch_model.bin"]
-        done = sample("someone/nothing")
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert "--ckpt someone/nothing: not here" in done.stderr and "404" in done.stderr
-    assert sample("someone/dit-demo").returncode == 0  # cached: the server is gone
-    done = sample("someone/else")
-    assert done.returncode == 2 and "by other means and give its folder" in done.stderr
+        line = refused(sample("someone/nothing"))
+        assert "--ckpt someone/nothing: not here" in line and "404" in line
+    succeeds(sample("someone/dit-demo"))  # cached: the server is gone
+    assert "by other means and give its folder" in refused(sample("someone/else"))

@@ -19,7 +19,7 @@ import torch
 from conftest import fill
 from forks import kill
 from jobs import files, finish, pictures, ranks_of, run, start, start_ranks, wait_for_pictures
-from networks import side_of, upstreams_loop
+from networks import side_of, upstreams_loop, write_transformer
 from safetensors.torch import load_file, save_file
 from unprivileged import NOBODY, limited, unprivileged
 
@@ -29,7 +29,7 @@ from accel.families.dit.network import DiT_models
 from accel.families.sit.network import SiT_models
 from accel.graphs import Replayed
 from accel.latents.half import HalfDecoder
-from accel.weights.diffusers_layout import config_of, to_diffusers
+from accel.weights.diffusers_layout import config_of
 
 WANTED, MADE = 42, 44  # two ranks make two at a time
 FID = ["--num-fid-samples", WANTED, "--per-proc-batch-size", 2, "--num-sampling-steps", 6]
@@ -343,13 +343,11 @@ def test_a_recorded_setting_is_what_it_came_to(demo, copy, one):
 def test_another_config_beside_the_same_weights_is_another_setting(tiny_vae, one, tmp_path):
     """No tensor holds the number of heads."""
     state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=8)).state_dict()
-    weights = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
     ckpt, config = tmp_path / "ckpt", config_of(state, 6, 8, 8)
     ckpt.mkdir()
-    save_file(weights, ckpt / "diffusion_pytorch_model.safetensors")
     how = ["--ckpt", ckpt, "--vae", tiny_vae, "--device", "cpu", "--num-fid-samples", 16]
     command = [*how, "--per-proc-batch-size", 2, "--num-sampling-steps", 4, "--sample-dir", tmp_path / "samples"]
-    (ckpt / "config.json").write_text(json.dumps({**config, "num_attention_heads": 3, "attention_head_dim": 128}))
+    write_transformer(ckpt, state, {**config, "num_attention_heads": 3, "attention_head_dim": 128})
     job = start(1, *command)
     assert wait_for_pictures(tmp_path / "samples", 6, job)
     kill(job)
