@@ -41,8 +41,7 @@ def test_pictures_are_those_of_the_command(device, here, tmp_path):
             flags = [part for name, value in how.items() for part in ("--" + name.replace("_", "-"), value)]
             command = ["sample.py", "--model", "DiT-Demo/2", "--device", device, "--labels", *labels, *flags]
             if not folder.exists():
-                done = here(*command, "--output", f"{folder}/")
-                assert done.returncode == 0, done.stderr
+                forks.succeeds(here(*command, "--output", f"{folder}/"))
             for picture, file in zip(pictures, sorted(folder.iterdir()), strict=True):
                 want = np.asarray(Image.open(file))
                 assert picture.mode == "RGB" and np.array_equal(np.asarray(picture), want) and want.std() > 1
@@ -83,14 +82,16 @@ def test_a_module_that_the_caller_holds(device):
         model.load_state_dict(find_model(DEMO / "dit.safetensors"))
 
 
-def test_a_class_of_the_callers_own():
-    """The state dict and num_heads suffice; any size works."""
+def test_a_class_of_the_callers_own(capsys):
+    """The state dict and num_heads suffice. Any size works; a size that it was not trained at is printed."""
     model = fill(DiT(input_size=8, patch_size=4, hidden_size=48, depth=2, num_heads=3, mlp_ratio=8 / 3, num_classes=5))
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     with Sampler(model, **how) as ours, Sampler(Original(copy.deepcopy(model)), **how) as other:
         assert ours.latents([4]).shape == (1, 4, 8, 8) and torch.equal(ours.latents([4]), other.latents([4]))
+    assert "trained at" not in capsys.readouterr().out
     with Sampler(model, image_size=128, **how) as larger:
         assert larger.latents(range(5)).shape == (5, 4, 16, 16)
+    assert "DiT: weights trained at 64 px, sampling at 128 px" in capsys.readouterr().out
 
 
 def test_a_class_that_does_not_say_its_kind_is_taken_for_a_dit_aloud(capsys):

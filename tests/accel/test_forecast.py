@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from forks import succeeds
 from jobs import run
 from networks import fast_network, sample, small
 
@@ -98,12 +99,9 @@ def test_ranks_follow_one_plan(weights, plan, tmp_path, here):
     """Two ranks make sample.py's latents."""
     common = ["--model", "DiT-Demo/2", "--device", "cpu", "--ckpt", weights, "--labels", 1, 5, 2]
     common += ["--num-sampling-steps", 10, "--forecast", "plan", "--output-type", "latent"]
-    output = tmp_path / "one.npy"
-    one = here("sample.py", *common, "--output", output)
-    assert one.returncode == 0, one.stderr
-    two = run(2, *common, "--output", tmp_path / "two.npy")
-    assert "(6 network evaluations)" in one.stdout and "2 ranks" in two
-    want, got = np.load(output), np.load(tmp_path / "two.npy")
+    assert "(6 network evaluations)" in succeeds(here("sample.py", *common, "--output", tmp_path / "one.npy"))
+    assert "2 ranks" in run(2, *common, "--output", tmp_path / "two.npy")
+    want, got = (np.load(tmp_path / name) for name in ("one.npy", "two.npy"))
     assert np.abs(want).max() > 0.5 and np.abs(want - got).max() < 1e-4 * np.abs(want).max()
 
 

@@ -1,6 +1,5 @@
 """A request to a run: what is refused and when, what is checked of weights and latents, what loading costs."""
 
-import resource
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import forks
 import pytest
 import torch
 from networks import build, fast_network, large_inside, settings_of, small
+from unprivileged import limited
 
 from accel import door, network
 from accel.door import opening
@@ -127,15 +127,10 @@ def test_too_little_memory_names_what_made_the_batch(how, message, weights):
 
 def test_a_disk_that_is_full_is_a_line(tmp_path):
     """Here a limit on the size of files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    output = str(tmp_path / "x.npy")
-    try:
-        with pytest.raises(UsageError, match=f"output={output}: .*; free some space, or choose another path"):
-            settings = settings_of(GridRequest("DiT-Demo/2", output_type="latent"))
-            door.save(settings, output, torch.randn(8, 4, 128, 128), Stopwatch(CPU))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    output, settings = str(tmp_path / "x.npy"), settings_of(GridRequest("DiT-Demo/2", output_type="latent"))
+    words = f"output={output}: .*; free some space, or choose another path"
+    with limited("FSIZE", 4096), pytest.raises(UsageError, match=words):
+        door.save(settings, output, torch.randn(8, 4, 128, 128), Stopwatch(CPU))
     assert list(tmp_path.iterdir()) == []
 
 
