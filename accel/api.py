@@ -1,6 +1,7 @@
 """`from accel import Sampler`: pictures from Python, from a network that is loaded once."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -70,13 +71,14 @@ class Sampler:
         if None not in (source, model):
             raise UsageError(f"`model={model}`: the first argument is the model already; give weights as ckpt=")
         model = source if model is None else model
+        options = {name: value for name, value in options.items() if value is not None}  # None leaves an option open
         loaded = None
         if not isinstance(model, (str, Path, type(None))):
             loaded = _load_module(model, options, check)
             if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
                 vae = model.vae if vae is None else vae  # a pipeline's
             model, options["ckpt"] = None, loaded.name
-        elif model not in (None, *model_names()) and (Path(model).exists() or HUB_ID.fullmatch(str(model))):
+        elif model not in (None, *model_names()) and (os.path.exists(Path(model)) or HUB_ID.fullmatch(str(model))):
             if "ckpt" in options:
                 raise UsageError(f"`ckpt={options['ckpt']}`: conflicts with {model}, which are weights too; give one")
             model, options["ckpt"] = None, str(model)
@@ -188,8 +190,11 @@ def _renew(run, loaded, settings):
     """Copy a module's weights into the run's network, all or none. Raises UsageError for weights that do not fit."""
     model, batch = opening.empty_model(settings), door.batch_of(settings, run.process, run.guidance)
     require_fit(loaded.name, reference_state(loaded, loaded.fit), model)
-    if (heads := loaded.fit.num_heads) != settings.fit.num_heads:  # no shape says it
-        raise UsageError(f"{loaded.name}: has {heads} heads, unlike the model of this Sampler; make another of it")
+    for fact, words in (("num_heads", "heads"), ("num_classes", "classes")):  # no shape says them
+        if (number := getattr(loaded.fit, fact)) != getattr(settings.fit, fact):
+            raise UsageError(
+                f"{loaded.name}: has {number} {words}, unlike the model of this Sampler; make another of it"
+            )
     new = load_network(loaded, loaded.fit, model, run.tier, run.device, batch)
     if TIERS[run.tier].accelerated and overflows(new, batch, run.device, model.SOME_TIMES):
         raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")

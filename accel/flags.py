@@ -63,7 +63,7 @@ def _converted(name, value, kind, number_too=False):
     """Return one value of a flag, converted. A label may be a number or a name."""
     try:
         if kind is str and (isinstance(value, str) or not number_too):
-            return os.fspath(value)
+            return os.fsdecode(value)
         if kind is bool and isinstance(value, bool):
             return value
         if kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):

@@ -4,8 +4,8 @@
 weights are open. Imports no torch.
 """
 
+import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
 
 def _decoder(name):
     """Return the decoder that a file names if it can be found here."""
-    return name if name in ("ema", "mse") or name and Path(name).is_dir() else None
+    return name if name in ("ema", "mse") or name and os.path.isdir(name) else None
 
 
 def _check_size(size, factor, patch_size):

@@ -122,7 +122,7 @@ class Sde(Euler):
 FLOWS = {"euler": Euler, "heun": Heun, "sde": Sde}
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=None)  # captured steps read them at fixed addresses
 def _upload(process: Euler, device: torch.device) -> Tensor:
     """Upload the process's coefficients (…, evaluations), once a device."""
     with torch.inference_mode(False):  # later callers may be in another mode

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import UsageError, path_errors, shown
+from accel.errors import UsageError, as_usage_error, path_errors, shown
 from accel.weights.tensor_files import read_json, read_tensors, require_floats
 
 # Ours → diffusers'. It keeps a copy of both embedders in every block, and q, k, v apart.
@@ -183,7 +183,7 @@ def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 qkv = [state[f"{theirs}.attn1.to_{name}.{kind}"] for name in "qkv"]
                 out[f"{ours}.attn.qkv.{kind}"] = torch.cat(qkv)
     except (KeyError, RuntimeError) as error:
-        raise ValueError(f"not a DiT in diffusers' layout ({error})") from None
+        raise as_usage_error(error) or ValueError(f"not a DiT in diffusers' layout ({error})") from None
     if unknown := sorted(state.keys() - to_diffusers(out).keys() - {"pos_embed.pos_embed"}):
         raise ValueError(f"{unknown[0]} is not of a DiT in diffusers' layout ({len(unknown)} such entries)")
     return out

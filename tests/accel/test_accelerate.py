@@ -301,7 +301,8 @@ def test_guidance_on_four_channels_is_recognised():
         want, three = model.forward_with_cfg(x, t, y, 4.0), DiT.forward_with_cfg(model, x, t, y, 4.0)
     assert torch.allclose(accelerate(model).forward_with_cfg(x, t, y, 4.0), want, atol=1e-5)
     assert torch.allclose(accelerate(model, guidance_channels=3).forward_with_cfg(x, t, y, 4.0), three, atol=1e-5)
-    with Sampler(model, device="cpu", output_type="latent", num_sampling_steps=4) as sampler:
+    how = dict(device="cpu", output_type="latent", num_sampling_steps=4, ckpt=None, guidance_channels=None)  # left open
+    with Sampler(model, **how) as sampler:
         assert sampler.settings.guidance_channels == 4
         assert torch.allclose(sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4)
     assert accelerate(model, guidance_channels=4).guidance_channels == 4

@@ -134,6 +134,7 @@ def test_close_frees_the_network():
     "make, words",
     [
         (lambda: Sampler(""), "ckpt: is empty"),
+        (lambda: Sampler("x" * 300), "model=xxx.*: unknown; choose from"),
         (lambda: Sampler("weights.pt", model="DiT-XL/2"), "model=DiT-XL/2: the first argument is the model already"),
         (lambda: demo(weights=3), "weights: is not an option of Sampler"),
         (lambda: demo(sampler=5), "sampler=5: give a sampler's name, or a scheduler of diffusers"),
@@ -176,6 +177,7 @@ def test_weights_are_renewed_in_place(precision, device):
         for other, words in (
             (fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)), "must be "),
             (fill(DiT_models["DiT-Demo/2"](num_heads=2)), "has 2 heads, unlike"),
+            (fill(DiT_models["DiT-Demo/2"](num_classes=9, class_dropout_prob=0)), "has 9 classes, unlike"),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):
             with pytest.raises(ValueError, match=words):

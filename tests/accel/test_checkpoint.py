@@ -5,6 +5,7 @@ import pickle
 import socket
 import tempfile
 import zipfile
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -149,9 +150,12 @@ def test_damaged_config(folder, config, words):
     assert f"config.json: {words}" in error(folder)
 
 
-def test_folders_that_are_not_a_dit(tmp_path, folder, state):
+def test_folders_that_are_not_a_dit(tmp_path, folder, state, monkeypatch):
     assert "transformer/config.json" in error(tmp_path)
     theirs = {name: tensor.clone() for name, tensor in to_diffusers(state).items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+        assert "memory ran out" in error(folder)
     theirs["transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.bias"] += 1
     save_file(theirs, folder / "diffusion_pytorch_model.safetensors")
     assert "copies of emb.timestep_embedder.linear_1.bias differ" in error(folder)

@@ -18,7 +18,7 @@ from accel.families.recognise import recognise, reference_state
 from accel.families.repa import weights as repa
 from accel.families.sit.network import SiT, SiT_models
 from accel.network import Plain
-from accel.sampling import denoise, upstream_noise
+from accel.sampling import denoise, flow, upstream_noise
 from accel.sampling.flow import Euler, Heun, Sde
 from accel.sampling.guidance import Guidance
 from accel.weights.checkpoint import Checkpoint
@@ -74,6 +74,12 @@ def test_latents_and_random_stream_are_sits(learn_sigma):
         got = denoise(network, process, Guidance(4.0, 8), Z, LABELS, None)
         assert error(got, ode(v, both, process.steps, heun)[:3]) < 1e-6
     assert Heun(9).evaluations == 17 and Heun(9).steps == 9 == Euler(9).evaluations
+
+
+def test_tables_outlive_other_processes():
+    """Captured steps read them at fixed addresses."""
+    tables = [flow._upload(Sde(steps), torch.device("cpu")) for steps in range(2, 40)]
+    assert tables[0] is flow._upload(Sde(2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("process, heun", ((Euler(10), False), (Heun(10), True), (Sde(10), None)))

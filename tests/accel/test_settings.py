@@ -21,6 +21,7 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
     xl, demo = implied(GridRequest()), implied(GridRequest(model="DiT-Demo/2"))
     assert (xl.image_size, xl.num_classes, xl.vae, xl.ckpt) == (512, 1000, "ema", None)
     assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279) and GridRequest().outputs == ("sample.png",)
+    assert GridRequest(output=b"a.png").outputs == ("a.png",)
     assert (xl.model, xl.sampler, xl.cfg_scale, xl.num_sampling_steps, xl.seed) == ("DiT-XL/2", "ddpm", 4.0, 250, 0)
     assert (demo.image_size, demo.num_classes, demo.labels) == (128, 8, tuple(range(8)))
     assert (demo.vae, demo.ckpt) == (str(DEMO / "vae"), str(DEMO / "dit.safetensors"))
@@ -42,6 +43,7 @@ def test_weights_come_before_their_model_and_a_request_before_both(tmp_path):
     known = implied(request)  # names of labels, too, wait for the weights
     assert (known.model, known.image_size, known.labels, known.sampler) == (None, None, None, None)
     settings = open_weights(request, torch.device("cpu"))
+    assert implied(request, settings.fit._replace(vae="x" * 300)).vae == "ema"  # no folder here
     assert (settings.model, settings.image_size, settings.num_classes) == ("DiT-S/4", 64, 10)
     assert (settings.guidance_channels, settings.vae, settings.cfg_scale) == (4, "mse", 4.0)
     again = reopen(settings, guidance_channels=3, image_size=128, seed=7)
