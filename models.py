@@ -21,9 +21,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
 
 
-#################################################################################
-#                            Embeddings of t, y and x                           #
-#################################################################################
+# ---- Embeddings of t, y and x ----
 
 
 @lru_cache(maxsize=None)
@@ -125,9 +123,7 @@ def get_2d_sincos_pos_embed(
     return table
 
 
-#################################################################################
-#                                   The network                                 #
-#################################################################################
+# ---- The network ----
 
 
 def attention(qkv: Tensor, num_heads: int) -> Tensor:
@@ -286,12 +282,7 @@ class DiT(nn.Module):
         return self.t_embedder(t) + self.y_embedder(y, self.training)
 
     def transform(
-        self,
-        x: Tensor,
-        c: Tensor,
-        attend: Callable = attention,
-        tokens: slice = slice(None),
-        depth: int | None = None,
+        self, x: Tensor, c: Tensor, attend: Callable = attention, tokens: slice = slice(None), depth: int | None = None
     ) -> Tensor:
         """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N, D) → (N, T, D). tokens: the
         slice of each row that x holds."""
@@ -324,9 +315,7 @@ class DiT(nn.Module):
         return torch.cat([torch.cat([guided, guided]), rest], dim=1)
 
 
-#################################################################################
-#                                 Configurations                                #
-#################################################################################
+# ---- Configurations ----
 
 _SIZES = {
     "XL": dict(depth=28, hidden_size=1152, num_heads=16),

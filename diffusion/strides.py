@@ -150,7 +150,7 @@ class Strides(ByValue):
         """Return x_{t-1} of eq. 1 with x_0 given, and the change of x_0 that its noise makes, eq. 6."""
         d = self.diffusion
         log_variance = d._range_log_variance(values, x, t)
-        not_last = (t != 0).float().view(-1, *[1] * (x.ndim - 1))
+        not_last = _like((t != 0).float(), x)
         step = not_last * torch.exp(0.5 * log_variance) * noise
         share = 1 - torch.exp(d._at("posterior_log_variance_clipped", t, x) - log_variance)
         news = share.clamp(min=0) * step / d._at("posterior_mean_coef1", t, x)
@@ -161,20 +161,13 @@ def _tables_of(d, k, evaluations):
     """Return the tables of one kind of stride from every t, by name: (T, ...) float64, `timestep` int64; zeros where
     fewer than k steps are left. d: the diffusion."""
     steps = d.num_timesteps
-    c1, c2, abar, trained = (
-        d.posterior_mean_coef1,
-        d.posterior_mean_coef2,
-        d.alphas_cumprod,
-        d.original_alphas_cumprod,
-    )
+    c1, c2 = d.posterior_mean_coef1, d.posterior_mean_coef2
+    abar, trained = d.alphas_cumprod, d.original_alphas_cumprod
     level = (1 - trained) / trained  # tau of the trained process
     mean, first = np.zeros((steps, k)), np.zeros((steps, k))  # of x_s in u* and in p_1
-    widen, root, noise = (
-        np.zeros((steps, evaluations)),
-        np.ones((steps, evaluations)),
-        np.zeros((steps, evaluations)),
-    )
-    seen, timestep = np.zeros((steps, evaluations, k)), np.zeros((steps, evaluations), dtype=np.int64)
+    of_points = steps, evaluations
+    widen, root, noise = np.zeros(of_points), np.ones(of_points), np.zeros(of_points)
+    seen, timestep = np.zeros((*of_points, k)), np.zeros(of_points, dtype=np.int64)
     for t in range(k - 1, steps):
         s = np.arange(t, t - k, -1)
         tau = (1 - abar[s]) / abar[s]

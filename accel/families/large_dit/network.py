@@ -46,9 +46,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
-#################################################################################
-#                                   The network                                 #
-#################################################################################
+# ---- The network ----
 
 
 class RMSNorm(nn.Module):
@@ -214,12 +212,7 @@ class DiT_Llama(dit.DiT):
         return self.x_embedder(patches[:, tokens])
 
     def transform(
-        self,
-        x: Tensor,
-        c: Tensor,
-        attend: Callable = attention,
-        tokens: slice = slice(None),
-        depth: int | None = None,
+        self, x: Tensor, c: Tensor, attend: Callable = attention, tokens: slice = slice(None), depth: int | None = None
     ) -> Tensor:
         """Apply all blocks, or the first `depth`: tokens x (N, T, D), conditioning c (N, min(D, 1024)) → (N, T, D).
         tokens: the slice of each row that x holds."""
@@ -229,9 +222,7 @@ class DiT_Llama(dit.DiT):
         return x
 
 
-#################################################################################
-#                                 Configurations                                #
-#################################################################################
+# ---- Configurations ----
 
 
 _SIZES = {

@@ -121,9 +121,7 @@ class LightningDiT(SiT):
     transform = DiT_Llama.transform  # its blocks take `rotation` too
 
 
-#################################################################################
-#                                 Configurations                                #
-#################################################################################
+# ---- Configurations ----
 
 _SIZES = {
     **dit._SIZES,
