@@ -124,9 +124,7 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
         try:
             for one in training:
                 one.training = False
-            if scale is None:
-                return loaded.evaluate(x, t, y, weights).detach()
-            return loaded.evaluate_guided(x, t, y, scale, weights).detach()
+            return loaded.evaluate(x, t, y, weights, scale).detach()
         except Exception as error:  # of code that is not ours
             reason = (str(error).splitlines() or [""])[0][:120]
             raise UsageError(

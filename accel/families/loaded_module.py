@@ -123,22 +123,17 @@ class LoadedModule:
         """Drop the module and its weights; keep the facts."""
         self.module = self.state = None
 
-    def evaluate(self, x: Tensor, t: Tensor, y: Tensor, state: dict[str, Tensor] | None = None) -> Tensor:
-        """Return the module's output, converted to the reference network's: x (N, C, H, W), t (N,), y (N,) →
-        (N, C', H, W). state: replaces the module's weights."""
-        arguments, named = self.how.arguments(x, t, y)
-        return self.how.output(self._call("forward", state, *arguments, **named))
-
-    def evaluate_guided(
-        self, x: Tensor, t: Tensor, y: Tensor, scale: float, state: dict[str, Tensor] | None = None
+    def evaluate(
+        self, x: Tensor, t: Tensor, y: Tensor, state: dict[str, Tensor] | None = None, scale: float | None = None
     ) -> Tensor:
-        """Return the output (2N, C', H, W) of the module's own forward_with_cfg. state: as for `evaluate`."""
-        return self._call("forward_with_cfg", state, x, t, y, scale)
-
-    def _call(self, method, state, *arguments, **named):
-        """Call a method of the module. Not `__call__`, in which a module that was compiled in place compiles."""
+        """Return the module's output, converted to the reference network's: x (N, C, H, W), t (N,), y (N,) →
+        (N, C', H, W). state: replaces the module's weights. scale: for its forward_with_cfg, in place of forward."""
+        arguments, named = self.how.arguments(x, t, y)
+        # Not `__call__`, in which a module that was compiled in place compiles.
+        method = _Method(self.module, "forward" if scale is None else "forward_with_cfg")
+        arguments = arguments if scale is None else (*arguments, scale)
         weights = {f"module.{name}": value for name, value in (state or {}).items()}
-        return functional_call(_Method(self.module, method), weights, arguments, named)
+        return self.how.output(functional_call(method, weights, arguments, named))
 
 
 class _Method(nn.Module):

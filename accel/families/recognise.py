@@ -42,6 +42,9 @@ STRUCTURE, NAMED = 2, 1
 EXPLICIT = 3  # the family's name in metadata that this program wrote
 
 
+Sizes = tuple[str, Callable[..., torch.nn.Module], int]  # name, constructor and heads of a model
+
+
 class Fit(NamedTuple):
     """The family and sizes of weights, and the facts that come with the tensors."""
 
@@ -121,23 +124,15 @@ def recognise(
     if num_classes is None and "num_classes" not in metadata and classes not in (1000, usual):
         print(f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? --num-classes {rows})")
     table = state.get("pos_embed")
-    given = {key: metadata.get(key) for key in ("image_size", "vae", "schedule")}
-    return Fit(
-        family,
-        name,
-        build,
-        heads,
-        network.in_channels,
-        network.patch_size,
-        classes,
-        null_class,
+    facts = dict(
         learn_sigma=network.out_channels == 2 * network.in_channels,
         latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
         class_names=tuple(metadata.get("class_names", ())),
-        usual=standard,
         recipe=_recipe(metadata),
-        **given,
+        usual=standard,
+        **{name: metadata.get(name) for name in ("image_size", "vae", "schedule")},
     )
+    return Fit(family, name, build, heads, network.in_channels, network.patch_size, classes, null_class, **facts)
 
 
 def _recipe(metadata):

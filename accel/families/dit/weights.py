@@ -11,6 +11,7 @@ from accel.families import Family, dit
 from accel.families.dit import diffusers_module
 from accel.families.dit.network import DiT, DiT_models, get_2d_sincos_pos_embed
 from accel.families.loaded_module import OfModule
+from accel.families.recognise import Sizes
 from accel.weights.shapes import Shapes
 
 PATCHES = "x_embedder.proj.weight"  # a convolution (D, C, p, p)
@@ -20,14 +21,14 @@ MODELS = DiT_models  # name → constructor
 KEYS = PATCHES, "blocks.0.attn.qkv.weight"
 
 
-def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
     """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks."""
     return sizes_of(shapes, metadata.get("num_heads"), DiT, dit.FAMILY.name, DiT_models)
 
 
 def sizes_of(
     shapes: Shapes, num_heads: int | None, network: type[DiT], family: str, models: Mapping[str, Callable]
-) -> tuple[str, Callable[..., torch.nn.Module], int]:
+) -> Sizes:
     """Return (name, constructor, heads) of a `network` with DiT's entries, from their shapes.
 
     num_heads: from the file, or None to take it from the model with this depth, width and patch; no tensor holds it.
@@ -49,7 +50,7 @@ def sizes_of(
         num_heads=heads,
         mlp_ratio=(hidden + 0.5) / width,
         learn_sigma=shapes[LAST][0] == 2 * channels * patch**2,
-        input_size=config.get("input_size", 32 * patch // 2),
+        input_size=config.get("input_size", 16 * patch),
     )
     return name, build, heads
 

@@ -1,16 +1,15 @@
 """Recognise the files of a Large-DiT, and derive its sizes."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel.families import large_dit
 from accel.families.dit.weights import LABELS, LAST, require_heads
 from accel.families.large_dit.network import DiT_Llama, Large_DiT_models
 from accel.families.loaded_module import OfModule
+from accel.families.recognise import Sizes
 from accel.weights.shapes import Shapes
 
 __all__ = ["KEYS", "LABELS", "MODELS", "of_module", "sizes"]
@@ -20,7 +19,7 @@ MODELS = Large_DiT_models  # name → constructor
 KEYS = PATCHES, "layers.0.attention.wq.weight"
 
 
-def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
     """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks.
 
     No tensor holds the number of heads, the patch and the channels. The metadata give them, else the model with this
@@ -55,7 +54,7 @@ def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., 
     return name, build, heads
 
 
-def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
+def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
     """Return the rules to read a module with a Large-DiT's entries, or None for another module."""
     if not all(name in state for name in KEYS):
         return None

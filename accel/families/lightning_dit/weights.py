@@ -1,6 +1,5 @@
 """Recognise the files and modules of a LightningDiT, derive its sizes, and convert its entries."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from accel.families.dit.weights import LABELS, PATCHES, of_dit, sizes_of
 from accel.families.lightning_dit.network import LightningDiT, LightningDiT_models, rotation_table
 from accel.families.lightning_dit.recipe import recipe
 from accel.families.loaded_module import OfModule
-from accel.families.recognise import STRUCTURE
+from accel.families.recognise import STRUCTURE, Sizes
 from accel.weights.shapes import Shapes
 
 __all__ = ["KEYS", "LABELS", "MODELS", "converted", "of_module", "recipe", "sizes"]
@@ -22,7 +21,7 @@ COS, SIN = "feat_rope.freqs_cos", "feat_rope.freqs_sin"  # each (T, d), every nu
 MODULATION = ".adaLN_modulation.1."
 
 
-def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
     """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks."""
     if COS not in shapes:
         raise ValueError("is a LightningDiT without rotation, which is not computed here")

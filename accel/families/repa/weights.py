@@ -5,7 +5,6 @@ data. Both can be reversed in the weights, exactly but for rounding: negate the 
 linear in cos(f·t) and sin(f·t), so the linear layer after the timestep's sinusoid can absorb the change of time.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from accel.families import repa
 from accel.families.dit.network import TimestepEmbedder
 from accel.families.dit.weights import KEYS, LABELS, of_dit, sizes_of
 from accel.families.loaded_module import OfModule
-from accel.families.recognise import STRUCTURE
+from accel.families.recognise import STRUCTURE, Sizes
 from accel.families.sit.network import SiT, SiT_models
 from accel.families.sit.weights import is_sit, require_computable
 from accel.weights.shapes import Shapes
@@ -33,7 +32,7 @@ def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
     return (STRUCTURE, ARGUMENT) if ARGUMENT in metadata else None
 
 
-def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
     """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks."""
     require_computable(metadata)
     return sizes_of(shapes, metadata.get("num_heads"), SiT, repa.FAMILY.name, MODELS)

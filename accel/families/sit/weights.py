@@ -1,15 +1,13 @@
 """Recognise the files of a SiT, and derive its sizes. The entries are a DiT's, so metadata and names decide."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel.families import sit
 from accel.families.dit.weights import KEYS, LABELS, converted, of_dit, sizes_of
 from accel.families.loaded_module import OfModule
-from accel.families.recognise import NAMED
+from accel.families.recognise import NAMED, Sizes
 from accel.families.sit.network import SiT, SiT_models
 from accel.weights.shapes import Shapes
 
@@ -23,7 +21,7 @@ def claim(shapes: Shapes, metadata: dict[str, Any]) -> tuple[int, str] | None:
     return (NAMED, f"path_type {metadata['path_type']}") if "path_type" in metadata else None
 
 
-def sizes(shapes: Shapes, metadata: dict[str, Any]) -> tuple[str, Callable[..., torch.nn.Module], int]:
+def sizes(shapes: Shapes, metadata: dict[str, Any]) -> Sizes:
     """Return (name, constructor, heads) of the model with weights of these shapes, as families/recognise.py asks."""
     require_computable(metadata)
     return sizes_of(shapes, metadata.get("num_heads"), SiT, sit.FAMILY.name, SiT_models)
@@ -36,7 +34,7 @@ def require_computable(metadata: dict[str, Any]) -> None:
             raise ValueError(f"was trained with {name} {metadata[name]}, and only {known[0]} is sampled")
 
 
-def of_module(module: nn.Module, state: dict[str, torch.Tensor]) -> OfModule | None:
+def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
     """Return the rules to read a SiT, recognised by its class: its entries are a DiT's. None for another module."""
     return of_dit(sit.FAMILY, module, state, strength=NAMED) if is_sit(module) else None
 
