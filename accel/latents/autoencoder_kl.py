@@ -160,14 +160,15 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self, channels: int, widths: list[int], layers: int, groups: int, attention: bool, kinds: list[str]):
+    def __init__(self, config: dict[str, Any]):
         super().__init__()
-        widths = widths[::-1]
-        self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
+        widths, layers = config["block_out_channels"][::-1], config["layers_per_block"] + 1
+        groups, attention = config["norm_num_groups"], config["mid_block_add_attention"]
+        self.conv_in = nn.Conv2d(config["latent_channels"], widths[0], 3, padding=1)
         self.mid_block = Block(widths[0], widths[0], 2, groups, attention, upsample=False)
         self.up_blocks = nn.ModuleList(
             Block(widths[max(i - 1, 0)], width, layers, groups, layers * UP_BLOCKS[kind], upsample=i + 1 < len(widths))
-            for i, (width, kind) in enumerate(zip(widths, kinds))
+            for i, (width, kind) in enumerate(zip(widths, config["up_block_types"]))
         )
         self.conv_norm_out = nn.GroupNorm(groups, widths[-1], EPS)
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
@@ -194,14 +195,7 @@ class KLDecoder(nn.Module):
         self.entries = config = check_config(config)
         channels = config["latent_channels"]
         self.post_quant_conv = nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
-        self.decoder = Layers(
-            channels,
-            config["block_out_channels"],
-            config["layers_per_block"] + 1,
-            config["norm_num_groups"],
-            config["mid_block_add_attention"],
-            config["up_block_types"],
-        )
+        self.decoder = Layers(config)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         return self.decoder(z if self.post_quant_conv is None else self.post_quant_conv(z))
