@@ -12,7 +12,6 @@ from torch import Tensor
 from accel.errors import UsageError
 from accel.graphs import Replayed
 from accel.latents import LatentSpace, files
-from accel.latents.autoencoder_kl import KLDecoder
 from accel.precision import convolutions
 
 # PSNR in dB that float16's picture of the check must reach against float32's. The contest's threshold is 40: at 60 the
@@ -26,8 +25,7 @@ class Decoder:
     """The decoder of a latent space in fp32, tf32 or fp16; in fp16 only where that loses nothing that can be seen.
 
     precision: the arithmetic asked for; otherwise: fp32 or tf32, used where fp16 fails. captured: float16 on a GPU is
-    replayed as a CUDA graph, the same bits; the capture takes as long as some pictures. network: a float32 decoder on
-    the device, in place of the files in the space's folder.
+    replayed as a CUDA graph, the same bits; the capture takes as long as some pictures.
 
     float16 is compared with float32 once, at loading, on noise of a generator of its own. So the outcome depends on the
     weights alone: every rank and every restart finds the same, and the run's random stream is untouched. If float16
@@ -42,12 +40,10 @@ class Decoder:
         precision: str = "fp32",
         otherwise: str = "fp32",
         captured: bool = False,
-        network: KLDecoder | None = None,
     ):
         self.space, self.device, self.precision, self.otherwise = space, device, precision, otherwise
-        self.captured, self.network = captured, network
-        self.half = self._loading = None
-        self._warned = False
+        self.captured, self._warned = captured, False
+        self.network = self.half = self._loading = None  # network: in float32
 
     def load_ahead(self) -> None:
         """On a GPU, load the network and compile its kernels in a thread. The weights wait on the CPU until the

@@ -27,8 +27,7 @@ class Ancestral(Process):
 
     def move(self, kind, state, at, noise, evaluate) -> State:
         (x,), t = state, self.diffusion.num_timesteps - 1 - at  # (n,)
-        how = dict(clip_denoised=False, noise=noise[0])
-        return (self._step(lambda x, t: evaluate(x), x, t, **how)["sample"],)
+        return (self._step(lambda x, t: evaluate(x), x, t, clip_denoised=False, noise=noise[0])["sample"],)
 
     def _step(self, *arguments, **how):
         return self.diffusion.p_sample(*arguments, **how)

@@ -75,14 +75,8 @@ def check_config(config: dict[str, Any], state: dict[str, torch.Tensor]) -> dict
     side, heads, classes = (config.get(name) for name in ("sample_size", "num_attention_heads", CLASSES))
     if type(side) is not int or not 0 < side <= 4096:
         raise ValueError(f"sample_size is {shown(side)}, must be from 1 to 4096; copy it again")
-    width, channels, patch, _ = state["x_embedder.proj.weight"].shape
-    has = {
-        "in_channels": channels,
-        "patch_size": patch,
-        "num_layers": sum(name.endswith("attn.qkv.weight") for name in state),
-        "out_channels": state["final_layer.linear.weight"].shape[0] // patch**2,
-        CLASSES: len(state["y_embedder.embedding_table.weight"]) - 1,
-    }
+    has = _sizes(state) | {CLASSES: len(state["y_embedder.embedding_table.weight"]) - 1}
+    width, patch = len(state["x_embedder.proj.weight"]), has["patch_size"]
     if heads is not None:
         if type(heads) is not int or heads < 1 or width % heads:
             raise ValueError(f"num_attention_heads is {shown(heads)}, which must divide {width}; copy both again")
@@ -191,16 +185,23 @@ def from_diffusers(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def config_of(state: dict[str, torch.Tensor], num_heads: int, latent_size: int, num_classes: int) -> dict[str, Any]:
     """Return config.json of diffusers' DiTTransformer2DModel for a state dict under DiT's names."""
-    width, channels, patch_size, _ = state["x_embedder.proj.weight"].shape
-    return {
+    entries = {
         "_class_name": "DiTTransformer2DModel",
-        "attention_head_dim": width // num_heads,
-        "in_channels": channels,
+        "attention_head_dim": len(state["x_embedder.proj.weight"]) // num_heads,
         "norm_eps": 1e-6,
         "num_attention_heads": num_heads,
-        "num_embeds_ada_norm": num_classes,
-        "num_layers": sum(name.endswith("attn.qkv.weight") for name in state),
-        "out_channels": state["final_layer.linear.weight"].shape[0] // patch_size**2,
-        "patch_size": patch_size,
+        CLASSES: num_classes,
         "sample_size": latent_size,
+    }
+    return dict(sorted((entries | _sizes(state)).items()))
+
+
+def _sizes(state):
+    """Return the entries of config.json that the weights decide. state: under DiT's names."""
+    _, channels, patch, _ = state["x_embedder.proj.weight"].shape
+    return {
+        "in_channels": channels,
+        "num_layers": sum(name.endswith("attn.qkv.weight") for name in state),
+        "out_channels": len(state["final_layer.linear.weight"]) // patch**2,
+        "patch_size": patch,
     }

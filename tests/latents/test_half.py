@@ -41,7 +41,9 @@ def noise(n, side, device=CPU, seed=1, channels=4):
 
 
 def checked(plain, precision="fp16", otherwise="fp32", space=SPACE, **how):
-    return Decoder(space, next(plain.parameters()).device, precision, otherwise, network=plain, **how).load()
+    decoder = Decoder(space, next(plain.parameters()).device, precision, otherwise, **how)
+    decoder.network = plain
+    return decoder.load()
 
 
 def float32(plain, latents, space=SPACE):

@@ -14,8 +14,6 @@ from accel.fast.network import Layout
 from accel.fast.ops import Block, Half, Rotation, Split
 from accel.fast.reader import Reader
 
-RMS_EPS = 1e-5
-
 
 def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
     """Lay out a Large-DiT's state dict. model: gives heads, channels, patch and input size.
@@ -40,7 +38,7 @@ def lay_out(read: Reader, model: nn.Module, ops: Half | Split) -> Layout:
         blocks=[_block(read, name, model.n_heads, rotation, ops) for name in blocks],
         final=(read("final_layer.linear.weight"), read("final_layer.linear.bias")),
         conditioning=conditioning,
-        rms_eps=RMS_EPS,
+        rms_eps=model.blocks[0].attention_norm.eps,
     )
 
 

@@ -26,19 +26,17 @@ def wide(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=None)
-def rotation_table(
-    head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, theta: float = 10000.0
-) -> Tensor:
-    """Return cosines and sines (length, d/2, 2) of position·θ^(-2i/d), i < d/2, for positions 0 … length-1."""
+def rotation_table(head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return cosines and sines (length, d/2, 2) of position·10000^(-2i/d), i < d/2, for positions 0 … length-1."""
     with torch.inference_mode(False):
-        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)  # (d/2,)
+        frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)  # (d/2,)
         angles = torch.outer(torch.arange(length, dtype=dtype, device="cpu"), frequencies)
         return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Apply the rotary embedding: x (N, T, h, d), rotation (T, d/2, 2) → (N, T, h, d). Each pair (2i, 2i+1), as a
-    complex number, is multiplied by exp(j·position·θ^(-2i/d)), j² = -1."""
+    complex number, is multiplied by exp(j·position·10000^(-2i/d)), j² = -1."""
     pairs = wide(x).unflatten(-1, (-1, 2))  # (N, T, h, d/2, 2)
     real, imaginary = pairs.unbind(-1)
     cos, sin = rotation[:, None].unbind(-1)  # each (T, 1, d/2)
