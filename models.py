@@ -204,7 +204,6 @@ class DiT(nn.Module):
     estimate, then the values that interpolate the log variance (Nichol & Dhariwal 2021, arXiv:2102.09672, eq. 15).
     """
 
-    SOME_TIMES = 377, 999, 0  # timesteps for checks
     attend = staticmethod(attention)
 
     def __init__(

@@ -188,15 +188,15 @@ class Sampler:
 
 def _renew(run, loaded, settings):
     """Copy a module's weights into the run's network, all or none. Raises UsageError for weights that do not fit."""
-    model, batch = opening.empty_model(settings), door.batch_of(settings, run.process, run.guidance)
-    require_fit(loaded.name, reference_state(loaded, loaded.fit), model)
+    batch = door.batch_of(settings, run.process, run.guidance)
+    require_fit(loaded.name, reference_state(loaded, loaded.fit), settings.fit.empty(settings.latent_size))
     for fact, words in (("num_heads", "heads"), ("num_classes", "classes")):  # no shape says them
         if (number := getattr(loaded.fit, fact)) != getattr(settings.fit, fact):
             raise UsageError(
                 f"{loaded.name}: has {number} {words}, unlike the model of this Sampler; make another of it"
             )
-    new = load_network(loaded, loaded.fit, model, run.tier, run.device, batch)
-    if TIERS[run.tier].accelerated and overflows(new, batch, run.device, model.SOME_TIMES):
+    new = load_network(loaded, loaded.fit, run.tier, run.device, batch)
+    if TIERS[run.tier].accelerated and overflows(new, batch, run.device, loaded.fit.family.some_times):
         raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")
     run.network.copy_weights(new)
 

@@ -35,7 +35,7 @@ def build(
 
 def _inputs(loaded, device, t=None):
     """Return a batch row of noise, time t and a class: the same on every device."""
-    t = loaded.model.SOME_TIMES[0] if t is None else t
+    t = loaded.fit.family.some_times[0] if t is None else t
     generator, side = torch.Generator().manual_seed(0), loaded.fit.latent_size
     x = torch.randn(1, loaded.model.in_channels, side, side, generator=generator)
     y = torch.randint(loaded.fit.num_classes, (1,), generator=generator)
@@ -45,7 +45,7 @@ def _inputs(loaded, device, t=None):
 def require_finite(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
     """Raise UsageError if the weights or the network's values leave the range of an accelerated tier."""
     device, batch = next(network.parameters()).device, Batch([(1, 1)], loaded.fit.latent_size, loaded.fit.num_classes)
-    if TIERS[tier].accelerated and overflows(network, batch, device, loaded.model.SOME_TIMES):
+    if TIERS[tier].accelerated and overflows(network, batch, device, loaded.fit.family.some_times):
         raise UsageError(f"`precision={tier}`: overflows on these weights; {remedy(network, tier, device)}")
 
 
@@ -81,7 +81,7 @@ def own_guidance(loaded: LoadedModule) -> int | None:
         return None
     found = set()
     weights = None if _evaluate(loaded).any() else _not_zero(loaded)
-    for t, scale in zip(loaded.model.SOME_TIMES, (1.7, 3.1)):
+    for t, scale in zip(loaded.fit.family.some_times, (1.7, 3.1)):
         plain = _evaluate(loaded, weights, t, both=True)
         own = _evaluate(loaded, weights, t, both=True, scale=scale)
         cond, uncond = plain.chunk(2)

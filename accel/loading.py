@@ -40,7 +40,6 @@ def choose_device(name: str | None) -> torch.device:
 def load(
     weights: Checkpoint | LoadedModule,
     fit: Fit,
-    model: torch.nn.Module,
     tier: str,
     device: torch.device,
     batch: Batch,
@@ -51,18 +50,17 @@ def load(
 ) -> tuple[Network, str]:
     """Return (network, its tier): bf16 if the weights overflow float16 and the tier is not `fixed`.
 
-    fit: of the weights; model: the reference network of their shape on the meta device; tuner: chooses the GEMMs'
-    algorithms; part: the part of the weights that this rank reads and holds. Raises UsageError for weights that are
-    missing, that belong to another model, or that the tier cannot hold.
+    fit: of the weights; tuner: chooses the GEMMs' algorithms; part: the part of the weights that this rank reads and
+    holds. Raises UsageError for weights that are missing, that belong to another model, or that the tier cannot hold.
     """
-    network = load_network(weights, fit, model, tier, device, batch, tuner, part)
+    network = load_network(weights, fit, tier, device, batch, tuner, part)
     weights.close()
     network.tune({prod(rows) * (batch.side // network.patch_size) ** 2 for rows in batch.rows})
     if not TIERS[tier].accelerated or tier == "bf16":
         return network, tier
     from_rank_0 = tuner.share if part.ranks > 1 else lambda make: make()
     from_rank_0(lambda: None)  # a rank that failed raises here: none waits for it below
-    too_large = overflows(network, batch, device, model.SOME_TIMES)
+    too_large = overflows(network, batch, device, fit.family.some_times)
     if not from_rank_0(lambda: too_large):
         return network, tier
     if fixed or tier == "exact" or not supports("bf16", device):
@@ -70,13 +68,12 @@ def load(
     print("these weights overflow float16: sampling in bfloat16")
     apply_precision("bf16", device)
     del network  # free its memory first
-    return load(weights, fit, model, "bf16", device, batch, tuner=tuner, part=part)
+    return load(weights, fit, "bf16", device, batch, tuner=tuner, part=part)
 
 
 def load_network(
     weights: Checkpoint | LoadedModule,
     fit: Fit,
-    model: torch.nn.Module,
     tier: str,
     device: torch.device,
     batch: Batch,
@@ -84,7 +81,7 @@ def load_network(
     part: Part = WHOLE,
 ) -> Network:
     """Return the network of a tier, not tuned and not checked. Each weight goes from the mapped file to the device."""
-    state = reference_state(weights, fit)
+    state, model = reference_state(weights, fit), fit.empty(batch.side)
     table = state.get("pos_embed")
     if table is not None and table.shape != model.pos_embed.shape:  # a function of the grid: any size will do
         require_sinusoid(weights.name, state, fit, "sample at the size that it was trained at")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel import loading, output, precision
 from accel.diffusion import create_diffusion
-from accel.door.opening import digest_of, empty_model, open_weights
+from accel.door.opening import digest_of, open_weights
 from accel.errors import UsageError
 from accel.families.loaded_module import LoadedModule
 from accel.forecast import read_plan
@@ -101,19 +101,11 @@ def load(
     trained = settings.fit.trained_size(settings.space.factor)
     if trained not in (None, settings.image_size):
         print(f"{settings.model}: weights trained at {trained} px, sampling at {settings.image_size} px")
+    batch, fixed = batch_of(settings, process, guidance, placement, sizes), settings.request.tier is not None
+    weights, fit, tier, device = settings.weights, settings.fit, settings.tier, settings.device
     with enough_memory(settings.too_large):
-        network, tier = loading.load(
-            settings.weights,
-            settings.fit,
-            empty_model(settings),
-            settings.tier,
-            settings.device,
-            batch_of(settings, process, guidance, placement, sizes),
-            fixed=settings.request.tier is not None,
-            tuner=tuner,
-            part=part,
-        )
-    return Run(network, process, guidance, tier, settings.device, settings.latent_size, settings.too_large)
+        network, tier = loading.load(weights, fit, tier, device, batch, fixed=fixed, tuner=tuner, part=part)
+    return Run(network, process, guidance, tier, device, settings.latent_size, settings.too_large)
 
 
 def decoder_of(settings: Settings, captured: bool = False) -> Decoder | None:
@@ -214,7 +206,7 @@ def layout_of(settings: GridSettings, job: "Job") -> tuple["Groups", Layout | No
     if layout is None and len(settings.labels) >= job.world:  # with a picture for every GPU there is nothing to share
         layout = OFF
     if layout not in (None, OFF):
-        planner.check(layout, settings.tokens, empty_model(settings).num_heads, groups)
+        planner.check(layout, settings.tokens, settings.fit.num_heads, groups)
     return groups, layout
 
 

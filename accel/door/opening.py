@@ -18,7 +18,6 @@ from accel.request import Request
 from accel.sampling.solvers import require_schedule
 from accel.settings import Settings, implied, settle
 from accel.weights.checkpoint import Checkpoint
-from accel.weights.shapes import shapes_only
 
 
 def open_weights(request: Request, device: torch.device, weights: Checkpoint | LoadedModule | None = None) -> Settings:
@@ -119,12 +118,6 @@ def shipped_as(name: str) -> str | None:
             if defaults.ckpt == name or Path(name).name in defaults.published.values():
                 return model
     return None
-
-
-def empty_model(settings: Settings) -> torch.nn.Module:
-    """Return the reference network on the meta device: shapes without values."""
-    with shapes_only():
-        return settings.fit.build(input_size=settings.latent_size, num_classes=settings.num_classes)
 
 
 def digest_of(settings: Settings) -> str:

@@ -49,6 +49,11 @@ class Family(NamedTuple):
         """Return the defaults of models without a name: the first model's, without its file."""
         return next(iter(self.models.values()))._replace(ckpt=None)
 
+    @property
+    def some_times(self) -> tuple[float, ...]:
+        """Return values of t for checks: timesteps, or times of a flow."""
+        return (377, 999, 0) if self.prediction == "noise" else (0.377, 1.0, 0.0)
+
     def part(self, name: str) -> ModuleType:
         """Import the family's module `name`: network, weights or fast."""
         return import_module(f"{self.code}.{name}")

@@ -12,7 +12,7 @@ from accel.errors import UsageError
 from accel.families import Family, families
 from accel.families.recognise import ask, families_with, recognise
 from accel.network import unwrapped
-from accel.weights.shapes import shapes_of, shapes_only
+from accel.weights.shapes import shapes_of
 from accel.weights.tensor_files import require_floats
 
 COMPARED = "eps", "approximate"  # attributes that change a submodule's function and are in no state dict
@@ -56,9 +56,7 @@ class LoadedModule:
         rows = raw[how.family.part("weights").LABELS].shape[0]
         classes = getattr(getattr(self.module, "y_embedder", None), "num_classes", rows - 1)
         facts = dict(family=how.family.name, num_classes=classes if classes in (rows, rows - 1) else rows - 1)
-        self.metadata = {**facts, "class_names": names, **how.metadata}
-        if schedule is not None:
-            self.metadata["schedule"] = dict(schedule)
+        self.metadata = {**facts, "class_names": names, "schedule": schedule and dict(schedule), **how.metadata}
         try:
             fit = recognise(self.name, raw, self.metadata)
             self.fit = fit._replace(model=self.name, latent_size=how.latent_size or fit.latent_size)
@@ -67,8 +65,7 @@ class LoadedModule:
         if how.timestep_embedding:
             self.fit = self.fit._replace(build=partial(_with_embedding, self.fit.build, how.timestep_embedding))
         self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
-        with shapes_only():
-            self.model = self.fit.build(input_size=self.fit.latent_size, num_classes=self.fit.num_classes)
+        self.model = self.fit.empty(self.fit.latent_size)
         self._require_attributes()
 
     @property

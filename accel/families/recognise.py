@@ -69,6 +69,11 @@ class Fit(NamedTuple):
         """Return the side of the training pictures in pixels, or None. factor: a picture's side / its latent's side."""
         return factor * self.latent_size if self.latent_size else self.image_size
 
+    def empty(self, latent_size: int) -> torch.nn.Module:
+        """Return the reference network for latents of this side, on the meta device: shapes without values."""
+        with shapes_only():
+            return self.build(input_size=latent_size, num_classes=self.num_classes)
+
     def metadata(self) -> dict[str, Any]:
         """Return the facts to write into a file of these weights, by their names in weights/metadata.py."""
         facts = {
@@ -241,10 +246,8 @@ def _classes(source, rows, metadata, wanted):
 def require_sinusoid(source: str, state: dict[str, torch.Tensor], fit: Fit, remedy: str) -> float:
     """Return how far the position table in `state` is from the sine-cosine table of its grid. Raises UsageError, with
     `remedy`, for more than the rounding of a moving average: a table that was trained is no function of the grid."""
-    with shapes_only():
-        table = fit.build(input_size=fit.latent_size, num_classes=fit.num_classes).position_table
-    found = state["pos_embed"]
-    off = float((found.cpu().float() - torch.as_tensor(table())).abs().max())
+    found, table = state["pos_embed"], fit.empty(fit.latent_size).position_table()
+    off = float((found.cpu().float() - torch.as_tensor(table)).abs().max())
     rounding = max(AVERAGED, torch.finfo(found.dtype).eps)
     if not off <= rounding:
         raise UsageError(

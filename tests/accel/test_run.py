@@ -12,7 +12,8 @@ from unprivileged import limited
 from accel import door, network
 from accel.door import opening
 from accel.errors import UsageError
-from accel.families.dit.network import DiT, DiT_models
+from accel.families.dit import FAMILY
+from accel.families.dit.network import DiT_models
 from accel.network import Batch, overflows
 from accel.progress import Stopwatch
 from accel.request import FidRequest, GridRequest
@@ -98,7 +99,7 @@ def test_the_check_for_overflow_leaves_the_random_stream_alone():
     before, found = torch.get_rng_state(), []
     for model in models:
         networks = (fast_network(model, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32))
-        found.append([overflows(network, Batch([(1, 2)], 8, 8), CPU, DiT.SOME_TIMES) for network in networks])
+        found.append([overflows(network, Batch([(1, 2)], 8, 8), CPU, FAMILY.some_times) for network in networks])
     assert found == [[False] * 3, [True, False, False]] and torch.equal(torch.get_rng_state(), before)
 
 
@@ -144,7 +145,7 @@ def test_weights_that_overflow_float16_are_found(tmp_path, capsys):
         door.ready(replace(request, precision="fp16"))
 
 
-@pytest.mark.parametrize("bad", DiT.SOME_TIMES)
+@pytest.mark.parametrize("bad", FAMILY.some_times)
 @pytest.mark.parametrize("value", (float("inf"), float("nan")))
 def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
     def tokens(x, t, y):
@@ -152,4 +153,4 @@ def test_an_overflow_at_any_of_three_timesteps_is_seen(bad, value):
         out[-1, -1, -1] = value if int(t[0]) == bad and y.tolist() == [0, 8] else 1
         return out
 
-    assert overflows(SimpleNamespace(tokens=tokens, in_channels=4), Batch([(1, 2)], 8, 8), CPU, DiT.SOME_TIMES)
+    assert overflows(SimpleNamespace(tokens=tokens, in_channels=4), Batch([(1, 2)], 8, 8), CPU, FAMILY.some_times)

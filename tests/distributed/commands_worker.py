@@ -20,9 +20,9 @@ found = {}
 prepare, load_decoder, warm_up = loading.load, files.load, door.warm_up
 
 
-def prepare_and_note(weights, fit, model, tier, device, batch, **how):
+def prepare_and_note(weights, fit, tier, device, batch, **how):
     found["prepared"] = prod(batch.rows[0])
-    return prepare(weights, fit, model, tier, device, batch, **how)
+    return prepare(weights, fit, tier, device, batch, **how)
 
 
 def tune_and_note(self, row_tokens):

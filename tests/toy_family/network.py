@@ -25,7 +25,6 @@ class Layer(nn.Module):
 class Toy(nn.Module):
     """x (N, 3, L, L), t (N,), y (N,) → noise (N, 3, L, L)."""
 
-    SOME_TIMES = 377, 999, 0  # of those that t may be
     in_channels = out_channels = 3
     patch_size, num_heads = 2, 4
     attend = staticmethod(attention)

@@ -19,8 +19,6 @@ class SiT(DiT):
     trained and is dropped.
     """
 
-    SOME_TIMES = 0.377, 1.0, 0.0  # values of t for checks
-
     def head(self, x: Tensor, c: Tensor) -> Tensor:
         """Project tokens x (N, T, D), conditioning c (N, D), to patches of velocity (N, T, p·p·C)."""
         patches = super().head(x, c)  # (N, T, p·p·C'); inside a token the order is (p, p, C')
