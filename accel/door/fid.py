@@ -25,7 +25,7 @@ from accel.settings import FidSettings
 # Fields of a request that are recorded by their outcome, or decide no bit.
 LEFT_OUT = {"ckpt", "vae", "latent_stats", "device", "precision", "vae_precision", "tf32", "sample_dir"}
 LEFT_OUT |= {"forecast", "forecast_plan"}
-# Younger than folders that may be resumed: recorded where they are not the default.
+# Fields that older folders, which may be resumed, lack: recorded only where they differ from the default.
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3, "timestep_shift": 1.0}
 
 

@@ -3,8 +3,8 @@
 A family's weights.py has
 
     MODELS                         name of a model → constructor of the reference network
-    KEYS                           names of tensors that every file of the family has; of families that share a file the
-                                   one with the most is meant
+    KEYS                           names of tensors that every file of the family has; if a file has those of several
+                                   families, it is of the one with the most
     LABELS                         the label table's name
     sizes(shapes, metadata)        (name, constructor, heads); raises KeyError for a missing entry, ValueError for
                                    unsupported weights

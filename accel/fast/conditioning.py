@@ -53,8 +53,8 @@ class Conditioning:
             first += len(weight)
 
     def _own_rows(self, first, last):
-        """Return two slices for the projections' rows from `first` to `last`: of this rank's own rows, and of those
-        rows."""
+        """Return this rank's part of the projections' rows `first` to `last` as two slices: counted from this rank's
+        first row, and from `first`."""
         start = max(first, self.own.start)
         stop = max(start, min(last, self.own.stop))
         return slice(start - self.own.start, stop - self.own.start), slice(start - first, stop - first)

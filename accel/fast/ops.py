@@ -69,12 +69,8 @@ class Half:
             Linear(weight, bias, gelu=index == 2 and not gated, tuner=self.tuner, backend=self.gemm)
             for index, (weight, bias) in enumerate(gemms.values())
         )
-        rotate = rotation and partial(self._rotate, rotation)
+        rotate = rotation and partial(_rotate, qk_norm_rotary, self.part, rotation)
         return Block(layers, rotate, swiglu if gated else None, rotation and rotation.norms)
-
-    def _rotate(self, rotation, qkv, first):
-        norms = _norms_left(self.part, qkv, rotation)
-        return qk_norm_rotary(qkv, rotation.table, first, norms, rotation.rms_eps)
 
     def overflowed(self) -> str | None:
         """Return None: an overflow shows as an output that is not finite."""
@@ -96,9 +92,9 @@ class Split:
     def block(self, gemms: Gemms, gated: bool = False, rotation: Rotation | None = None) -> Block:
         """Lay out a block as Half.block does. Raises ValueError, naming the layer, for weights that are not finite.
 
-        Powers of two move between neighbouring GEMMs. They change no bit of the function, but bring what a high/low
-        split has to hold to a like size: from q to k, from v to proj, from GELU's output to fc2. SwiGLU's output is
-        scaled by the token.
+        Powers of two move between neighbouring GEMMs: from q to k, from v to proj, from GELU's output to fc2. They
+        change no bit of the function, but the values that are split get similar magnitudes. SwiGLU's output is scaled
+        by the token.
         """
         names, layer = list(gemms), partial(SplitLinear, backend=self.gemm)
         (qkv, bq), (proj, bp), (fc1, b1), (fc2, b2) = (
@@ -107,7 +103,8 @@ class Split:
         overflow, rotate, activate = self._watch(names[0]), None, None
         factor, norms = _balanced(qkv, bq, rotation)
         if rotation:  # its kernel splits and watches
-            rotate, overflow = partial(self._rotate, rotation._replace(norms=norms), overflow), None
+            kernel, overflow = partial(qk_norm_rotary_split, overflow=overflow), None
+            rotate = partial(_rotate, kernel, self.part, rotation._replace(norms=norms))
         attention = (
             layer(qkv * factor[:, None], bq * factor, overflow=overflow, name=names[0]),
             layer(proj / factor.chunk(3)[2], bp, scaled=False, name=names[1]),
@@ -123,10 +120,6 @@ class Split:
             )
         return Block((*attention, *mlp), rotate, activate, norms)
 
-    def _rotate(self, rotation, overflow, qkv, first):
-        norms = _norms_left(self.part, qkv, rotation)
-        return qk_norm_rotary_split(qkv, rotation.table, overflow, first, norms, rotation.rms_eps)
-
     def _watch(self, layer):
         """Return a flag that kernels set where a value of `layer` leaves float16's range."""
         self.watched[layer] = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -138,13 +131,14 @@ class Split:
         return next((layer for layer, flag in zip(self.watched, flags) if flag), None)
 
 
-def _norms_left(part, qkv, rotation):
-    """Return the norms for the rotation's kernel. Where ranks divide the heads that a norm is over, apply it here, by
-    tensor operations with the statistics of all ranks, and return None."""
-    if rotation.norms is None or part.ranks == 1 or rotation.rms_eps:
-        return rotation.norms
-    normalise(qkv, rotation.norms, lambda mean: part.sum(mean) / part.ranks)
-    return None
+def _rotate(kernel, part, rotation, qkv, first):
+    """Normalise and rotate q and k of the packed projection by `kernel`. A norm over heads that ranks divide is applied
+    before, by tensor operations with the statistics of all ranks."""
+    norms = rotation.norms
+    if norms is not None and part.ranks > 1 and not rotation.rms_eps:
+        normalise(qkv, norms, lambda mean: part.sum(mean) / part.ranks)
+        norms = None
+    return kernel(qkv, rotation.table, first=first, norms=norms, rms_eps=rotation.rms_eps)
 
 
 def _balanced(qkv, bias, rotation):

@@ -44,7 +44,7 @@ COMPUTED = {
     "norm_type": ("ada_norm_zero",),
 }
 CLASSES = "num_embeds_ada_norm"
-# The last two in evaluation, of this kind of transformer.
+# dropout acts in training only, norm_num_groups in other kinds of transformers.
 WITHOUT_EFFECT = "sample_size", "num_attention_heads", "attention_head_dim", "dropout", "norm_num_groups"
 
 
