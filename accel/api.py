@@ -27,10 +27,12 @@ from accel.precision import TIERS, alone, apply_precision
 from accel.progress import Stopwatch
 from accel.request import GridRequest
 from accel.run import Run
-from accel.weights.checkpoint import HUB_ID
+from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
 
 NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel"
+# Facts of weights that decide the network's function or its labels, and follow from no tensor's shape.
+BESIDE_SHAPES = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
 Labels = int | str | Iterable[int | str]
 
 
@@ -78,7 +80,7 @@ class Sampler:
             if not isinstance(model, torch.nn.Module) and options.get("output_type") != "latent":
                 vae = model.vae if vae is None else vae  # a pipeline's
             model, options["ckpt"] = None, loaded.name
-        elif model not in (None, *model_names()) and (os.path.exists(Path(model)) or HUB_ID.fullmatch(str(model))):
+        elif model not in (None, *model_names()) and _names_weights(model):
             if "ckpt" in options:
                 raise UsageError(f"`ckpt={options['ckpt']}`: conflicts with {model}, which are weights too; give one")
             model, options["ckpt"] = None, str(model)
@@ -97,6 +99,7 @@ class Sampler:
             with alone():
                 self.settings, self._run, self._decoder = door.ready(request, weights=loaded)
                 self._embedding = loaded.how.timestep_embedding if loaded else None
+                self._check, self._checked = check, type(loaded.module) if loaded else None
                 if self._decoder and vae == folder:
                     self._decoder.load()  # while the folder is there
                 if loaded:  # the network has a copy of its weights by now
@@ -108,15 +111,15 @@ class Sampler:
 
     def refresh(self, model: torch.nn.Module) -> None:
         """Load the weights of `model`, of the same shape, in place: pictures equal a new Sampler's to the bit, and
-        captured steps stay valid. Raises ValueError, and keeps the old weights, for another shape or an overflow."""
+        captured steps stay valid. Raises ValueError, and keeps the old weights, if they do not fit or overflow."""
         with self._running() as run:
             new = LoadedModule(model, copy=True)
-            # They decide the network's function beside shapes and values.
             if (new.fit.family, new.how.timestep_embedding) != (self.settings.fit.family, self._embedding):
                 raise UsageError(f"{new.name}: is of another class than the model of this Sampler; make another of it")
             if self.settings.forecast == "plan":
                 raise UsageError("`forecast=plan`: was made for other weights; make another Sampler without it")
-            _renew(run, new, self.settings)
+            _renew(run, new, self.settings, self._check and type(new.module) is not self._checked)
+            self._checked = type(new.module)
 
     def sample(
         self,
@@ -149,7 +152,7 @@ class Sampler:
         labels: n classes, each a number or a name. Arguments that are None are the constructor's. progress: show a bar
         of the steps.
         """
-        several = isinstance(labels, Iterable) and not isinstance(labels, str)
+        several = isinstance(labels, Iterable) and not isinstance(labels, (str, bytes)) and getattr(labels, "ndim", 1)
         labels = tuple(labels) if several else (labels,)
         given = dict(seed=seed, num_sampling_steps=num_sampling_steps, cfg_scale=cfg_scale)
         given = {name: value for name, value in given.items() if value is not None}
@@ -186,19 +189,28 @@ class Sampler:
             yield self._run
 
 
-def _renew(run, loaded, settings):
-    """Copy a module's weights into the run's network, all or none. Raises UsageError for weights that do not fit."""
+def _renew(run, loaded, settings, check):
+    """Copy a module's weights into the run's network, all or none. check: compare its function and guidance. Raises
+    UsageError for weights that do not fit."""
     batch = door.batch_of(settings, run.process, run.guidance)
     require_fit(loaded.name, reference_state(loaded, loaded.fit), settings.fit.empty(settings.latent_size))
-    for fact, words in (("num_heads", "heads"), ("num_classes", "classes")):  # no shape says them
-        if (number := getattr(loaded.fit, fact)) != getattr(settings.fit, fact):
-            raise UsageError(
-                f"{loaded.name}: has {number} {words}, unlike the model of this Sampler; make another of it"
-            )
+    has = {name: getattr(loaded.fit, name) for name in BESIDE_SHAPES}
+    wanted = {name: getattr(settings.fit, name) for name in BESIDE_SHAPES}
+    if check and settings.request.guidance_channels is None and (own := _guided_channels(loaded)):
+        has["guidance_channels"], wanted["guidance_channels"] = own, settings.guidance_channels
+    for name, value in has.items():
+        if value != wanted[name]:
+            raise UsageError(f"{loaded.name}: has {name} {value}, unlike the model of this Sampler; make another of it")
     new = load_network(loaded, loaded.fit, run.tier, run.device, batch)
     if TIERS[run.tier].accelerated and overflows(new, batch, run.device, loaded.fit.family.some_times):
         raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")
+    if check and loaded.fit.latent_size == run.side:
+        require_same(new, loaded, run.tier)
     run.network.copy_weights(new)
+
+
+def _names_weights(name):
+    return os.path.exists(Path(name)) or Path(name).suffix in FILE_SUFFIXES or bool(HUB_ID.fullmatch(str(name)))
 
 
 def _load_module(model, options, check):
@@ -211,14 +223,20 @@ def _load_module(model, options, check):
             family = loaded.fit.family
             print(f"{loaded.name}: does not say its kind, taken for a {family.name} ({family.prediction})")
         if check and "guidance_channels" not in options:
-            channels = own_guidance(loaded)
-            if channels == OTHER:
-                raise UsageError(
-                    f"{loaded.name}: its forward_with_cfg guides in a way of its own; call accelerate(model).forward "
-                    "in your loop, or give `guidance_channels`"
-                )
-            loaded.fit = loaded.fit._replace(recipe={"guidance_channels": channels})
+            loaded.fit = loaded.fit._replace(recipe={"guidance_channels": _guided_channels(loaded)})
     return loaded
+
+
+def _guided_channels(loaded):
+    """Return the number of channels that the module guides, None without forward_with_cfg. Raises UsageError for
+    guidance of another kind."""
+    channels = own_guidance(loaded)
+    if channels == OTHER:
+        raise UsageError(
+            f"{loaded.name}: its forward_with_cfg guides in a way of its own; call accelerate(model).forward in your "
+            "loop, or give `guidance_channels`"
+        )
+    return channels
 
 
 def _written(vae: torch.nn.Module, folder: str) -> str:

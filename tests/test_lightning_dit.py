@@ -15,6 +15,7 @@ from accel.sampling import denoise
 from accel.sampling.flow import Euler, Heun
 from accel.sampling.guidance import Guidance
 from accel.weights.shapes import shapes_only
+from models import DiT
 
 SMALL = dict(input_size=4, in_channels=32, hidden_size=144, depth=2, num_heads=2, num_classes=8)
 FORMS = (
@@ -174,5 +175,7 @@ def test_the_class_here_and_the_original_class_are_accelerated():
         t = torch.full((4,), 0.5)
         got = fast.forward_with_cfg(x, t, y=y, cfg_scale=3.0, cfg_interval=True, cfg_interval_start=start)
         assert error(got, theirs.forward_with_cfg(x, t, y, 3.0, True, start).double()) < 1e-5
+    with pytest.raises(UsageError, match="LightningDiT: is a LightningDiT without SwiGLU, which is not computed here$"):
+        Sampler(type("LightningDiT", (DiT,), {})(**SMALL))
     with Sampler(theirs, device="cpu", output_type="latent", num_sampling_steps=2) as sampler:
         assert sampler.latents(3).shape == (1, 32, 4, 4) and sampler.settings.sampler == "euler"

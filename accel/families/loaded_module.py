@@ -51,6 +51,8 @@ class LoadedModule:
         self.module = unwrapped(module)
         self.name = type(self.module).__name__
         state = self.module.state_dict()
+        if empty := [name for name, value in state.items() if value.is_meta]:
+            raise UsageError(f"{self.name}: {empty[0]} holds no values; load the weights first")
         self.how = how = self._known_by(state)
         raw = self._raw(state)
         rows = raw[how.family.part("weights").LABELS].shape[0]

@@ -58,7 +58,7 @@ def require_schedule(owner: str, config: Mapping[str, Any] | None) -> None:
 
 def require_scheduler(scheduler: Any) -> None:
     """Raise UsageError unless `scheduler` is a scheduler of diffusers that takes estimates of noise."""
-    if not (hasattr(scheduler, "config") and callable(getattr(scheduler, "step", None))):
+    if not (isinstance(getattr(scheduler, "config", None), Mapping) and callable(getattr(scheduler, "step", None))):
         raise UsageError(f"`sampler={shown(scheduler)}`: give a sampler's name, or a scheduler of diffusers")
     if "beta_schedule" not in scheduler.config and "trained_betas" not in scheduler.config:
         raise UsageError(

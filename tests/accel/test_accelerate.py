@@ -8,7 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
-from networks import DEVICES, SMALL, build, error, guided, inputs, large_inside, pipeline, small, transformer, upstream
+from networks import (
+    DEVICES,
+    SMALL,
+    FourChannels,
+    Otherwise,
+    build,
+    error,
+    inputs,
+    large_inside,
+    pipeline,
+    small,
+    transformer,
+    upstream,
+)
 from test_large_dit import build as build_large
 from torch import nn
 
@@ -156,11 +169,6 @@ class Halved(DiT):
         return super().forward(x, t, y).chunk(2, dim=1)[0]
 
 
-class Otherwise(DiT):
-    def forward(self, x, t, y):
-        return super().forward(x, 2 * t, y)
-
-
 def changed(model, name, attribute, value):
     setattr(model.get_submodule(name), attribute, value)
     return model
@@ -183,7 +191,7 @@ OTHERS = {
     ),
     "a config": (lambda: transformer(norm_eps=0.1), "DiTTransformer2DModel: norm_eps is 0.1"),
     "no biases": (lambda: transformer(attention_bias=False), "not a DiT in diffusers' layout .*to_q.bias"),
-    "no values": (lambda: small().to("meta"), "device meta: holds no values"),
+    "no values": (lambda: small().to("meta"), "DiT: pos_embed holds no values; load the weights first"),
     "no DiT": (lambda: nn.Linear(2, 2), "Linear: is not a DiT: no blocks.0.attn.qkv.weight"),
     "no module": (lambda: "DiT-XL/2", "str: is not a DiT; give a torch.nn.Module"),
 }
@@ -279,14 +287,6 @@ def test_the_callers_modes_change_nothing(device):
     finally:
         torch.set_default_dtype(default)
         torch.set_default_device(None)
-
-
-class FourChannels(DiT):
-    """As upstream's comment proposes."""
-
-    def forward_with_cfg(self, x, t, y, cfg_scale):
-        half = x[: len(x) // 2]
-        return guided(self.forward(torch.cat([half, half]), t, y), cfg_scale, channels=4)
 
 
 class Rescaled(DiT):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
-from diffusers import FlowMatchEulerDiscreteScheduler
-from networks import DEVICES, Original, guided, pipeline, small, upstream
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from networks import DEVICES, FourChannels, Original, Otherwise, guided, pipeline, small, upstream
 from PIL import Image
 from torch import nn
 
@@ -51,7 +51,8 @@ def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
     with demo(seed=5, cfg_scale=3.0) as sampler:
         both = sampler.latents(["planet", 3])
         assert torch.equal(both, sampler.latents((0, "ball"), seed=5, num_sampling_steps=4, cfg_scale=3.0))
-        assert torch.equal(sampler.latents("sea"), sampler.latents(np.int64(5))) and len(sampler.latents(5)) == 1
+        for five in (5, np.int64(5), torch.tensor(5)):
+            assert torch.equal(sampler.latents("sea"), sampler.latents(five)) and len(sampler.latents(five)) == 1
         for other in (dict(seed=0), dict(num_sampling_steps=5), dict(cfg_scale=4.0)):
             assert not torch.equal(both, sampler.latents([0, 3], **other))
         assert torch.equal(both, sampler.latents([0, 3]))
@@ -137,11 +138,13 @@ def test_close_frees_the_network():
         (lambda: Sampler("x" * 300), "model=xxx.*: unknown; choose from"),
         (lambda: Sampler("weights.pt", model="DiT-XL/2"), "model=DiT-XL/2: the first argument is the model already"),
         (lambda: demo(weights=3), "weights: is not an option of Sampler"),
-        (lambda: demo(sampler=5), "sampler=5: give a sampler's name, or a scheduler of diffusers"),
+        (lambda: Sampler("weights.pt"), "ckpt=weights.pt: no such file"),
+        (lambda: demo(sampler=DDIMScheduler), "sampler=<class .*>: give a sampler's name, or a scheduler of diffusers"),
         (lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler has no betas"),
         (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
         (lambda: demo(vae=nn.Linear(2, 2)), "vae=Linear: give ema, mse, a folder or an AutoencoderKL"),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
+        (lambda: demo().latents(b"12"), "labels=b'12': must be a class's number or name"),
         (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2, in_channels=3)), "vae=ema: .* makes 3; give"),
         (lambda: Sampler(DiT(hidden_size=48, depth=1, num_heads=2), ckpt="x.pt"), "ckpt: is for weights on disk"),
@@ -167,8 +170,8 @@ def test_a_plan_for_other_steps_is_refused_every_time():
 def test_weights_are_renewed_in_place(precision, device):
     """To the bit as a new Sampler; what was captured is replayed."""
     how = dict(precision=precision, device=device, output_type="latent", num_sampling_steps=3)
-    model = fill(DiT_models["DiT-Demo/2"]())
-    ema = fill(copy.deepcopy(model), seed=3)
+    build = DiT_models["DiT-Demo/2"]
+    model, ema = fill(build()), fill(build(), seed=3)
     with Sampler(model, **how) as sampler, Sampler(ema, **how) as new:
         before, graphs = sampler.latents([1, 2]), graphs_of(sampler)
         sampler.refresh(nn.DataParallel(ema))
@@ -176,8 +179,11 @@ def test_weights_are_renewed_in_place(precision, device):
         assert not torch.equal(sampler.latents([1, 2]), before)
         for other, words in (
             (fill(DiT(input_size=16, hidden_size=48, depth=2, num_heads=2, num_classes=8)), "must be "),
-            (fill(DiT_models["DiT-Demo/2"](num_heads=2)), "has 2 heads, unlike"),
-            (fill(DiT_models["DiT-Demo/2"](num_classes=9, class_dropout_prob=0)), "has 9 classes, unlike"),
+            (fill(build(num_heads=2)), "has num_heads 2, unlike"),
+            (fill(build(num_classes=9, class_dropout_prob=0)), "has num_classes 9, unlike"),
+            (fill(FourChannels(**build.config)), "has guidance_channels 4, unlike"),
+            (fill(Otherwise(**build.config)), "Otherwise: computes another function"),
+            (build().to("meta"), "DiT: pos_embed holds no values"),
             (nn.Linear(2, 2), "Linear: is not a DiT"),
         ):
             with pytest.raises(ValueError, match=words):

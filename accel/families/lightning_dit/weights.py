@@ -60,6 +60,8 @@ def rotations(head: int, side: int) -> dict[str, Tensor]:
 def of_module(module: nn.Module, state: dict[str, Tensor]) -> OfModule | None:
     """Return the rules to read a module with a LightningDiT's entries, or None for another module."""
     if not state.keys() >= set(KEYS):
+        if any(lightning_dit.FAMILY.name in kind.__name__ for kind in type(module).__mro__):
+            raise ValueError("is a LightningDiT without SwiGLU, which is not computed here")
         return None
     how = of_dit(lightning_dit.FAMILY, module, state, strength=STRUCTURE, face=IntervalFace)
     if not isinstance(module, LightningDiT):
