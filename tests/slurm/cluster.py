@@ -108,7 +108,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-KillWait=5
+KillWait=30
 GresTypes=gpu
 SlurmdParameters=config_overrides
 {nodes}

@@ -164,8 +164,9 @@ def again(cluster, job):
 
 
 def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
-    """One job: a rank killed (the job fails, its user requeues it), the warning before the time limit (it requeues
-    itself), SIGTERM to the ranks as in preemption (again itself). It ends with the files of an undisturbed job."""
+    """One job: a rank killed (the job fails, its user requeues it), cancelled (it stays so, its user requeues it), the
+    warning before the time limit (it requeues itself), SIGTERM to the ranks as in preemption (again itself). It ends
+    with the files of an undisturbed job."""
     size = "--ntasks-per-node=2", "--cpus-per-task=1"
     job = cluster.submit(*size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout)
     wait_for_pictures(checkout, job, 2)
@@ -173,10 +174,13 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     assert cluster.wait_for(job, {"FAILED"}, 60) and cluster.fact(job, "ExitCode") == "137:0"
     cluster.run("scontrol", "requeue", job)
     again(cluster, job)
-    for restart, how in enumerate((["--batch", "--signal=USR1"], ["--signal=TERM"]), start=2):
+    for restart, how in enumerate(([], ["--batch", "--signal=USR1"], ["--signal=TERM"]), start=2):
         cluster.wait_for(job, {"RUNNING"}, 30)
         wait_for_pictures(checkout, job, len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) + 4)
         cluster.run("scancel", *how, job)
+        if not how:
+            assert cluster.wait_for(job, {"CANCELLED", "PENDING"}, 60) == "CANCELLED"
+            cluster.run("scontrol", "requeue", job)
         requeued(cluster, checkout, job, restart)
         assert log_of(checkout, job).count("start again with the same command") == restart - 1
         assert not list((checkout / "output").glob(f"job_{job}/*.npz"))
@@ -185,7 +189,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     expected = jobs.files(checkout / "calm")
     assert [sum(name.endswith(end) for name in expected) for end in (".png", ".npz")] == [28, 1]
     assert jobs.files(checkout / "output" / f"job_{job}") == expected
-    assert int(cluster.fact(job, "Restarts")) == 3
+    assert int(cluster.fact(job, "Restarts")) == 4
 
 
 def ranks_of(job):
