@@ -258,6 +258,8 @@ def _join():
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=START))
+        # torchrun --max-restarts may keep its store, and with it the addresses and the failure of the ranks that ended.
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=START)
     except RuntimeError as error:

@@ -87,6 +87,14 @@ def killed(job):
     job.barrier()
 
 
+def killed_once(job):
+    """In the first of torchrun's attempts."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        killed(job)
+    assert not job.stopping
+    exchange(job)
+
+
 def killed_in_wait(job):
     if job.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

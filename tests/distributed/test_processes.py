@@ -116,6 +116,13 @@ def test_a_dead_rank_ends_the_job(ending):
     assert time.monotonic() - start < 60 and statuses[1] == -signal.SIGKILL, error
 
 
+def test_a_job_whose_rank_died_is_started_again_by_torchrun():
+    """The new ranks meet nothing that the old ones left in its store: neither addresses nor the request to stop."""
+    command = [*forks.torchrun(2, "--standalone", "--max-restarts=1"), WORKER, "killed_once"]
+    done = forks.run(command, timeout=60, **ENVIRONMENT)
+    assert (done.returncode, done.stdout) == (0, "exchanged\n"), done.stderr
+
+
 def test_a_job_that_stops_on_rank_0():
     statuses, error = under_torchrun(WORKER, "stopped_on_0")
     assert statuses[0] == STOPPED and statuses.get(1, 0) in (0, STOPPED), error
