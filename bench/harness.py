@@ -104,16 +104,22 @@ def complete(args: Namespace) -> Namespace:
     return args
 
 
+def first_line(*command: str) -> str:
+    """Return the first line that a program prints; "" if it prints none or is not installed."""
+    with suppress(OSError):
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.partition("\n")[0]
+    return ""
+
+
 def provenance(device: torch.device, commit: str | None) -> dict:
     """Return the origin of figures: GPU (None on a CPU), CPU cores, torch, version, commit, date, command."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     launcher = f"torchrun --nproc_per_node={os.environ['WORLD_SIZE']}" if "WORLD_SIZE" in os.environ else "python"
     return dict(
         gpu=gpu.name(device) if device.type == "cuda" else None,
         cores=len(os.sched_getaffinity(0)),
         torch=torch.__version__,
         version=accel.__version__,
-        commit=commit or git.stdout.strip(),
+        commit=commit or first_line("git", "describe", "--always", "--dirty"),
         date=str(date.today()),
         command=f"{launcher} {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}",
     )

@@ -13,7 +13,6 @@ if not __package__:
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -46,6 +45,7 @@ KINDS = (
 OTHER = "norm/elementwise"
 # cudaDeviceSynchronize is the profiler's own.
 WAITS = r"^cu(da)?(Stream|Event|Ctx)Synchronize|^cudaMemcpy"
+DRIVER = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
 STAGED = 50  # µs: an asynchronous copy that takes the host longer than this has waited for the GPU
 
 
@@ -148,12 +148,6 @@ def adaln_bytes(network: BlockNetwork, row_tokens: int, value_bytes: int) -> int
     return row_tokens * network.width * (network.depth * (middle + joined) + stream + value_bytes)
 
 
-def driver() -> str:
-    """Return the version of the GPU's driver."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
-
-
 def save_trace(profiler: profile, path: Path) -> None:
     """Write the trace, whole or not at all."""
     with tempfile.NamedTemporaryFile(suffix=".json.gz") as trace:
@@ -178,7 +172,7 @@ def run(args: Namespace, device: torch.device) -> dict:
     row_tokens = 2 * args.pictures * (args.latent_size // network.patch_size) ** 2
     moved = adaln_bytes(network, row_tokens, precision.TIERS[args.precision].dtype.itemsize)
     about = harness.about("profile", args, device) | dict(
-        driver=driver() if cuda else None,
+        driver=harness.first_line(*DRIVER) if cuda else None,
         baseline=args.baseline,
         batch_rows=2 * args.pictures,
         tier=args.precision,

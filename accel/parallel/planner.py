@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -107,7 +107,8 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
     """Describe all that a choice depends on: the key of a kept layout."""
-    sizes = "+".join(map(str, Counter(groups.job.all_gather_object(groups.job.host)).values()))  # ranks of each host
+    hosts = [len([*ranks]) for _, ranks in groupby(groups.job.all_gather_object(groups.job.host))]
+    sizes = "+".join(map(str, hosts)) + " peers" * groups.peers()  # neighbouring ranks on one host
     gpu = groups.device.type == "cuda"
     name = torch.cuda.get_device_name(groups.device) if gpu else f"processors of {torch.get_num_threads()} threads"
     code = kernels.version(kernels.FOLDER, Path(__file__).parent)

@@ -52,6 +52,8 @@ def test_provenance(monkeypatch):
     about = harness.provenance(CPU, None)
     assert about["gpu"] is None and about["torch"] == torch.__version__ and about["commit"] and about["date"]
     assert about["command"] == "python bench/x.py --flag 'two words'"  # to be typed again
+    monkeypatch.setenv("PATH", "")
+    assert harness.provenance(CPU, None)["commit"] == ""  # without git
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert harness.provenance(CPU, "abc")["command"].startswith("torchrun --nproc_per_node=4 ")
 

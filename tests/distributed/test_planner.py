@@ -89,12 +89,13 @@ def test_a_mesh_of_one_is_no_mesh(text):
 
 
 def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
-    """Layouts are kept between runs; faster kernels, or another exchange, are another choice."""
+    """Layouts are kept between runs; faster kernels, another exchange, or GPUs without NVLink are another choice."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = fill(DiT(input_size=16, hidden_size=24, depth=3, num_heads=6, num_classes=8))
     network = Plain(model)
-    how = network, work(), groups_of(1)
+    how = network, work(), (groups := groups_of(1))
     where = situation(*how)
+    seen = {where}
     assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in where and network.describe() in where
     assert "1 batch rows each in 25% of evaluations, 2 batch rows each in 75% of evaluations" in situation(
         network, work()._replace(copies=Counter({2: 3, 1: 1})), groups_of(1)
@@ -112,6 +113,11 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     os.mkfifo(file)
     assert "measured before" not in choose_once(*how)[1]
     assert file.is_fifo()
+    for hosts, peers in ("aabb", False), ("abab", False), ("aaaa", False), ("aaaa", True):
+        monkeypatch.setattr(groups.job, "all_gather_object", lambda _, hosts=hosts: hosts)
+        monkeypatch.setattr(groups, "peers", lambda peers=peers: peers)
+        seen.add(situation(*how))
+    assert len(seen) == 5
 
 
 class Counted(Plain):
