@@ -176,8 +176,8 @@ def find_weights(given: Path | None) -> tuple[Path, bool]:
     path = given or Path(torch.hub.get_dir(), "checkpoints", URL.rpartition("/")[2])
     if given is None and not path.exists():
         print(f"fetching {URL} to {path} (95 MB, once)")
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(URL, str(path), hash_prefix=SHA256)
         except (OSError, RuntimeError) as error:  # RuntimeError: another hash
             raise UsageError(

@@ -338,12 +338,14 @@ def test_published_weights_are_fetched_aloud_and_kept(hub, tmp_path, capsys):
         fid.find_weights(tmp_path / "none.pth")
 
 
-@pytest.mark.parametrize("how", ["another file", "no network"])
+@pytest.mark.parametrize("how", ["another file", "no network", "no folder"])
 def test_nothing_else_is_fetched(how, hub):
     hub.write_bytes(b"other") if how == "another file" else hub.unlink()
+    if how == "no folder":
+        Path(torch.hub.get_dir()).touch()
     with pytest.raises(UsageError, match="--inception-weights: download failed .* name the file"):
         fid.find_weights(None)
-    assert not list(Path(torch.hub.get_dir(), "checkpoints").iterdir())
+    assert not list(Path(torch.hub.get_dir()).glob("checkpoints/*"))
 
 
 def test_other_weights_are_one_line_and_code_is_not_run(inception, tmp_path):
