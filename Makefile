@@ -1,15 +1,15 @@
-# make sample: eight pictures of the demo model on whatever device there is. make page: the page for the browser. make test:
+# make sample: eight pictures of the demo model, on a GPU if there is one. make page: the page for the browser. make test:
 # the tests. Each builds .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: sample test page clean
-unexport PYTHONDONTWRITEBYTECODE # pip compiles nothing below: Python keeps what it has compiled of what is imported
+unexport PYTHONDONTWRITEBYTECODE # Python keeps the compiled modules that it imports; pip below compiles none
 
 sample: $(VENV)/ready
 	$(BIN)/python sample.py --model DiT-Demo/2 --output sample.png
-	@# A GPU's random stream is another than the CPU's: each has its golden picture. LPIPS would need weights to be fetched.
+	@# GPU and CPU have different random streams, and each its golden picture. LPIPS would need weights to be fetched.
 	@kind=$$($(BIN)/python -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")'); \
 	  $(BIN)/python evaluate.py pretrained_models/demo/golden-$$kind.png sample.png --metrics mae psnr ssim
 

@@ -1,4 +1,4 @@
-"""What upstream's scripts import: `from download import find_model`. Run as a command, it fetches the published
+"""The names that upstream's scripts import: `from download import find_model`. As a command: fetch the published
 weights."""
 
 from accel.families.recognise import download_model, find_model

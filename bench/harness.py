@@ -1,4 +1,4 @@
-"""Flags, provenance, timing, random weights and networks of all benchmarks. Only this file knows the core."""
+"""Flags, provenance, timing, random weights and networks of all benchmarks."""
 
 import json
 import os
@@ -78,8 +78,8 @@ def add_batch(parser: ArgumentParser) -> None:
 
 
 def prepare(args: Namespace) -> torch.device:
-    """Return the device, and complete `args` for it: on a CPU the demo. Raises UsageError as `complete` does, and for
-    an output that cannot be written."""
+    """Return the device, and complete `args` for it; the default model on a CPU is the demo. Raises UsageError as
+    `complete` does, and for an output that cannot be written."""
     device = loading.choose_device(args.device)
     if getattr(args, "seen_as", None):
         seen_as.see_as(args.seen_as)
@@ -93,8 +93,7 @@ def prepare(args: Namespace) -> torch.device:
 
 
 def complete(args: Namespace) -> Namespace:
-    """Give `args` the weights, sizes and number of classes that its model, ckpt and image_size imply; return it.
-
+    """Set in `args` the weights, sizes and number of classes that its model, ckpt and image_size imply; return it.
     Raises UsageError for a size that the network does not take."""
     request = GridRequest(args.model, ckpt=args.ckpt, image_size=args.image_size, output_type="latent")
     known = implied(request)
@@ -133,14 +132,14 @@ def about(kind: str, args: Namespace, device: torch.device) -> dict:
 
 
 def write(path: str | Path | None, record: dict) -> None:
-    """Write `record` as the whole file `path`; no-op without a path. Called after every result."""
+    """Write `record` as the whole file `path`; no-op without a path."""
     if path:
         with atomic_write(path) as file:
             file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def safe(name: str) -> str:
-    """Return a name with other characters than letters, digits and _ replaced, for a file."""
+    """Return `name` for a file: letters, digits and _ stay, other characters become -."""
     return re.sub(r"\W", "-", name)
 
 
@@ -165,8 +164,8 @@ def run_steps(loop: Callable, steps: int, on_step: Callable[[], None]) -> None:
 
 
 def step_times(loop: Callable | None, steps: int, device: torch.device) -> list[float]:
-    """Return the milliseconds of each of `steps` steps of the sampling run `loop(on_step)`, by the device's clock; of
-    an idle rank, which has no loop, zeros."""
+    """Return the milliseconds of each of `steps` steps of the sampling run `loop(on_step)`, by the device's clock.
+    Return zeros on an idle rank, which has no loop."""
     if loop is None:
         return [0.0] * steps
     marks, cuda = [], device.type == "cuda"

@@ -4,11 +4,11 @@
     python bench/jobs.py --gpus 4 --output output/ddp.json
     python bench/jobs.py --fid 640 --image-size 256 --output output/fid.json
 
---contest: T from loading the model to the picture on disk, after a run that fills the caches; its points, which the
-contest's own job alone has; the time of the whole process; the picture's SHA-256, for which scripts/pack.sh looks.
+--contest: T from loading the model to the picture on disk, after a run that fills the caches; its points, if the job is
+the contest's; the time of the whole process; the picture's SHA-256, by which scripts/pack.sh finds the record.
 --gpus: N GPUs of this node against one: a grid of 8 labels by sample.py, an FID job's pictures/s by sample_ddp.py.
---fid: an FID job on one GPU by so few evaluations that decoding and writing count: pictures/s from the start of the
-process, and from when the first batch is written. Without --ckpt network and decoder have random weights from a seed.
+--fid: an FID job on one GPU by few evaluations, so that decoding and writing count: pictures/s from the start of the
+process, and from the first written batch on. Without --ckpt network and decoder have random weights from a seed.
 """
 
 if not __package__:
@@ -42,8 +42,8 @@ from accel.latents.autoencoder_kl import SD_VAE_FT
 from accel.request import FidRequest
 from bench import harness
 
-ENOUGH = 60.0  # seconds of a tier's runs after which it is not run again: long runs differ by less than 1 %
-CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # T and points are of this job alone
+ENOUGH = 60.0  # seconds of runs after which a tier is not run again: long runs differ by less than 1 %
+CONTEST = dict(model="DiT-XL/2", image_size=512, steps=250, pictures=8)  # the only job with points
 
 
 def run(command: list, **environment) -> tuple[list[str], float]:
@@ -154,8 +154,8 @@ def fid(args: Namespace, flags: list, folder: Path, record: Callable) -> None:
 
 
 def flags_of(args: Namespace, device: torch.device, folder: Path) -> list:
-    """Return the commands' flags of network, decoder and device. What has no file gets one of random weights in
-    `folder`."""
+    """Return the flags of network, decoder and device for the commands. Write random weights to `folder` for a network
+    or decoder without a file."""
     ckpt, implied = args.ckpt, family_of(args.model).models[args.model].vae
     vae = args.vae or (None if implied in files.PUBLISHED else implied)
     if not ckpt:
@@ -190,7 +190,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     text = "the contest's T and points in these tiers (default: sample.py's)"
     what.add_argument("--contest", nargs="*", choices=tiers, metavar="TIER", help=text)
-    what.add_argument("--gpus", type=positive, help="so many GPUs of this node against one of them")
+    what.add_argument("--gpus", type=positive, metavar="N", help="N GPUs of this node against one")
     what.add_argument("--fid", type=positive, metavar="N", help="an FID job of N pictures by dpm++ on one GPU")
     harness.add_arguments(parser)
     parser.add_argument("--vae", help="decoder, as in sample.py (default: a random one; the demo's own)")

@@ -50,7 +50,8 @@ def runnable(network: BlockNetwork, work: Work, groups: Groups) -> Iterator[Layo
 
 
 def laid_out(network: BlockNetwork, work: Work, groups: Groups, layout: Layout) -> Network:
-    """Return the network as this rank has it, its GEMMs chosen. Every rank calls it: all make the groups."""
+    """Return the network as this rank evaluates it under `layout`, its GEMMs chosen. Every rank calls this function,
+    since all make the groups."""
     planner.tune(network, work, [Placement(layout, groups.job.world)])
     return groups.apply(network, layout)
 
@@ -62,7 +63,7 @@ def settings(network: BlockNetwork, work: Work, groups: Groups) -> Iterator[tupl
         if ranks <= world and (pictures >= ranks or ranks == world and pictures > 1):
             yield OFF, ranks
     for layout in runnable(network, work, groups):
-        # Not a layout that leaves ranks with padding alone, or that a GPU a picture makes pointless.
+        # Leave out layouts that give a rank only padding, or divide tokens where each GPU could have a picture.
         if layout.rows <= Guidance.copies * pictures and (pictures < layout.ranks or layout.tokens == 1):
             yield layout, layout.ranks
 

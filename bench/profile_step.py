@@ -50,7 +50,7 @@ STAGED = 50  # µs: an asynchronous copy that takes the host longer than this ha
 
 
 def record(loop: Callable, steps: int, device: torch.device) -> profile:
-    """Run `steps` warm steps of `loop` under the profiler."""
+    """Return the profile of `steps` warm steps of `loop`."""
     # CUPTI must outlive the first profile, or a captured step that is replayed in the second one crashes.
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -58,7 +58,7 @@ def record(loop: Callable, steps: int, device: torch.device) -> profile:
     cuda = device.type == "cuda"
 
     def on_step(*_):
-        if cuda and profiler.step_num == WAIT + WARMUP - 1:  # the steps before are not the recorded ones' work
+        if cuda and profiler.step_num == WAIT + WARMUP - 1:  # earlier steps' kernels must not be recorded
             torch.cuda.synchronize(device)
         profiler.step()
 
@@ -90,12 +90,10 @@ def analyse(events: EventList, steps: int) -> dict:
         reach = max(reach, end)
     waits = [row for row in averages if row.device_type == DeviceType.CPU and re.search(WAITS, row.key)]
     waits = [row for row in waits if "Async" not in row.key or row.self_cpu_time_total > STAGED * row.count]
-    copied = sum(row.self_device_time_total for row in kernels if re.match("Memcpy (HtoD|DtoH)", row.key))
     by_time = sorted(times.items(), key=lambda item: -item[1])
     return dict(
         window_ms=(reach - first) / steps / 1e3,
         launches_per_step=sum(row.count for row in kernels) / steps,
-        host_copies_ms=copied / steps / 1e3,
         kinds={kind: dict(ms=time / steps / 1e3, share=time / (reach - first)) for kind, time in by_time},
         waits=[
             dict(where=row.key, per_step=row.count / steps, ms_per_step=row.self_cpu_time_total / steps / 1e3)

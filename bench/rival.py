@@ -17,8 +17,7 @@ LARGE = 10**9  # parameters above which the compiler would be busy with the whol
 
 
 class Rival(Plain):
-    """A plain network in `dtype` as others run it: one of RIVALS. `model` is converted to that dtype; eager runs under
-    autocast.
+    """A plain network in `dtype` under one of RIVALS. `model` is converted to that dtype; eager runs under autocast.
 
     A LARGE network's blocks are compiled one by one and share a compilation; a CUDA graph then holds a step.
     """

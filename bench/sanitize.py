@@ -25,7 +25,7 @@ from accel.latents.half import HalfDecoder
 from accel.loading import choose_device
 from bench import harness
 
-DEPTH = "depth", "n_layers"  # a constructor's argument
+DEPTH = "depth", "n_layers"  # names of a constructor's number of blocks
 
 
 def one_block(family: Family, side: int, device: torch.device) -> tuple[str, torch.nn.Module]:

@@ -1,7 +1,7 @@
 """This GPU seen as one of another generation, for rehearsals and tests.
 
-The code sees another compute capability, and Triton compiles for it: the driver makes this GPU's machine code of its
-PTX. cuBLAS and cuDNN see the GPU that is here; a step by them may be faster than the older GPU's kernels would make it.
+The code sees another compute capability, and Triton compiles for it: the driver compiles the PTX for this GPU. cuBLAS
+and cuDNN see the real GPU: their kernels may be faster than those they would choose on the older GPU.
 """
 
 import re

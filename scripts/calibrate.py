@@ -3,14 +3,14 @@
     python scripts/calibrate.py --model DiT-Demo/2
     python scripts/calibrate.py --ckpt pretrained_models/DiT-XL-2-512x512.pt --image-size 512 --margin 1
 
-1. The cost of every stride. --pictures runs with all evaluations are recorded. From every step of theirs one or two
-   evaluations serve 2, 3, … steps; the mean square distance to where the run went is what that stride costs.
-2. Sensitivity: what an error made at a step does to the finished picture. Two evaluations serve three steps, in one
+1. The cost of every stride. --pictures runs with all evaluations are recorded. From each of their steps a stride of
+   2, 3, … steps is made by one or two evaluations. Its cost is the mean square distance of its end from the recording.
+2. Sensitivity: the effect of an error at a step on the finished picture. Two evaluations serve three steps, in one
    window of steps only.
 3. For every number of evaluations, the plan with the least cost times sensitivity, by dynamic programming.
 4. The fewest evaluations whose pictures exceed the contest criterion's PSNR against float32 with all evaluations, plus
    --margin, on 99 % of the grids of eight and on 93 % of the pictures of fresh seeds.
-5. The evidence, from seeds that none of this has seen. If it misses the criterion, a few evaluations more.
+5. The evidence, from seeds that were not used before. If it misses the criterion, a few evaluations more.
 
 LPIPS is left to evaluate.py.
 """
@@ -48,7 +48,7 @@ FIRST_SEED = 10_000  # of the recorded pictures; the held-out seeds follow it
 LONGEST = 8  # steps of a stride
 GRID = 8
 WINDOW = 10  # steps over which a sensitivity is measured
-PROBE = 3, 2  # by strides of this kind: steps, evaluations
+PROBE = 3, 2  # the stride that measures it: steps, evaluations
 THRESHOLD = evaluate.GATES["contest"]["psnr"]
 SHARE_OF_GRIDS, SHARE_OF_TILES = 0.99, 0.93
 
@@ -140,14 +140,14 @@ def record(bench: Bench, count: int) -> dict:
 
 
 def kinds_up_to(longest: int) -> list[Kind]:
-    """Return the strides to choose from: (steps, evaluations)."""
+    """Return the kinds of strides, (steps, evaluations), that a plan may have."""
     return [(k, calls) for k in range(1, longest + 1) for calls in (1, 2) if (k, calls) == (1, 1) or calls < k]
 
 
 @torch.inference_mode()
 def costs(bench: Bench, run: dict) -> dict[Kind, np.ndarray]:
-    """Return for each kind of stride (T,): mean square error of x after a stride from step i, inf where there is none;
-    of at most --batch pictures."""
+    """Return for each kind of stride (T,): mean square error of x after a stride from step i, inf where none begins.
+    Uses at most --batch pictures."""
     steps, kinds = bench.diffusion.num_timesteps, kinds_up_to(LONGEST)
     states = [[part[: bench.batch] for part in state] for state in run["states"]]
     noise, stride = run["noise"][:, : bench.batch], bench.strides(run["labels"][: bench.batch], kinds)
@@ -162,7 +162,7 @@ def costs(bench: Bench, run: dict) -> dict[Kind, np.ndarray]:
 
 @torch.inference_mode()
 def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
-    """Return (T+1,): mean square error of the finished pictures per mean square error of x at step i."""
+    """Return (T+1,): mean square error of the finished pictures divided by that of x at step i."""
     steps, stride = bench.diffusion.num_timesteps, bench.strides(run["labels"], [PROBE])
     want, found = bench.decoded(run["states"][-1][0]), np.zeros(steps + 1)
     for low in tqdm(range(0, steps, WINDOW), desc="sensitivities", unit="window", leave=False):
@@ -177,7 +177,7 @@ def sensitivities(bench: Bench, run: dict, table: dict) -> np.ndarray:
         found[low : low + WINDOW] = apart.mean() / made if made else np.nan
     seen = np.flatnonzero(np.isfinite(found) & (found > 0))
     logs = np.interp(np.arange(steps + 1), seen, np.log(found[seen]))
-    # A few pictures make most of it, each at its own steps, so a window's figure holds around it too.
+    # A few pictures make most of the error, each at its own steps, so windows are averaged with their neighbours.
     width = 3 * WINDOW
     smooth = np.convolve(np.pad(logs, width // 2, mode="edge"), np.ones(width + 1) / (width + 1), "valid")
     return np.exp(smooth)
@@ -294,7 +294,7 @@ def main() -> None:
         options = opening.open_weights(request_from(args), loading.choose_device(args.device))
         path = check(args, options)
         calibrate(args, options, path)
-        beside = path == door.plan_path(options)  # where it is looked for anyway
+        beside = path == door.plan_path(options)  # where sample.py looks
         plan = ["--forecast", "plan", *([] if beside else ["--forecast-plan", str(path)])]
         print("python sample.py", shlex.join([*sampling, *plan]))
 

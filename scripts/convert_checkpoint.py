@@ -1,5 +1,5 @@
-"""Convert weights of a network between .pt, .safetensors and, of a DiT, diffusers' layout, and prove it by reading the
-result back. What the weights are (family, prediction, classes, guided channels) is written beside the tensors.
+"""Convert weights of a network between .pt, .safetensors and, of a DiT, diffusers' layout; read the result back and
+compare. Family, prediction, classes and guided channels are written beside the tensors.
 
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512.safetensors
 python scripts/convert_checkpoint.py --ckpt DiT-XL-2-512x512.pt --output DiT-XL-2-512/ --pipeline --vae ema

@@ -60,9 +60,7 @@ Features = Callable[[torch.Tensor], dict[str, torch.Tensor]]  # pictures (n, 3, 
 
 class Pictures(torch.utils.data.Dataset):
     """Pictures (3, H, W) uint8 of an .npz or a folder, flat or with a folder a class, and the statistics of an .npz
-    that has them.
-
-    Pictures are read one after the other, and none is kept. Raises UsageError for anything else.
+    that has them. Each picture is read when it is asked for. Raises UsageError for anything else.
     """
 
     def __init__(self, path: Path):
@@ -148,8 +146,8 @@ def _pixels(file):
 
 
 def _open_array(archive, name):
-    """Return an archive's member, open at its values, with shape and dtype. Nothing is inflated before the size that
-    the archive names is that of the shape."""
+    """Return an archive's member, open at its values, with shape and dtype. Raises ValueError, before anything is
+    inflated, if the size in the archive's directory is not that of the shape."""
     info = archive.getinfo(f"{name}.npy")
     member = archive.open(info)
     np.lib.format.read_magic(member)

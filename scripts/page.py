@@ -3,7 +3,7 @@
     python -m scripts.page                                       # the demo models; or one model, by sample.py's flags
     python -m scripts.page --model DiT-XL/2 --image-size 512
 
-It is served to this machine only, to one visitor at a time. Its files lie in a temporary folder that goes with it.
+It is served to this machine only, to one visitor at a time. Its temporary folder is removed when it ends.
 """
 
 if not __package__:
@@ -51,7 +51,7 @@ try:
 except ImportError:  # main says so
     gr = None
 
-PLAN, MOST, PREVIEWS = "ddpm by its plan", 8, 6  # pictures at a time; estimates on the way, an evaluation more each
+PLAN, MOST, PREVIEWS = "ddpm by its plan", 8, 6  # most pictures; estimates during a run, an evaluation each
 LEFT_OUT = "output", "output_type", "seed_list", "repeats", "batch_size", "eta", "forecast", "forecast_plan"
 NAMES = dict(labels="Classes", seed="Seed", num_sampling_steps="Steps", cfg_scale="Guidance", sampler="Sampler")
 NAMES |= dict(guidance_interval="Guidance interval", precision="Arithmetic", forecast_plan="Plan")
@@ -107,10 +107,10 @@ class Studio:
         due = [total * number // (previews + 1) for number in range(previews, 0, -1)]
 
         def on_step(index, x):
-            if x.is_cuda and index % 4 == 3:  # the host runs ahead: neither the bar nor a stop should be late
+            if x.is_cuda and index % 4 == 3:  # else the host runs ahead, and bar and stop are late
                 torch.cuda.synchronize(x.device)
             done, preview = index + 1, []
-            if due and due[-1] <= done < total:  # a plan's strides pass over steps
+            if due and due[-1] <= done < total:  # <=: a plan's strides skip steps
                 due.pop()
                 preview = [Image.fromarray(to_grid(decoder.decode(run.estimate(x, done, options.labels))).numpy())]
             left = (time.perf_counter() - start) * (total - done) / done
@@ -122,8 +122,8 @@ class Studio:
         return path, watch.seconds["sample"]
 
     def serve(self, work: Callable, outputs: list, *values: object) -> Iterator[dict]:
-        """Yield the values of `outputs`, a status and then those of work(say, *values), which goes on in the thread.
-        say(text, share done[, picture]) raises CancelledError once this is closed: the visitor stopped or left."""
+        """Run work(say, *values) in the thread. Yield values of `outputs`: its status until it ends, then its results.
+        say(text, share done[, picture]) raises CancelledError when this generator was closed: by Stop or by leaving."""
         status, picture, *_ = outputs
         news, stop = {status: ""}, threading.Event()
         self.stop = stop

@@ -75,7 +75,7 @@ def contest(found: dict) -> list[dict]:
 
 
 def baseline(found: dict) -> dict:
-    """Return a step by upstream's arithmetic."""
+    """Return the ladder, whose first rungs are upstream's arithmetic."""
     return dict(ladder=found["ladder"][0])
 
 
@@ -114,8 +114,8 @@ def single(found: dict) -> dict:
 
 
 def verified(found: dict) -> dict:
-    """Return a verify.json, of the contest's model if there is one, with its judged tiers, each with its worst grid and
-    the picture that fails most."""
+    """Return a verify.json, preferably of the contest's model, with its judged tiers, each with its worst grid and the
+    picture that fails most."""
     models = [record["model"] for record in found["contest"]]
     record = min(found["verify"], key=lambda record: record["model"] not in models)
     tiers = [tier for tier in record["tiers"] if "verdicts" in tier]
@@ -149,7 +149,7 @@ def many(found: dict) -> dict:
 
 
 def job_on(gpus: int, runs: list[dict]) -> dict:
-    """Return T of a grid's runs on so many GPUs, and the phases of the fastest run."""
+    """Return T of a grid's runs on `gpus` GPUs, and the phases of the fastest run."""
     best = min(runs, key=lambda run: run["total"])
     phases = {phase: seconds for phase, seconds in best.items() if phase != "total"}
     totals = [run["total"] for run in runs]

@@ -5,9 +5,9 @@
     python scripts/verify.py --forecast plan            # fewer network evaluations, against fp32 with all of them
     python scripts/verify.py --model DiT-Demo/2         # on a CPU as well
 
-Labels and noise are the same for all, one grid a seed. Each grid and each picture in it has to meet the criterion by
-evaluate.py's metrics; the fastest tier all of whose pictures do is recommended. Pictures, a heatmap of each tier's
-worst grid, one of the picture that fails most and verify.json go to --output. scripts/calibrate.py makes a forecast
+Labels and noise are the same for all tiers, one grid a seed. evaluate.py's metrics judge each grid and each picture in
+it. The fastest tier whose grids and pictures all meet the criterion is recommended. Pictures, a heatmap of each tier's
+worst grid, one of the picture that fails most, and verify.json go to --output. scripts/calibrate.py makes a forecast
 plan for the recommended tier.
 
 Exit status: 0 a tier passes · 1 none does · 2 bad input · 3 a metric could not be computed (LPIPS without its weights)
@@ -60,18 +60,19 @@ def sample(options: GridSettings, seeds: range, name: str) -> tuple[dict, list[f
 
 
 def parts(a: np.ndarray, b: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the parts of grids a and b that have to meet the criterion: whole, and each picture ("row,column")."""
+    """Return the parts of grids a and b that must meet the criterion: "grid", and each picture as "row,column"."""
     tiles = evaluate.find_tiles(a, b)
     return {"grid": (a, b)} | {name: (a[rows, columns], b[rows, columns]) for name, rows, columns in tiles}
 
 
 def overall(verdicts: list) -> str:
-    """Return FAIL if one fails, NONE if one could not be judged, else PASS."""
+    """Return FAIL if any verdict is FAIL, else NONE if any could not be judged, else PASS."""
     return next((verdict for verdict in ("FAIL", "NONE") if verdict in verdicts), "PASS")
 
 
 def judge(want: dict, got: dict, lpips: Callable, name: str = "") -> dict:
-    """Return metrics and verdicts of every part of two {seed: grid}, the worst of them, and the metrics left out."""
+    """Return the metrics and verdicts of every part of `got` against `want`, both {seed: grid}, the worst value of
+    each metric, and the reasons for metrics without a value."""
     rows, reasons = [], {}
     for seed in tqdm(want, desc=f"{name}: metrics", unit="grid", leave=False):
         for part, (a, b) in parts(want[seed], got[seed]).items():
@@ -197,7 +198,7 @@ def save_grids(out: Path, grids: dict, tier: str) -> None:
 
 
 def median_and_range(times: list[float]) -> dict:
-    """Return the statistics of few times, as fields of a record."""
+    """Return median, least and most of a few times, as fields of a record."""
     return dict(median=statistics.median(times), least=min(times), most=max(times))
 
 

@@ -1,4 +1,4 @@
-# What every batch file does first: go to the repository, from which it was submitted, and find python there.
+# The first steps of every batch file: go to the repository, from which it was submitted, and find python there.
 # Another site: put its module or conda environment, with requirements.txt installed, in place of the PATH line.
 fail() {
     echo "slurm: $1" >&2

@@ -1,8 +1,8 @@
 """A folder of many pictures for FID: made by many ranks, killed at any moment, continued with the same command.
 
     <folder>/000000.png …        the pictures; a file under such a name is finished
-    <folder>/.job/settings.json  what decides their bits; a start with other settings is refused
-    <folder>/.job/lock           the job that is at work
+    <folder>/.job/settings.json  the settings that decide their bits; a start with others is refused
+    <folder>/.job/lock           the lock of the job that is running
     <folder>/.job/npz.json       a record of the archive's bytes
     <folder>/.job/…              the GEMM algorithms that the autotuner chose, on a GPU
     <folder>.npz                 arr_0 (N, H, W, 3) uint8, as the FID evaluators read it

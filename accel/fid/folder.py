@@ -51,7 +51,7 @@ class Batches:
     """The division of an order's pictures into batches and ranks.
 
     Upstream's way: in a round each rank makes n pictures, interleaved by rank; the total is rounded up to whole rounds.
-    The world-independent way: a round is one batch, whoever makes it; the last may be smaller.
+    The world-independent way: a round is one batch, made by any rank; the last may be smaller.
     """
 
     def __init__(self, order: Order, rank: int, world: int):

@@ -54,7 +54,7 @@ class UpstreamNoise:
 
 
 class PictureNoise:
-    """Noise and label keyed by the picture's number, a generator each: whoever makes it draws the same."""
+    """Noise and label keyed by the picture's number, a generator each: every rank draws the same for a picture."""
 
     def __init__(self, order: Order, batches: Batches, device: torch.device, draws: int):
         self.order, self.batches, self.device = order, batches, device

@@ -27,7 +27,7 @@ class Archive:
         self.record = folder / ".job" / "npz.json"
 
     def problem(self) -> str | None:
-        """Return why the file, which is there, is not the archive as it was written; or None. Reads all of it."""
+        """Compare the existing archive with its record; reads all of it. Return what is wrong, or None."""
         try:
             record = read_json(self.record)
             with open_regular(self.path) as file:

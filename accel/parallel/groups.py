@@ -21,8 +21,8 @@ class Groups:
         self._groups, self._exchanges = {}, {}  # by their ranks
 
     def part(self, layout: Layout | None) -> Part:
-        """Return the part of the weights that this rank reads and holds. An idle rank holds one too: it chooses GEMMs
-        with the others."""
+        """Return the part of the weights that this rank loads. An idle rank loads one too: it chooses GEMMs with the
+        others."""
         if layout is None or layout.weights == 1:
             return WHOLE
         self.job.wait_for_collectives()
@@ -32,8 +32,8 @@ class Groups:
         return Part(rank, layout.ranks, partial(dist.all_reduce, group=group))
 
     def apply(self, network: BlockNetwork, layout: Layout) -> Network:
-        """Return the network as this rank evaluates it under `layout`: itself on a rank that shares no evaluation, and
-        where the ranks divide the weights, since it was loaded in parts."""
+        """Return the network as this rank evaluates it under `layout`. Return it unchanged if this rank shares no
+        evaluation, or if the ranks divide the weights: then it was loaded in parts."""
         if layout.ranks == 1 or layout.weights > 1:
             return network
         everyone, size = self._group(range(layout.ranks)), layout.tokens

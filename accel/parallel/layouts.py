@@ -5,7 +5,7 @@ from typing import NamedTuple
 from accel.errors import UsageError, shown
 
 EXCHANGES = ("kv", "push", "ulysses")  # of accel/parallel/exchanges.py
-TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # names that one layout may have
+TOGETHER = {"rows", "tokens", "exchange"}, {"weights"}  # the names that a layout may have at once
 
 
 class Layout(NamedTuple):
@@ -36,15 +36,13 @@ def parse(text: str, exchange: str = "kv") -> Layout:
     """Return the layout that users write as rows=2,tokens=2,exchange=kv; exchange: the default. Raises UsageError."""
     items = [item.partition("=")[::2] for item in text.split(",")]
     given = dict(items)
+    known = len(given) == len(items) and any(given.keys() <= names for names in TOGETHER)
     for name, value in items:
         number = value.isdecimal() and len(value) < 5 and int(value) > 0
-        valid = value in EXCHANGES if name == "exchange" else number
-        if not valid or len(given) < len(items) or not any(given.keys() <= names for names in TOGETHER):
+        if not known or not (value in EXCHANGES if name == "exchange" else number):
             wrong = shown("=".join((name or "nothing", value)))
-            raise UsageError(
-                f"`parallel={shown(text)}`: {wrong}: give auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, "
-                "or weights=N"
-            )
+            allowed = f"auto, off, rows=N,tokens=N,exchange={'|'.join(EXCHANGES)}, or weights=N"
+            raise UsageError(f"`parallel={shown(text)}`: {wrong}: give {allowed}")
     if "exchange" in given and "tokens" not in given:
         raise UsageError(f"`parallel={text}`: exchange says how tokens are shared; add tokens=N")
     numbers = {name: int(value) for name, value in items if name != "exchange"}
@@ -55,7 +53,7 @@ def parse(text: str, exchange: str = "kv") -> Layout:
 def check(
     layout: Layout, tier: str | None, tokens: int | None = None, heads: int | None = None, world: int | None = None
 ) -> None:
-    """Raise UsageError if `layout` cannot run, by the values that are known so far.
+    """Raise UsageError if `layout` cannot run. None is a value that is not known yet.
 
     tokens: of a batch row; heads: of the network; world: number of ranks.
     """

@@ -36,7 +36,8 @@ class Placement(NamedTuple):
     def batches(self, n: int, at_once: int | None = None) -> list[slice]:
         """Return the slices of n pictures that this rank denoises one after the other, each of at most `at_once`: its
         own pictures, or all pictures if ranks share evaluations."""
-        first, end, _ = (slice(None) if self.shared and self.rank < self.busy else self.pictures(n)).indices(n)
+        own = slice(n) if self.shared and self.rank < self.busy else self.pictures(n)
+        first, end, _ = own.indices(n)
         size = at_once or max(1, end - first)
         return [slice(start, min(start + size, end)) for start in range(first, end, size)]
 

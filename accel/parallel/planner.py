@@ -64,8 +64,8 @@ def check(layout: Layout, tokens: int, heads: int, groups: Groups) -> None:
 def share_evaluations(
     network: BlockNetwork, work: Work, groups: Groups, layout: Layout | None
 ) -> tuple[Network, Placement]:
-    """Return (network as this rank evaluates it, this rank's placement); layout: one that `check` has passed, or None
-    to choose. The collectives must be open. An idle rank keeps its network."""
+    """Return the network as this rank evaluates it, and this rank's placement. layout: has passed `check`; None: choose
+    one. The collectives must be open. An idle rank keeps its network."""
     job = groups.job
     if layout == OFF:
         return network, Placement(OFF, job.world, job.rank)
@@ -91,7 +91,7 @@ def tune(network: Network, work: Work, placements: Iterable[Placement]) -> None:
 
 
 def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
-    """Choose a layout and keep it on disk: equally fast layouts round differently, and two runs must agree."""
+    """Choose a layout and keep it on disk: layouts of equal speed round differently, and two runs must agree."""
     where, file = situation(network, work, groups), cache_folder() / "plans.json"
     if found := groups.job.from_rank_0(lambda: kernels.kept(file).get(where)):
         with suppress(TypeError, ValueError):  # a damaged entry; a UsageError is a ValueError
@@ -120,7 +120,7 @@ def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
 
 
 def choose(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layout, str]:
-    """Return (the fastest of the candidates, its time and the others'), the same on every rank."""
+    """Return the fastest candidate and a text with all times, the same on every rank."""
     job, peers = groups.job, groups.peers()
     exchanges = [name for name in network.exchanges if peers or name != "push"]
     hosts = job.all_gather_object(job.host)

@@ -1,4 +1,4 @@
-"""The processes of one job: this process's rank, the exchanges between ranks, and how they end.
+"""The processes of one job: this process's rank, the exchanges between ranks, and the end of all ranks.
 
 torchrun or srun starts the ranks, one a GPU, and ends them all when one dies. They form one process group: objects and
 CPU tensors travel over gloo, CUDA tensors over NCCL. Progress and the request to stop are kept in its key-value store.
@@ -122,7 +122,7 @@ class Job:
             self._connecting.result()
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the list of every rank's `part`, all of one shape, on rank 0, and None elsewhere."""
+        """Return every rank's `part` on rank 0, None elsewhere. All parts have one shape."""
         self.wait_for_collectives()
         return self._gather(part)
 
@@ -258,8 +258,9 @@ def _join():
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=START))
-        # torchrun --max-restarts may keep its store, and with it the addresses and the failure of the ranks that ended.
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # nodes count attempts differently
+            # torchrun --max-restarts may keep its store, with the addresses and the failure of the ranks that ended.
+            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=START)
     except RuntimeError as error:

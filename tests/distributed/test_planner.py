@@ -97,9 +97,8 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
     where = situation(*how)
     seen = {where}
     assert f"code {version(FOLDER, ROOT / 'accel/parallel')}, torch" in where and network.describe() in where
-    assert "1 batch rows each in 25% of evaluations, 2 batch rows each in 75% of evaluations" in situation(
-        network, work()._replace(copies=Counter({2: 3, 1: 1})), groups_of(1)
-    )
+    text = situation(network, work(copies=Counter({2: 3, 1: 1})), groups)
+    assert "1 batch rows each in 25% of evaluations, 2 batch rows each in 75% of evaluations" in text
     chosen, reason = choose_once(*how)
     assert chosen == OFF and "ms a step estimated" in reason
     file = tmp_path / "dit" / "plans.json"
