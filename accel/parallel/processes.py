@@ -260,7 +260,7 @@ def _join():
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=START))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # nodes count attempts differently
             # torchrun --max-restarts may keep its store, with the addresses and the failure of the ranks that ended.
-            store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=START)
     except RuntimeError as error:
@@ -291,11 +291,10 @@ def launched_job(program: str, worded: Callable[[UsageError], str] = str) -> Ite
         try:
             yield job
         except Stopped as stopped:
-            status = STOPPED
+            status, line = STOPPED, printable(f"{program}: {stopped}")
+            record(line)  # on every rank: torchrun may see another end first
             if job.rank == 0:
-                line = printable(f"{program}: {stopped}")
                 print(line, file=sys.stderr)
-                record(line)
         job.leave()
     except BaseException as error:
         _fail(job, program, error, worded)
