@@ -39,6 +39,7 @@ def long_job(launch, *args):
     [
         ("torchrun", "", "KILL"),
         ("torchrun", "0", "KILL"),
+        ("torchrun --parallel tokens=2", "1", "KILL"),  # every layer of the other rank waits for it
         ("torchrun", "", "INT"),
         ("torchrun", "", "TERM"),
         ("--gpus", "", "KILL"),
@@ -46,8 +47,9 @@ def long_job(launch, *args):
 )
 def test_nothing_is_left_of_a_job(launch, who, number, demo, tmp_path):
     """Launcher or rank killed, Ctrl-C, SIGTERM, in the middle of sampling. test_start.py has the others of --gpus."""
-    job = long_job(launch, *demo, "--output", tmp_path / "x.png")
-    job.wait_for(" · 2 ranks")
+    launch, *flags = launch.split()
+    job = long_job(launch, *demo, *flags, "--output", tmp_path / "x.png")
+    job.wait_for("parallel:" if flags else " · 2 ranks")
     os.kill(job.alive()[who][0] if who else job.process.pid, signal.Signals[f"SIG{number}"])
     status, error = job.end()
     assert status != 0 and list(tmp_path.iterdir()) == [], error

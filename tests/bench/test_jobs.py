@@ -31,12 +31,6 @@ def test_the_contests_points(seconds, points):
     assert jobs.score(seconds) == pytest.approx(points, abs=0.001)
 
 
-def test_points_are_of_the_contests_job_alone():
-    assert not jobs.rehearsal(jobs.CONTEST)
-    for other in (dict(model="DiT-Demo/2"), dict(image_size=256), dict(steps=50), dict(pictures=1)):
-        assert jobs.rehearsal(jobs.CONTEST | other)
-
-
 def test_contest(forked, tmp_path, run, log):
     record, printed = log("jobs", "--contest", "--device", "cpu", "--steps", 2)
     [row] = record["contest"]

@@ -94,13 +94,9 @@ class Visitor(Browser):
     def seen(self, selector):
         return f"[...document.querySelectorAll('{selector}')].filter(e => e.offsetParent)"
 
-    def until(self, found, seconds=120):
+    def until(self, found):
         """What found() returns, once it is something."""
-        deadline = time.monotonic() + seconds
-        while not (value := found()):
-            assert time.monotonic() < deadline, self.status()
-            self.ask("new Promise(done => setTimeout(done, 50, true))")
-        return value
+        return forks.until(found, 120, self.status, pause=0.05)
 
     def press(self, text, kind="button.lg"):
         self.ask(f"{self.seen(kind)}.find(e => e.innerText.trim() === '{text}').click()")
