@@ -114,6 +114,8 @@ MISTAKES = {
         (["--device", "cuda:x"], "--device cuda:x: ranks sample on cuda or cpu; choose one"),
         (["--labels", 1, "--num-fid-samples", 9], "--labels: has no meaning with --num-fid-samples"),
         (["--sample-dir", "here"], "--sample-dir: is for an FID job"),
+        (["--parallel", "tokens=3"], "--parallel tokens=3: does not divide the 64 tokens of a row"),
+        (["--parallel", "tokens=3", "--image-size", 256], "tokens=3: does not divide the 256 tokens of a row"),
         (["--world-independent-noise"], "--world-independent-noise: is for an FID job"),
         (["--num-fid-samples", 9, "--sample-dir", "/proc/nowhere"], "--sample-dir /proc/nowhere/"),
     ],

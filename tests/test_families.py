@@ -5,9 +5,8 @@ import torch
 from conftest import fill
 
 from accel.diffusion import create_diffusion
-from accel.families.dit.network import DiT, DiT_models
+from accel.families.dit.network import DiT
 from accel.families.large_dit.network import DiT_Llama
-from accel.families.recognise import recognise
 from accel.families.sit.network import SiT
 
 SMALL = {
@@ -74,12 +73,3 @@ def test_label_dropout_and_gradients(family):
     model(torch.randn(4, 4, 8, 8), torch.tensor([3, 90, 400, 999]), torch.arange(4)).square().mean().backward()
     without = [name for name, one in model.named_parameters() if one.requires_grad and not one.grad.any()]
     assert without == []
-
-
-@pytest.mark.parametrize(
-    "name, family", [("situation.pt", "DiT"), ("runs/SiT-XL-2.pt", "SiT"), ("sit_step9.pt", "SiT")]
-)
-def test_a_file_is_known_by_a_whole_word_of_its_name(name, family):
-    """Where nothing else speaks for one of two families with the same entries."""
-    fit = recognise(name, fill(DiT_models["DiT-S/8"](depth=1)).state_dict(), {"num_heads": 6})
-    assert fit.family.name == family

@@ -190,6 +190,8 @@ def state():
     [
         ("a.pt", False, {}, None, "DiT-S/4"),
         ("a.pt", False, {}, "SiT-S/4", "SiT-S/4"),
+        ("situation.pt", False, {}, None, "DiT-S/4"),  # a whole word of the name counts
+        ("sit_step9.pt", False, {}, None, "SiT-S/4"),
         ("SiT-S-4.pt", False, {}, None, "SiT-S/4"),
         ("SiT-S-4.pt", False, {}, "DiT-S/4", "DiT-S/4"),
         ("a.pt", False, SIT, None, "SiT-S/4"),

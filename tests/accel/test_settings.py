@@ -76,10 +76,3 @@ def test_a_grid_is_always_guided_and_an_fid_job_above_a_scale_of_one():
     assert settings_of(GridRequest(cfg_scale=1.0)).guided
     for scale in (1.0, 4.0):
         assert settings_of(FidRequest(cfg_scale=scale, num_fid_samples=100)).guided == (scale > 1)
-
-
-def test_a_layout_is_checked_with_the_size_that_a_model_implies():
-    for size, tokens in ((512, 1024), (256, 256)):
-        with pytest.raises(UsageError, match=f"tokens=3: does not divide the {tokens} tokens of a row"):
-            implied(GridRequest(image_size=size, parallel="tokens=3"))
-    implied(GridRequest(parallel="tokens=4"))

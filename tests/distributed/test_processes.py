@@ -42,14 +42,11 @@ def root_cause(error):
     return re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", error, re.S).groups()
 
 
-def test_what_ranks_exchange():
-    statuses, output, error = by_themselves(3, "exchange")
-    assert set(statuses.values()) == {0} and output == "exchanged\n", error  # rank 0 alone prints, and gloo nothing
-
-
-def test_who_downloads_first_on_a_second_node():
-    statuses, _, error = by_themselves(4, "turns", a_node=2)
+@pytest.mark.parametrize("world, task, nodes", [(3, "exchange", {}), (4, "turns", dict(a_node=2))])
+def test_what_ranks_exchange_and_who_downloads_first(world, task, nodes):
+    statuses, output, error = by_themselves(world, task, **nodes)
     assert set(statuses.values()) == {0}, error
+    assert output == "exchanged\n" * (task == "exchange")  # rank 0 alone prints, and gloo nothing
 
 
 def test_steps_of_neighbouring_jobs_have_ports_of_their_own(monkeypatch):

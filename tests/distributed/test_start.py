@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from forks import refused
+from forks import refused, until
 from jobs import ENVIRONMENT, Command
 from networks import build
 from PIL import Image
@@ -104,8 +104,7 @@ def test_a_signal_that_nohup_ignores_ends_nothing(demo, tmp_path):
     command = ["nohup", sys.executable, *map(str, words), "--output", str(tmp_path / "x.png")]
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, **quiet)
-    while process.poll() is None and not Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text():
-        time.sleep(0.01)  # no rank yet
+    until(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text)  # the ranks
     process.send_signal(signal.SIGHUP)
     assert process.wait(120) == 0 and (tmp_path / "x.png").exists()
 

@@ -217,9 +217,9 @@ def notes(samples, reference, *how):
 
 
 def test_two_jobs_are_compared_by_what_they_record(jobs):
-    few, other = notes(*jobs, True)
+    few, other = notes(*jobs, True, True)
     assert few.startswith("FID of 10 pictures") and other == "two jobs that differ in --num-sampling-steps (2, 3)"
-    assert notes(jobs[0], jobs[0].with_suffix(""), True, True)[-1] == "two jobs of the same settings"
+    assert notes(jobs[0], jobs[0].with_suffix(""), True)[-1] == "two jobs of the same settings"
 
 
 def test_what_is_unlike_the_published_figure(jobs, tmp_path):
