@@ -179,11 +179,8 @@ class Plain(BlockNetwork):
         self.attention = model.attend
         self.model, self.depth, self.num_heads = model, len(model.blocks), model.num_heads
         self.patch_size, self.in_channels = model.patch_size, model.in_channels
-        self.width = next(model.blocks[0].parameters()).shape[-1]  # of a block's first layer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        weight = next(model.blocks[0].parameters())  # of a block's first layer
+        self.width, self.dtype = weight.shape[-1], weight.dtype
 
     def parameters(self) -> Iterator[torch.Tensor]:
         return self.model.parameters()

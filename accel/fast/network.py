@@ -57,10 +57,10 @@ class FastNetwork(BlockNetwork):
         self.patches, self.position, self.final = layout.patches, layout.position, layout.final
         self.blocks, self.conditioning = layout.blocks, layout.conditioning
         self.depth, self.width, self.num_heads = len(self.blocks), len(self.patches), layout.num_heads // ops.part.ranks
-        self.ops, self.part, self.dtype, self.device = ops, ops.part, ops.dtype, ops.device
+        self.part, self.dtype, self.device = ops.part, ops.dtype, ops.device
         self.adaln = partial(ops.adaln, rms_eps=layout.rms_eps)
         self.last_adaln = partial(ops.last_adaln, rms_eps=layout.last_rms_eps)
-        self.attention = ops.attention
+        self.attention, self.overflowed = ops.attention, ops.overflowed
         self.tuner, self.exchanges = ops.tuner, ops.exchanges
         self.table = None  # of sampling runs
 
@@ -122,6 +122,3 @@ class FastNetwork(BlockNetwork):
         self.tuner.choose_alike(gemms)
         if taken := self.tuner.seconds[before:]:
             print(f"GEMMs measured for this GPU: {len(taken)} in {sum(taken):.1f} s; later runs find what was chosen")
-
-    def overflowed(self) -> str | None:
-        return self.ops.overflowed()

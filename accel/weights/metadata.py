@@ -80,10 +80,10 @@ def to_header(metadata: dict[str, Any]) -> dict[str, str]:
     return {PREFIX + name: json.dumps(value) for name, value in metadata.items()}
 
 
-def from_header(header: dict[str, str] | None) -> dict[str, Any]:
+def from_header(header: dict[str, str]) -> dict[str, Any]:
     """Return the metadata in the header of a safetensors file; other programs' entries are left out."""
     found = {}
-    for name, text in (header or {}).items():
+    for name, text in header.items():
         if name.startswith(PREFIX):
             try:
                 found[name.removeprefix(PREFIX)] = json.loads(text)
