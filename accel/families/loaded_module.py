@@ -64,6 +64,7 @@ class LoadedModule:
             self.fit = fit._replace(model=self.name, latent_size=how.latent_size or fit.latent_size)
         except UsageError as error:
             raise UsageError(error.marked.replace(f"`ckpt={self.name}`", self.name)) from None
+        require_floats(raw, self.name)
         if how.timestep_embedding:
             self.fit = self.fit._replace(build=partial(_with_embedding, self.fit.build, how.timestep_embedding))
         self.state = {name: value.clone() for name, value in raw.items()} if copy else raw
