@@ -128,14 +128,16 @@ def recognise(
     usual = family.models.get(name, family.recipe).num_classes
     if num_classes is None and "num_classes" not in metadata and classes not in (1000, usual):
         print(f"{shown(source, 300)}: {classes} classes and the null class (all {rows} classes? --num-classes {rows})")
-    table = state.get("pos_embed")
+    table, schedule = state.get("pos_embed"), metadata.get("schedule")
     facts = dict(
         learn_sigma=network.out_channels == 2 * network.in_channels,
         latent_size=isqrt(table.shape[1]) * network.patch_size if table is not None else None,
         class_names=tuple(metadata.get("class_names", ())),
         recipe=_recipe(metadata),
         usual=standard,
-        **{name: metadata.get(name) for name in ("image_size", "vae", "schedule")},
+        image_size=metadata.get("image_size"),
+        vae=metadata.get("vae"),
+        schedule=schedule if isinstance(schedule, dict) else None,  # else an argument of a training run
     )
     return Fit(family, name, build, heads, network.in_channels, network.patch_size, classes, null_class, **facts)
 

@@ -50,6 +50,6 @@ def _is_state(value):
 
 def _facts(content):
     """Return the facts beside the tensors: as the converter writes them, else a training run's arguments."""
-    found = content.get(OWN, content.get("args"))
+    found = content.get(OWN) or content.get("args")
     found = vars(found) if isinstance(found, argparse.Namespace) else found
     return found if isinstance(found, dict) else {"config": content.get("config")}

@@ -38,7 +38,8 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
 
 def test_weights_come_before_their_model_and_a_request_before_both(tmp_path):
     state = fill(DiT_models["DiT-S/4"](input_size=8, num_classes=10)).state_dict()
-    torch.save({"ema": state, "args": dict(guidance_channels=4, num_classes=10, vae="mse")}, tmp_path / "x.pt")
+    args = dict(guidance_channels=4, num_classes=10, vae="mse", schedule="cosine")  # the last one of training alone
+    torch.save({"ema": state, "metadata": None, "args": args}, tmp_path / "x.pt")
     request = GridRequest(ckpt=str(tmp_path / "x.pt"), output_type="latent", device="cpu")
     known = implied(request)  # names of labels, too, wait for the weights
     assert (known.model, known.image_size, known.labels, known.sampler) == (None, None, None, None)
