@@ -162,10 +162,7 @@ def test_a_signal_after_the_work_changes_nothing(when):
     assert Command("-c", f"import os; from accel import start; start.begin(); {when}").end() == (0, "")
 
 
-@pytest.mark.parametrize(
-    "ranks, redirection",
-    [(1, ">/dev/full"), (2, "2>&1 | head -c 5"), (1, "<&- >&- 2>&-")],
-)
+@pytest.mark.parametrize("ranks, redirection", [(1, ">/dev/full"), (2, "2>&1 | head -c 5"), (1, "<&- >&- 2>&-")])
 def test_a_stream_that_fails_ends_nothing(ranks, redirection, demo, tmp_path):
     """Closed, full, or no longer read: the picture is saved, and the status says so."""
     flags = [*demo, "--num-sampling-steps", 2, "--labels", 1, 2, "--gpus", ranks, "--output", tmp_path / "x.png"]

@@ -14,8 +14,7 @@ SMALL = dict(input_size=8, hidden_size=144, depth=3, num_heads=2, num_classes=10
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{}, {"patch_size": 4, "learn_sigma": False}, {"patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0}],
+    "config", [{}, {"patch_size": 4, "learn_sigma": False}, {"patch_size": 1, "in_channels": 4, "mlp_ratio": 2.0}]
 )
 def test_forward_equals_the_papers_equations(config):
     model = fill(DiT(**SMALL, **config))

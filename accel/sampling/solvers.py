@@ -48,7 +48,7 @@ def require_schedule(owner: str, config: Mapping[str, Any] | None) -> None:
     config, wanted = config or {}, dict(TRAINED)
     betas = config.get("trained_betas")
     if betas is not None:
-        if len(betas) != len(LINEAR) or not np.allclose(betas, LINEAR, rtol=1e-5):
+        if np.shape(betas) != LINEAR.shape or not np.allclose(betas, LINEAR, rtol=1e-5):
             raise UsageError(f"{owner}: its scheduler's trained_betas are not DiT's linear ones")
         wanted = {name: wanted[name] for name in ("prediction_type", "rescale_betas_zero_snr")}
     for name, value in wanted.items():

@@ -74,14 +74,14 @@ def read_json(path: Path, parameter: str) -> dict:
 
 
 def require_floats(state: dict, source: str) -> None:
-    """Raise UsageError about `source` unless every entry of a state dict is a dense tensor of floats, with values and
+    """Raise UsageError about `source` unless every entry of a state dict is a dense tensor of floats, not empty, with
     at least one dimension."""
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             kind = f"of type {type(tensor).__name__}"
         elif tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"{tensor.layout} on {tensor.device}"
-        elif tensor.ndim and tensor.is_floating_point() and isinstance(name, str):
+        elif tensor.ndim and tensor.numel() and tensor.is_floating_point() and isinstance(name, str):
             continue
         else:
             kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"

@@ -12,7 +12,7 @@ from accel.network import Plain
 from accel.sampling import denoise, upstream_noise
 from accel.sampling.ancestral import Ancestral
 from accel.sampling.guidance import Guidance, Unguided
-from accel.sampling.solvers import Solver
+from accel.sampling.solvers import Solver, require_schedule
 from accel.sampling.solvers import make_scheduler as make
 from accel.sampling.strides import Strides
 
@@ -70,6 +70,8 @@ def test_what_cannot_be_sampled_by_is_a_line():
         denoise(Plain(small()), Solver(ancestral, 3), Guidance(2.0, 8), Z, LABELS, None)
     with pytest.raises(UsageError, match="sampler: its scheduler has prediction_type v_prediction, and only epsilon "):
         Solver(make("dpm++", prediction_type="v_prediction"), 5)  # other entries: tests/test_doors.py
+    with pytest.raises(UsageError, match="x: its scheduler's trained_betas are not"):
+        require_schedule("x", dict(trained_betas=5))
 
 
 def test_processes_are_values():
