@@ -126,10 +126,9 @@ def _evaluate(loaded, weights=None, t=None, both=False, scale=None):
                 one.training = False
             return loaded.evaluate(x, t, y, weights, scale).detach()
         except Exception as error:  # of code that is not ours
-            reason = (str(error).splitlines() or [""])[0][:120]
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
             raise UsageError(
-                f"{loaded.name}: cannot be evaluated as a DiT ({type(error).__name__}: {reason}); check=False skips "
-                "this"
+                f"{loaded.name}: cannot be evaluated as a DiT ({reason}); check=False skips this"
             ) from None
         finally:
             for one in training:

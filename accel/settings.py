@@ -146,11 +146,9 @@ def _decoder(name):
 def _check_size(size, factor, patch_size):
     if size > MOST_PIXELS:
         raise UsageError(f"`image_size={size}`: by these weights, and at most {MOST_PIXELS}; give another `image_size`")
-    if size % (factor * patch_size):
-        raise UsageError(
-            f"`image_size={size}`: must be a multiple of {factor * patch_size} (VAE factor {factor}, patch "
-            f"{patch_size})"
-        )
+    unit = factor * patch_size
+    if size % unit:
+        raise UsageError(f"`image_size={size}`: must be a multiple of {unit} (VAE factor {factor}, patch {patch_size})")
 
 
 def _check_process(known, family):
