@@ -194,7 +194,8 @@ def _renew(run, loaded, settings, check):
     UsageError for weights that do not fit."""
     batch = door.batch_of(settings, run.process, run.guidance)
     require_fit(loaded.name, reference_state(loaded, loaded.fit), settings.fit.empty(settings.latent_size))
-    has = {name: getattr(loaded.fit, name) for name in BESIDE_SHAPES}
+    fit = opening.fit_of(loaded)  # refuses another schedule
+    has = {name: getattr(fit, name) for name in BESIDE_SHAPES}
     wanted = {name: getattr(settings.fit, name) for name in BESIDE_SHAPES}
     if check and settings.request.guidance_channels is None and (own := _guided_channels(loaded)):
         has["guidance_channels"], wanted["guidance_channels"] = own, settings.guidance_channels

@@ -279,16 +279,20 @@ def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_pa
     ],
 )
 def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_path, tiny_vae, here):
-    """By its folder, and in memory."""
+    """By its folder, to be sampled or converted, and in memory."""
     from diffusers import DDIMScheduler, DiTPipeline
 
     shutil.copytree(pipeline[0], tmp_path / "pipe")
     DDIMScheduler(**change).save_pretrained(tmp_path / "pipe" / "scheduler")
-    assert words in refused(here("sample.py", "--ckpt", tmp_path / "pipe", *COMMON, "--output", tmp_path / "x.npy"))
+    for command in (("sample.py", *COMMON, "--output", "x.npy"), ("scripts/convert_checkpoint.py", "--output", "x.pt")):
+        assert words in refused(here(*command, "--ckpt", tmp_path / "pipe"))
     pipe = DiTPipeline.from_pretrained(tmp_path / "pipe")
     for sampler in ({}, dict(sampler=pipe.scheduler)):
         with pytest.raises(UsageError, match=re.escape(words)):
             Sampler(pipe, device="cpu", output_type="latent", **sampler)
+    sampler = Sampler(pipe.transformer, device="cpu", output_type="latent")
+    with sampler, pytest.raises(UsageError, match=re.escape(words)):
+        sampler.refresh(pipe)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,6 @@ def fetch(request: Request, weights: Checkpoint | LoadedModule) -> tuple[Fit, La
         raise UsageError("; ".join(missing))
     fit = fit_of(weights, known.model, known.num_classes)
     with_weights = implied(request, fit, space)
-    require_schedule(f"`ckpt={weights.name}`", fit.schedule)
     if with_weights.vae != known.vae:
         if with_weights.vae in PUBLISHED:  # before it is fetched
             _require_channels(request, with_weights, fit, LatentSpace())
@@ -100,13 +99,16 @@ def _require_channels(request, known, fit, space):
 
 
 def fit_of(weights: Checkpoint | LoadedModule, model: str | None = None, num_classes: int | None = None) -> Fit:
-    """Return the family and sizes of weights. Raises UsageError if the user's model or classes contradict them."""
+    """Return the family and sizes of weights. Raises UsageError if the user's model or classes contradict them, and for
+    a pipeline of another process."""
     if isinstance(weights, LoadedModule):
         if num_classes not in (None, weights.fit.num_classes):
             given = f"`num_classes={num_classes}`: {weights.name} has {weights.fit.num_classes} classes"
             raise UsageError(f"{given}; drop it")
+        require_schedule(weights.name, weights.fit.schedule)
         return weights.fit
     fit = recognise(weights.name, weights.state, weights.metadata, model, num_classes, shipped_as(weights.name))
+    require_schedule(f"`ckpt={weights.name}`", fit.schedule)
     recipe = ask(fit.family, "recipe", fit.model, weights.metadata, weights.path)
     return fit._replace(recipe={**fit.recipe, **recipe})
 
