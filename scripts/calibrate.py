@@ -269,6 +269,8 @@ def check(args: Namespace, options: GridSettings) -> Path:
     """Return the file to write. Raises UsageError for a calibration that cannot be made, before anything is loaded."""
     if options.sampler != "ddpm":
         raise UsageError(f"`model={options.model}`: is sampled by {options.sampler}, and plans are for ddpm")
+    if not options.fit.learn_sigma:
+        raise UsageError(f"`ckpt={options.weights.name}`: has no learned sigma, which a plan needs")
     if args.each % GRID:
         raise UsageError(f"--each {args.each}: must be a multiple of {GRID}, the pictures of a grid")
     if not math.isfinite(args.margin):

@@ -10,6 +10,7 @@ from forks import refused, succeeds
 
 from accel.door import plan_settings
 from accel.door.opening import open_weights
+from accel.families.dit.network import DiT_models
 from accel.request import GridRequest
 from accel.sampling.strides import Strides
 from scripts import calibrate
@@ -64,12 +65,15 @@ def test_what_a_comparison_counts():
         (["--margin", "nan"], "--margin nan: must be finite"),
         (["--num-sampling-steps", "3"], "--num-sampling-steps 3: too few"),
         (["--ckpt", "none.pt"], "--ckpt none.pt: no such file"),
+        (["--ckpt", "{folder}/no-sigma.pt"], "no-sigma.pt: has no learned sigma, which a plan needs"),
         (["--model", "SiT-Demo/2"], "--model SiT-Demo/2: is sampled by sde, and plans are for ddpm"),
     ],
 )
-def test_refused_before_any_work(arguments, words, monkeypatch, here):
+def test_refused_before_any_work(arguments, words, monkeypatch, here, tmp_path):
+    torch.save(DiT_models["DiT-Demo/2"](learn_sigma=False).state_dict(), tmp_path / "no-sigma.pt")
     monkeypatch.setattr(calibrate, "Bench", lambda *_: pytest.fail("loaded"))
     model = [] if "--model" in arguments else ["--model", "DiT-Demo/2"]
+    arguments = [argument.format(folder=tmp_path) for argument in arguments]
     assert words in refused(here("scripts/calibrate.py", *model, "--device", "cpu", *arguments))
 
 
