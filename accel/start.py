@@ -56,7 +56,7 @@ def begin() -> None:
     sys.stdout, sys.stderr = lasting(1, sys.stdout), lasting(2, sys.stderr)
     atexit.register(flush)
     end_with_parent()
-    for number in OF_RANKS if "RANK" in os.environ or "SLURM_PROCID" in os.environ else ENDINGS:
+    for number in OF_RANKS if "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ else ENDINGS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # not ignored, as by nohup
             signal.signal(number, on_signal)
 
