@@ -43,7 +43,7 @@ def accelerate(
     with alone():
         loaded = LoadedModule(model)
         device = _device(next(iter(loaded.state.values())).device if device is None else device)
-        tier = precision or default_tier(device)
+        tier = default_tier(device) if precision is None else precision
         if guidance_channels is not None and not 1 <= guidance_channels <= loaded.fit.in_channels:
             raise UsageError(f"`guidance_channels={guidance_channels}`: must be from 1 to {loaded.fit.in_channels}")
         face = loaded.how.face

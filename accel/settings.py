@@ -125,7 +125,8 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
     given = {name: value for name, value in vars(request).items() if value is not None}
     known = SimpleNamespace(**{**vars(request), **found, **given, "model": model, "factor": factor})
     patch_size = fit.patch_size if fit else int((model or "/2").rpartition("/")[2])
-    if family and known.image_size is not None:  # else the size or its unit is unknown
+    sized = family and known.image_size is not None and (space or request.vae in (None, defaults.vae))
+    if sized:  # else the size or its unit is unknown
         _check_size(known.image_size, factor, patch_size)
     _check_process(known, family)
     if fit:
@@ -133,7 +134,7 @@ def implied(request: Request, fit: "Fit | None" = None, space: LatentSpace | Non
         _check_weights(known, fit)
     if found and isinstance(request, GridRequest):
         _complete_grid(known, request, fit, found["class_names"])
-        if request.layout not in (None, OFF):
+        if sized and request.layout not in (None, OFF):
             layouts.check(request.layout, request.tier, (known.image_size // factor // patch_size) ** 2)
     return known
 

@@ -22,6 +22,7 @@ def test_what_a_model_implies_unless_a_flag_says_otherwise():
     assert (xl.image_size, xl.num_classes, xl.vae, xl.ckpt) == (512, 1000, "ema", None)
     assert xl.labels == (207, 360, 387, 974, 88, 979, 417, 279) and GridRequest().outputs == ("sample.png",)
     assert GridRequest(output=b"a.png").outputs == ("a.png",)
+    assert implied(GridRequest("DiT-S/2", vae="some/folder", image_size=24)).image_size == 24  # its factor may be 4
     assert (xl.model, xl.sampler, xl.cfg_scale, xl.num_sampling_steps, xl.seed) == ("DiT-XL/2", "ddpm", 4.0, 250, 0)
     assert (demo.image_size, demo.num_classes, demo.labels) == (128, 8, tuple(range(8)))
     assert (demo.vae, demo.ckpt) == (str(DEMO / "vae"), str(DEMO / "dit.safetensors"))
