@@ -110,8 +110,7 @@ def test_a_choice_is_of_this_code_and_kept(tmp_path, monkeypatch):
         assert "measured before" not in choose_once(*how)[1], damaged[:80]
     file.unlink()
     os.mkfifo(file)
-    assert "measured before" not in choose_once(*how)[1]
-    assert file.is_fifo()
+    assert "measured before" not in choose_once(*how)[1] and file.is_fifo()
     for hosts, peers in ("aabb", False), ("abab", False), ("aaaa", False), ("aaaa", True):
         monkeypatch.setattr(groups.job, "all_gather_object", lambda _, hosts=hosts: hosts)
         monkeypatch.setattr(groups, "peers", lambda peers=peers: peers)
