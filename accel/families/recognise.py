@@ -83,6 +83,7 @@ class Fit(NamedTuple):
             "num_classes": self.num_classes,
             "num_heads": self.num_heads,
             "image_size": self.image_size,
+            "vae": self.vae if self.vae in ("ema", "mse") else None,  # else a path of this machine
             "class_names": list(self.class_names) or None,
             "guidance_channels": self.recipe.get("guidance_channels"),
             "recipe": {name: value for name, value in self.recipe.items() if name != "guidance_channels"} or None,

@@ -30,7 +30,7 @@ def test_round_trip_through_all_three(weights, tmp_path, here):
 TRAINED = {  # arguments of training
     "SiT-S/8": dict(model="SiT-S/8", path_type="Linear", prediction="velocity", num_classes=1000, image_size=128),
     "REPA-SiT-S/8": dict(model="SiT-S/8", path_type="linear", prediction="v", num_classes=1000, enc_type="dinov2"),
-    "DiT-S/8": dict(model="DiT-S/8", num_classes=1000, image_size=128),
+    "DiT-S/8": dict(model="DiT-S/8", num_classes=1000, image_size=128, vae="mse"),
 }
 
 
@@ -57,8 +57,9 @@ def test_a_training_file_keeps_its_kind(name, tmp_path, here):
     facts = torch.load(tmp_path / "2.pt", weights_only=True)
     assert facts["ema"].keys() == state.keys()
     assert facts["metadata"]["family"] == name.rpartition("-S/8")[0].split("-SiT")[0]
+    assert facts["metadata"].get("vae") == TRAINED[name].get("vae")
     done = here(CONVERT, "--ckpt", tmp_path / "2.pt", "--output", tmp_path / "folder")
-    assert (done.returncode == 0) == (name == "DiT-S/8"), done.stderr
+    assert (done.returncode == 0) == (name == "DiT-S/8") == ("sample with --vae mse" in done.stdout), done.stderr
     assert name == "DiT-S/8" or "; name a .pt or .safetensors file" in done.stderr and "diffusers has no" in done.stderr
 
 
