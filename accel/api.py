@@ -246,6 +246,8 @@ def _written(vae: torch.nn.Module, folder: str) -> str:
     kind = type(vae)
     if kind.__name__ != "AutoencoderKL" or not kind.__module__.startswith("diffusers."):
         raise UsageError(f"`vae={kind.__name__}`: give ema, mse, a folder or an AutoencoderKL of diffusers")
+    if any(value.is_meta for value in vae.parameters()):
+        raise UsageError(f"`vae={kind.__name__}`: holds no values; load the weights first")
     vae.save_pretrained(folder)
     file = Path(folder, FILES[0])
     # Pipelines read attributes, which a caller may have set. The file has the entries that the module was made with.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, fill
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import AutoencoderKL, DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from networks import DEVICES, FourChannels, Original, Otherwise, guided, pipeline, small, upstream
 from PIL import Image
 from torch import nn
@@ -143,6 +143,7 @@ def test_close_frees_the_network():
         (lambda: demo(sampler=FlowMatchEulerDiscreteScheduler()), "FlowMatchEulerDiscreteScheduler has no betas"),
         (lambda: pickle.dumps(demo()), "cannot be pickled or copied; make another"),
         (lambda: demo(vae=nn.Linear(2, 2)), "vae=Linear: give ema, mse, a folder or an AutoencoderKL"),
+        (lambda: demo(vae=AutoencoderKL().to("meta")), "vae=AutoencoderKL: holds no values; load the weights first"),
         (lambda: demo().latents(0, num_sampling_steps=0), "num_sampling_steps=0"),
         (lambda: demo().latents(b"12"), "labels=b'12': must be a class's number or name"),
         (lambda: demo(output_type="latent").sample(0), "output_type=latent: loads no decoder"),
