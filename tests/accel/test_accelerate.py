@@ -4,24 +4,12 @@ import copy
 import gc
 import pickle
 
+import networks
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import fill
-from networks import (
-    DEVICES,
-    SMALL,
-    FourChannels,
-    Otherwise,
-    build,
-    error,
-    inputs,
-    large_inside,
-    pipeline,
-    small,
-    transformer,
-    upstream,
-)
+from networks import DEVICES, SMALL, build, error, inputs, large_inside, pipeline, small, transformer, upstream
 from test_large_dit import build as build_large
 from torch import nn
 
@@ -92,6 +80,9 @@ def test_every_tier_samples_in_upstreams_loop(tier, device):
             lambda fast, x, t, y: accelerate(small(class_dropout_prob=0)).forward_with_cfg(x, t, y, 4.0),
             "no null class .label dropout., no guidance; use forward",
         ),
+        (lambda fast, *_: accelerate(small(), "fp16"), "precision=fp16: cpu has no .*; choose fp32"),
+        (lambda fast, *_: accelerate(small(), device="nonsense"), "device nonsense"),
+        (lambda fast, *_: accelerate(small(), device="meta"), "device meta: holds no values"),
         (lambda fast, x, t, y: fast.load_state_dict({}), "load_state_dict: is not a DiT: no pos_embed .* differ"),
         (lambda fast, x, t, y: fast.load_state_dict({}, strict=False), "all weights are needed"),
         (lambda fast, x, t, y: fast.load_state_dict([]), "maps names to tensors, and this is a list"),
@@ -176,8 +167,8 @@ def changed(model, name, attribute, value):
 
 OTHERS = {
     "fewer channels": (lambda: small(Halved), r"returns \(1, 4, 8, 8\), a DiT with these weights \(1, 8, 8, 8\)"),
-    "another function": (lambda: small(Otherwise), "another function .* relative error .*, 0.0001 is allowed"),
-    "untrained": (lambda: Otherwise(**SMALL), "another function .* relative error"),
+    "another function": (lambda: small(networks.Otherwise), "another function .* relative error .*, 0.0001 is allowed"),
+    "untrained": (lambda: networks.Otherwise(**SMALL), "another function .* relative error"),
     "a norm more": (
         lambda: changed(small(), "blocks.1.attn", "q_norm", nn.LayerNorm(72)),
         r"blocks.1.attn.q_norm.weight is no weight of a DiT.*\(2 entries",
@@ -205,7 +196,7 @@ def test_another_network_is_refused(make, words):
 
 
 def test_the_check_can_be_skipped():
-    model = small(Otherwise)
+    model = small(networks.Otherwise)
     x, t, y = inputs(model, 2)
     assert torch.equal(accelerate(model, check=False)(x, t, y), accelerate(small())(x, t, y))
     untrained = accelerate(DiT(**SMALL))  # its output is zero, so noise takes the place of weights that are
@@ -295,7 +286,7 @@ class Rescaled(DiT):
 
 
 def test_guidance_on_four_channels_is_recognised():
-    model = small(FourChannels)
+    model = small(networks.FourChannels)
     x, t, y = inputs(model, 4)
     with torch.no_grad():
         want, three = model.forward_with_cfg(x, t, y, 4.0), DiT.forward_with_cfg(model, x, t, y, 4.0)
@@ -306,7 +297,7 @@ def test_guidance_on_four_channels_is_recognised():
         assert sampler.settings.guidance_channels == 4
         assert torch.allclose(sampler.latents([1, 5]), upstream(model, (1, 5), 0, 4, 4.0), atol=1e-4)
     assert accelerate(model, guidance_channels=4).guidance_channels == 4
-    untrained = FourChannels(**SMALL)
+    untrained = networks.FourChannels(**SMALL)
     assert accelerate(untrained).guidance_channels == 4  # its own output is zero
 
 

@@ -55,15 +55,16 @@ def error(path, ask=find_model):
     return message
 
 
-def test_plain_legacy_and_safetensors(tmp_path, state):
+def test_plain_legacy_and_safetensors(tmp_path, state, capsys):
     torch.save(state, tmp_path / "a.pt")
     torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)  # as written before torch 1.6
     torch.save({"state_dict": state}, tmp_path / "c.ckpt")
     save_file(state, tmp_path / "d.safetensors")
-    training = {"model": state, "opt": {}, "args": argparse.Namespace(lr=1e-4)}  # EMA: test_doors.py
-    torch.save(training, tmp_path / "e.pt")
+    average = {name: value + 1 for name, value in state.items()}  # only `ema` is upstream's name: test_doors.py
+    torch.save({"model": state, "model_ema": average, "args": argparse.Namespace(lr=1e-4)}, tmp_path / "e.pt")
     for name in ("a.pt", "b.pt", "c.ckpt", "d.safetensors", "e.pt"):
         assert same(find_model(tmp_path / name), state), name
+    assert 'the weights are those of "model", not of model_ema' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
@@ -102,13 +103,6 @@ def test_wrapped_models_load(tmp_path, state, prefix, capsys):
     assert line.startswith(f"{tmp_path / 'a.pt'}: ") and f'"{prefix}"' in line
     save_file(state, tmp_path / "b.safetensors")
     assert weights.digest() == Checkpoint(tmp_path / "b.safetensors").digest() and capsys.readouterr().out == ""
-
-
-def test_an_average_that_is_not_taken_is_named(tmp_path, state, capsys):
-    """Only `ema` is upstream's name for it."""
-    torch.save({"model": state, "model_ema": {name: value + 1 for name, value in state.items()}}, tmp_path / "a.pt")
-    assert same(find_model(tmp_path / "a.pt"), state)
-    assert 'the weights are those of "model", not of model_ema' in capsys.readouterr().out
 
 
 def test_diffusers_layout(tmp_path, folder, state):
