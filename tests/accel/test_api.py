@@ -47,21 +47,16 @@ def test_pictures_are_those_of_the_command(device, here, tmp_path):
                 assert picture.mode == "RGB" and np.array_equal(np.asarray(picture), want) and want.std() > 1
 
 
-def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor():
-    with demo(seed=5, cfg_scale=3.0) as sampler:
-        both = sampler.latents(["planet", 3])
+def test_labels_by_name_number_or_alone_and_defaults_of_the_constructor(capsys):
+    with demo(seed=5, cfg_scale=3.0, batch_size=1) as sampler:
+        both = sampler.latents(["planet", 3], progress=True)
+        assert "8/8" in capsys.readouterr().err  # the steps of all batches
         assert torch.equal(both, sampler.latents((0, "ball"), seed=5, num_sampling_steps=4, cfg_scale=3.0))
         for five in (5, np.int64(5), torch.tensor(5)):
             assert torch.equal(sampler.latents("sea"), sampler.latents(five)) and len(sampler.latents(five)) == 1
         for other in (dict(seed=0), dict(num_sampling_steps=5), dict(cfg_scale=4.0)):
             assert not torch.equal(both, sampler.latents([0, 3], **other))
         assert torch.equal(both, sampler.latents([0, 3]))
-
-
-def test_the_bar_counts_the_steps_of_all_batches(capsys):
-    with demo(batch_size=1, num_sampling_steps=2) as sampler:
-        sampler.latents([0, 3, 5], progress=True)
-    assert "6/6" in capsys.readouterr().err
 
 
 @DEVICES
