@@ -92,9 +92,8 @@ def test_names(module, tmp_path):
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     with pytest.raises(UsageError, match="ckpt=DiT-S-2.pt: not published"):
         module.download_model("DiT-S-2.pt")
-    with pytest.raises(
-        UsageError, match="SiT-XL/2 needs a file; the family's are fetched by: hf download nyu-visionx/SiT-"
-    ):
+    words = "SiT-XL/2 needs a file; the family's are fetched by: hf download nyu-visionx/SiT-"
+    with pytest.raises(UsageError, match=words):
         published_name("SiT-XL/2", 256, 1000)
 
 

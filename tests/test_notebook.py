@@ -26,7 +26,7 @@ def test_it_runs_on_a_cpu_with_the_demo(tmp_path, monkeypatch):
     import nbformat
     from nbclient import NotebookClient
 
-    for name in ("accel", "diffusion", "models.py", "large_dit.py", "sit.py", "pretrained_models"):
+    for name in ("accel", "diffusion", "models.py", "pretrained_models"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(NOTEBOOK, tmp_path)
     for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("OMP_NUM_THREADS", "1"), ("JUPYTER_PLATFORM_DIRS", "1")):

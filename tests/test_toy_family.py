@@ -117,9 +117,8 @@ def test_an_fid_job_that_is_killed_is_resumed_to_the_bit(tree):
 
 def test_the_converter_there_and_back(tree):
     for source, target in (("toy.pt", "there.safetensors"), ("there.safetensors", "back.pt")):
-        assert "read back equal" in succeeds(
-            tree, "scripts/convert_checkpoint.py", "--ckpt", source, "--output", target
-        )
+        text = succeeds(tree, "scripts/convert_checkpoint.py", "--ckpt", source, "--output", target)
+        assert "read back equal" in text
     first, back = load_file(tree / "there.safetensors"), torch.load(tree / "back.pt")["ema"]
     assert first.keys() == back.keys() and all(torch.equal(value, back[name]) for name, value in first.items())
 

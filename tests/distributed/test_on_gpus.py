@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from forks import until
 from jobs import finish, ranks_of, start, wait_for_pictures
 from jobs import run as run_job
 
@@ -96,10 +97,8 @@ def test_the_last_exchange_leaves_no_process_behind(demo, tmp_path):
     output = tmp_path / "l.npy"
     how = ["--precision", "fp32", "--parallel", "rows=2", "--labels", 3, "--num-sampling-steps", 20]
     job = start(2, *demo, *how, *LATENT, "--output", output)
-    deadline = time.monotonic() + 120
-    while not output.exists():
-        assert time.monotonic() < deadline and job.poll() is None
-        time.sleep(0.02)
+    until(lambda: output.exists() or job.poll() is not None, 120)
+    assert output.exists()
     made = time.monotonic()
     finish(job)
     assert time.monotonic() - made < 15

@@ -105,9 +105,7 @@ def test_no_network_names_the_folder_to_fill(monkeypatch, tmp_path):
 
 def test_fetched_from_the_hub(tiny_vae, tmp_path):
     """In a fresh process, because the hub's client reads its environment once."""
-    code = (
-        "from accel.latents import files; files.FOLDER = files.Path('nowhere'); print(files.digest(files.find('ema')))"
-    )
+    code = "from accel.latents import files; files.FOLDER = files.Path('no'); print(files.digest(files.find('ema')))"
     environment = dict(HF_HUB_CACHE=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
     with Hub("stabilityai/sd-vae-ft-ema", tiny_vae) as hub:
         environment["HF_ENDPOINT"] = hub.url

@@ -45,9 +45,8 @@ def test_what_is_not_in_the_table_is_nan_never_a_picture(fast):
 def test_more_labels_than_a_table_usually_holds(fast, monkeypatch):
     """A large batch of an FID job. What was captured on the old table is dropped. What fits the usual size is computed
     in the same chunks whether or not a larger batch came before: the bits do not depend on what came before."""
-    monkeypatch.setattr(
-        module, "ConditioningTable", lambda c, **how: ConditioningTable(c, 5 * c.bias.numel() * 8, **how)
-    )
+    small_table = lambda c, **how: ConditioningTable(c, 5 * c.bias.numel() * 8, **how)
+    monkeypatch.setattr(module, "ConditioningTable", small_table)
     x, y = torch.randn(9, 4, 8, 8, dtype=torch.float64), torch.arange(9)
     found = []
     for n, at_once, chunk in ((2, 1, 2), (9, 1, 1), (9, 2, 2), (2, 1, 2)):
