@@ -84,10 +84,7 @@ class Sampler:
             if "ckpt" in options:
                 raise UsageError(f"`ckpt={options['ckpt']}`: conflicts with {model}, which are weights too; give one")
             model, options["ckpt"] = None, str(model)
-        if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
-            raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
-        if wrong := sorted(options.keys() - {item.name for item in fields(GridRequest)}):
-            raise UsageError(f"`{wrong[0]}`: is not an option of Sampler; docs/python.md lists them")
+        _require_known(options)
         named = isinstance(options.get("sampler", ""), str)
         self._scheduler = None if named else options.pop("sampler")
         with TemporaryDirectory() as folder:
@@ -208,6 +205,13 @@ def _renew(run, loaded, settings, check):
     if check and loaded.fit.latent_size == run.side:
         require_same(new, loaded, run.tier)
     run.network.copy_weights(new)
+
+
+def _require_known(options):
+    if wrong := [name for name in NOT_FOR_PYTHON if name in options]:
+        raise UsageError(f"`{wrong[0]}`: is for commands; drop it")
+    if wrong := sorted(options.keys() - {item.name for item in fields(GridRequest)}):
+        raise UsageError(f"`{wrong[0]}`: is not an option of Sampler; docs/python.md lists them")
 
 
 def _names_weights(name):

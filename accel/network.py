@@ -28,8 +28,8 @@ def unpatchify(tokens: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel and torch.compile."""
-    wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
+    """Return the model inside DataParallel, DistributedDataParallel, AveragedModel and torch.compile."""
+    wrappers = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod
     return model

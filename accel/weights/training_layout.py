@@ -12,6 +12,7 @@ from accel.weights.tensor_files import read_safetensors, read_tensors, require_f
 
 ENTRIES = ("ema", "model", "state_dict")  # of a training checkpoint; the first that is there is used
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of wrappers around the trained network
+AVERAGES = "n_averaged"  # torch's AveragedModel counts in it
 
 
 def holds(path: Path) -> bool:
@@ -32,6 +33,7 @@ def read(path: Path, mapped: bool) -> tuple[dict[str, torch.Tensor], dict[str, A
     if not _is_state(state):
         entries = ", ".join(map(str, list(state)[:5]))
         raise UsageError(f"`ckpt={path}`: holds no state dict of tensors (entries: {entries})")
+    state = {name: value for name, value in state.items() if name != AVERAGES}
     require_floats(state, f"`ckpt={path}`")
     others = [str(name) for name, value in content.items() if name != entry and _is_state(value)]
     if entry != ENTRIES[0] and others:

@@ -12,6 +12,7 @@ from conftest import fill
 from networks import DEVICES, SMALL, build, error, inputs, large_inside, pipeline, small, transformer, upstream
 from test_large_dit import build as build_large
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from accel import Sampler, accelerate
 from accel.errors import UsageError
@@ -119,7 +120,8 @@ def test_wrapped_models_are_unwrapped(group):
     with torch.no_grad():
         want = model(x, t, y)
     parallel = nn.parallel.DistributedDataParallel(model)
-    for wrapped in (model, nn.DataParallel(model), parallel, torch.compile(model), torch.compile(parallel)):
+    compiled, averaged = (torch.compile(one) for one in (model, parallel)), AveragedModel(model)
+    for wrapped in (model, nn.DataParallel(model), parallel, *compiled, averaged):
         assert torch.allclose(accelerate(wrapped, "fp32")(x, t, y), want, atol=1e-5)
 
 

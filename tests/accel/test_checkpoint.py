@@ -96,7 +96,9 @@ def test_compressed_pt(tmp_path, state):
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_wrapped_models_load(tmp_path, state, prefix, capsys):
-    torch.save({"ema": {prefix + name: tensor for name, tensor in state.items()}}, tmp_path / "a.pt")
+    wrapped = {prefix + name: tensor for name, tensor in state.items()}
+    averages = dict(n_averaged=torch.tensor(1)) if prefix == "module." else {}
+    torch.save({"ema": wrapped | averages}, tmp_path / "a.pt")
     weights = Checkpoint(tmp_path / "a.pt")
     assert same(weights.state, state) and weights.state is weights.state
     [line] = capsys.readouterr().out.splitlines()
