@@ -284,7 +284,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("candidate", type=Path, help="the picture to judge, or a folder of pictures, all of which must pass")
     add("--gate", choices=GATES, default="contest", help="thresholds; strict: MAE <= 0.01 of 0-255 (default: contest)")
     for metric, flag in FLAGS.items():
-        add(flag, dest=metric, type=float, metavar="X", help=f"own threshold for {metric.upper()}; an MAE is of 0-1")
+        unit = " of 0-1" if metric == "mae" else ""
+        add(flag, dest=metric, type=float, metavar="X", help=f"own threshold for {metric.upper()}{unit}")
     add("--metrics", nargs="+", choices=METRICS, default=METRICS, help="judge by these only (default: all)")
     add("--tiles", metavar="RxC", help="rows x columns of the grid; sample.png's layout is found without it")
     add("--every-tile", action="store_true", help="each tile must pass as well, LPIPS included (takes twice as long)")

@@ -36,8 +36,8 @@ class Request:
         metavar="NAME",
     )
     image_size: int = what(
-        "side of a picture in pixels, a multiple of 16: what the weights were trained for, other sizes look worse; "
-        "default: that of --ckpt, else 512",
+        "side of a picture in pixels, a multiple of 16 (of 32 for patch 4, of 64 for patch 8): what the weights were "
+        "trained for, other sizes look worse; default: that of --ckpt, else 512",
         bounds=(1, MOST_PIXELS),
     )
     cfg_scale: float = what(
@@ -46,8 +46,8 @@ class Request:
     )
     num_sampling_steps: int = what("denoising steps, up to 1000; default: the model's, 250", bounds=(1, 1000))
     timestep_shift: float = what(
-        "of a flow by euler or heun: below 1 its steps are shorter at noise than at the picture; default: what the "
-        "model implies, 1 unless its recipe says otherwise",
+        "euler, heun: below 1 the steps are shorter at noise than at the picture; default: what the model implies, 1 "
+        "unless its recipe says otherwise",
         bounds=(0.01, 100),
     )
     guidance_interval: tuple = what(
@@ -58,14 +58,14 @@ class Request:
         metavar=("LOW", "HIGH"),
     )
     guidance_channels: int = what(
-        "latent channels that are guided, from the first on: 3, as published, or all 4, as diffusers does; default: "
+        "number of latent channels that are guided: the first 3, as published, or all 4, as diffusers does; default: "
         "what the model implies",
         bounds=(1, 1024),
     )
     sampler: str = what(
-        "of a network that predicts noise ddpm, the default: ancestral sampling; ddim: deterministic unless --eta says "
-        "otherwise, for few steps such as 25; dpm++, unipc: diffusers' solvers, for 10 to 25 steps: other pictures. Of "
-        "a flow sde, the default; euler, heun: deterministic, for fewer steps",
+        "networks that predict noise: ddpm (default), ancestral sampling; ddim, deterministic unless --eta says "
+        "otherwise, for few steps such as 25; dpm++, unipc, diffusers' solvers, for 10 to 25 steps. Flows: sde "
+        "(default where the network has it); euler, heun, deterministic, for fewer steps. Each makes other pictures",
         choices=sampler_names(),
     )
     eta: float = what("ddim: noise of a step, from 0, none, to 1, as much as ddpm draws", default=0.0)
@@ -104,7 +104,7 @@ class Request:
 
     ckpt: str = files(
         "weights: a .pt or .safetensors file, a published name (DiT-XL-2-512x512.pt), a folder in diffusers' layout or "
-        "a hub id; default: the published weights for the image size",
+        "with consolidated weights, or a hub id; default: the published weights for the image size",
     )
     vae: str = files("decoder: ema, mse (sd-vae-ft-*), a folder, VA-VAE's .pt or a hub id; default: the model's")
     latent_stats: str = files(
@@ -171,18 +171,18 @@ class GridRequest(Request):
         metavar="SEED",
     )
     batch_size: int = speed(
-        "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures stay the same; default: "
-        "all of --labels",
+        "pictures to sample at a time, for a GPU whose memory does not hold all; the pictures stay the same but for "
+        "rounding; default: all of --labels",
         bounds=(1, 10**9),
     )
     repeats: int = speed(
         "time the sampling this often after a warm-up: median and spread", default=1, bounds=(1, 10**9)
     )
     parallel: str = speed(
-        "how GPUs share fewer pictures than there are of them. auto: the fastest layout, measured once a machine; "
-        "off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, their tokens, "
-        "and how tokens attend (kv, push, ulysses). weights=4 divides every layer, for a network that does not fit in "
-        "one GPU",
+        "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest layout, measured once a "
+        "machine; off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, "
+        f"their tokens, and how tokens attend ({', '.join(layouts.EXCHANGES)}). weights=4 divides every layer, for a "
+        "network that does not fit in one GPU",
         default="auto",
         metavar="auto|off|rows=N,tokens=N,exchange=NAME|weights=N",
         ranks_only=True,
@@ -192,7 +192,7 @@ class GridRequest(Request):
         "000-207-golden-retriever.png; default: sample.png, or sample.npy for latents",
     )
     output_type: str = files(
-        "image: one PNG, four pictures a row; latent: float32 .npy (n, 4, L, L), no decoder needed",
+        "image: one PNG, four pictures a row; latent: float32 .npy (n, C, L, L), no decoder needed",
         default="image",
         choices=("image", "latent"),
     )
@@ -241,7 +241,7 @@ class FidRequest(Request):
     """A folder of many pictures of random classes, by many processes."""
 
     num_fid_samples: int = what(
-        "make so many pictures of random classes, one PNG each, and an .npz for FID; default: one grid of --labels",
+        "number of pictures of random classes, one PNG each, and an .npz for FID; default: one grid of --labels",
         bounds=(1, 10**9),
     )
     world_independent_noise: bool = what(

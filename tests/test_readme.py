@@ -170,8 +170,11 @@ def test_code_md_names_every_file_and_what_pages_name_is_there():
         if not path.startswith(("tests/", "log/", ".ci/")):
             assert any(fnmatch(path, pattern) for pattern in named), f"code.md does not name {path}"
     for page in (CODE, ROOT / "docs" / "architecture.md"):
-        for path in re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|cuh?|sh|sbatch))`", page.read_text()):
-            assert (ROOT / path).exists() or (ROOT / "accel" / path).exists(), f"{name(page)}: {path}"
+        named = r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|cuh?|sh|sbatch))`(?:, `(\w+)`)?"
+        for path, member in re.findall(named, page.read_text()):
+            file = ROOT / path if (ROOT / path).exists() else ROOT / "accel" / path
+            where = f"{name(page)}: {path} {member}"
+            assert re.search(rf"(def|class) {member}" if member else "", file.read_text()), where
 
 
 def test_no_file_names_a_path_of_a_machine():
