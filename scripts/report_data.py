@@ -134,7 +134,8 @@ def many(found: dict) -> dict:
     for ddp in found.get("ddp", ()):
         most, name = str(ddp["gpus"]), f"{ddp['model']} {ddp['image_size']} px {ddp['precision']}"
         ddp["runs"] = [job_on(int(gpus), runs) for gpus, runs in ddp["grid_phases_s"].items() if gpus.isdigit()]
-        ddp["rehearsal"] = rehearsal(ddp | dict(pictures=8))
+        ddp.setdefault("pictures", 8)  # older files lack it
+        ddp["rehearsal"] = rehearsal(ddp)
         ddp["speed"] = 1 / ddp["grid_sampling_s"]["ratio"]
         series.setdefault(f"{name} + 8 labels", {1: 1.0})[ddp["gpus"]] = ddp["speed"]
         rates = ddp.get("fid_pictures_per_s", {})
@@ -191,7 +192,7 @@ def front_page(data: dict) -> dict:
         verified=verified,
         shown=shown,
         tier=best["tier"],
-        jobs=[one for one in data.get("many", {}).get("ddp", []) if one["model"] == job["model"]],
+        jobs=[one for one in data.get("many", {}).get("ddp", []) if all(one[key] == job[key] for key in CONTEST)],
         missing=[key for key, value in missing.items() if value],
     )
 

@@ -138,10 +138,11 @@ def test_the_committed_report_is_that_of_the_log():
 
 @pytest.mark.parametrize("other", [dict(model="DiT-Demo/2"), dict(image_size=256), dict(steps=50), dict(pictures=4)])
 def test_a_rehearsal_has_no_points(log, other):
-    assert "| 50.0 |" in text_of(log) and "rehearsal" not in text_of(log)
+    assert "| 50.0 |" in text_of(log) and "rehearsal" not in text_of(log) and "GPUs T is" in text_of(log)
     change(log / "contest.json", **other)
-    for name in ("ddp", "contest-fp32"):
-        (log / f"{name}.json").unlink()
+    (log / "contest-fp32.json").unlink()
+    assert "GPUs T is" not in text_of(log)  # of the contest's job
+    (log / "ddp.json").unlink()
     assert "| 50.0 |" not in text_of(log) and "| rehearsal: none |" in text_of(log)
 
 
@@ -155,7 +156,7 @@ def test_ranks_that_share_a_cpu_prove_no_scaling(log):
     data = report_data.collect(log)
     text = report.markdown(data, "en")
     assert "×" not in text[text.index("## 4.") :] and not {"scaling.svg", "kinds.svg"} & {*report.draw(data)}
-    assert "bottleneck is" not in text
+    assert "bottleneck is" not in text and "GPUs T is" not in text
 
 
 def test_the_front_page_shows_both_pictures_and_names_gaps(log):
