@@ -78,21 +78,16 @@ crash_on_0 = partial(crash, rank=0)
 
 
 def killed(job):
-    """While the others compute, and take the launcher's SIGTERM for a request to stop after this batch."""
+    """While the others compute, and take the launcher's SIGTERM for a request to stop after this batch. Ranks that
+    torchrun starts in their place have no such request."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and not job.stopping:
+        return exchange(job)
     job.stop_on_signals(signal.SIGTERM)
     if job.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while not job.stopping:
         time.sleep(0.05)
     job.barrier()
-
-
-def killed_once(job):
-    """In the first of torchrun's attempts."""
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        killed(job)
-    assert not job.stopping
-    exchange(job)
 
 
 def killed_in_wait(job):

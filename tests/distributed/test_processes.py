@@ -114,9 +114,7 @@ def test_a_dead_rank_ends_the_job(ending):
 
 
 def test_a_job_whose_rank_died_is_started_again_by_torchrun():
-    """The new ranks meet nothing that the old ones left in its store: neither addresses nor the request to stop."""
-    command = [*forks.torchrun(2, "--standalone", "--max-restarts=1"), WORKER, "killed_once"]
-    done = forks.run(command, timeout=60, **ENVIRONMENT)
+    done = forks.run([*forks.torchrun(2, "--standalone", "--max-restarts=1"), WORKER, "killed"], **ENVIRONMENT)
     assert (done.returncode, done.stdout) == (0, "exchanged\n"), done.stderr
 
 

@@ -155,10 +155,6 @@ def requeued(cluster, checkout, job, restarts, seconds=60):
         lambda: cluster.state(job) + log_of(checkout, job),
         pause=0.2,
     )
-    again(cluster, job)
-
-
-def again(cluster, job):
     # Not at once: within the second of its requeue a job's credential still counts as revoked.
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
@@ -173,7 +169,7 @@ def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     os.kill(ranks_of(job)[1], signal.SIGKILL)
     assert cluster.wait_for(job, {"FAILED"}, 60) and cluster.fact(job, "ExitCode") == "137:0"
     cluster.run("scontrol", "requeue", job)
-    again(cluster, job)
+    requeued(cluster, checkout, job, 1)
     for restart, how in enumerate(([], ["--batch", "--signal=USR1"], ["--signal=TERM"]), start=2):
         cluster.wait_for(job, {"RUNNING"}, 30)
         wait_for_pictures(checkout, job, len(list((checkout / "output").glob(f"job_{job}/*/*.png"))) + 4)
