@@ -18,6 +18,7 @@ if not __package__:
 
 import gc
 import math
+import shlex
 import statistics
 import sys
 from argparse import Namespace
@@ -161,7 +162,7 @@ def verify(args: Namespace, options: GridSettings, tiers: list[str], out: Path) 
     want, times = sample(reopen(options, precision="fp32", forecast="off", forecast_plan=None), seeds, "fp32")
     reference = median_and_range(times)
     print(f"  {'fp32':22}{reference['median']:9.2f} s   the reference", flush=True)
-    names = "model", "image_size", "num_sampling_steps", "sampler", "forecast"
+    names = "model", "image_size", "num_sampling_steps", "sampler", "forecast", "forecast_plan"
     record = dict(kind="verify", **harness.provenance(device, args.commit), seeds=args.seeds, gate=args.gate)
     record |= {name: getattr(options, name) for name in names} | dict(pictures=len(options.labels), tiers=[])
     record |= dict(weights=Path(options.weights.name).name, reference=dict(tier="fp32", seconds=reference))
@@ -216,6 +217,8 @@ def conclude(record: dict) -> int:
         status, text = 0, f"--precision fp32 (the only tier here; its second run meets the {gate} criterion)"
     elif best:
         flags, speedup = best["tier"].replace(", ", " --"), f"{best['speedup']:.2f} times fp32's speed"
+        if record.get("forecast_plan"):
+            flags += f" --forecast-plan {shlex.quote(record['forecast_plan'])}"
         status = 0
         text = f"--precision {flags} ({speedup}; all grids and pictures of {seeds} meet the {gate} criterion)"
     elif any(one["verdicts"][gate] == "NONE" for one in record["tiers"] if "verdicts" in one):

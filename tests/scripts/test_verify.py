@@ -84,8 +84,8 @@ def test_on_a_cpu(tmp_path, here):
 def test_what_is_recommended(capsys):
     """The fastest tier that passes is recommended."""
 
-    def conclude(*tiers, gate="contest"):
-        return verify.conclude(dict(gate=gate, seeds=1, tiers=tiers)), capsys.readouterr().out
+    def conclude(*tiers, gate="contest", **plan):
+        return verify.conclude(dict(gate=gate, seeds=1, tiers=tiers, **plan)), capsys.readouterr().out
 
     def tier(name, speedup, contest, strict="FAIL"):
         verdicts = dict(contest=contest, strict=strict)
@@ -96,6 +96,7 @@ def test_what_is_recommended(capsys):
     status, text = conclude(*tiers)
     assert status == 0
     assert "--precision fp16 --forecast plan (4.00 times fp32's speed; all grids and pictures of 1 seed " in text
+    assert "--forecast plan --forecast-plan 'my plan.json' (4.00" in conclude(*tiers, forecast_plan="my plan.json")[1]
     assert "--precision tf32 (2.00 times" in conclude(*tiers, gate="strict")[1]
     assert conclude(tiers[0])[0] == conclude(tiers[-1])[0] == 1
     assert conclude(tiers[0], tier("fp16", 4, "NONE"))[0] == 3
