@@ -90,7 +90,7 @@ class FidSettings(Settings, FidRequest):
     @property
     def pictures(self) -> str:
         """Return the number of pictures in words."""
-        return f"{self.num_fid_samples} pictures"
+        return f"{self.num_fid_samples} picture{'s' * (self.num_fid_samples > 1)}"
 
     @property
     def too_large(self) -> str:

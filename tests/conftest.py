@@ -113,9 +113,8 @@ def log(here, tmp_path):
 
     def log(program, *args):
         output = tmp_path / "log.json"
-        done = here(f"bench/{program}.py", *args, "--output", output)
-        assert not done.returncode, done.stderr
-        return json.loads(output.read_text()), done.stdout
+        printed = forks.succeeds(here(f"bench/{program}.py", *args, "--output", output))
+        return json.loads(output.read_text()), printed
 
     return log
 

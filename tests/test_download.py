@@ -163,7 +163,9 @@ def test_commands_fetch_what_is_missing(published, monkeypatch, capsys):
 @pytest.mark.parametrize("script", ["download.py", "pretrained_models/download.py"])
 def test_both_files_are_commands(script, run):
     """Through a proxy that refuses: nothing is fetched from a test."""
-    done = run(script, PYTHONPATH="", https_proxy="http://127.0.0.1:9", no_proxy="")
+    proxy = dict(PYTHONPATH="", https_proxy="http://127.0.0.1:9", no_proxy="")
+    assert "Fetch the published weights" in succeeds(run(script, "--help", **proxy))
+    done = run(script, **proxy)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("download.py: --ckpt DiT-XL-2-256x256.pt: download failed")
     assert "try the hub's copy, --ckpt facebook/DiT-XL-2-256, or fetch https://" in done.stderr

@@ -5,6 +5,7 @@ from inspect import signature
 
 import pytest
 import torch
+from forks import succeeds
 
 from accel.families import constructor_of
 from bench import harness, steps
@@ -58,9 +59,8 @@ def test_rivals_on_a_gpu(model, log):
 def test_an_older_gpu(run, tmp_path):
     """Times, pictures and kernels of a process that sees an A100."""
     few = "--model", "DiT-Demo/2", "--seen-as", "8.0", "--load", 0, "--window", 0.2
-    done = run("bench/steps.py", *few, "--only", "CUDA graph", "--gate", 1, "--output", tmp_path / "out.json")
-    assert done.returncode == 0, done.stderr
+    succeeds(run("bench/steps.py", *few, "--only", "CUDA graph", "--gate", 1, "--output", tmp_path / "out.json"))
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["gpu"].endswith("as 8.0") and record["rungs"][0]["judged"]["contest"]
-    done = run("bench/profile_step.py", *few, "--output", tmp_path / "profile.json")
-    assert done.returncode == 0 and json.loads((tmp_path / "profile.json").read_text())["newer"] == [], done.stderr
+    succeeds(run("bench/profile_step.py", *few, "--output", tmp_path / "profile.json"))
+    assert json.loads((tmp_path / "profile.json").read_text())["newer"] == []
