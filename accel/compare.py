@@ -50,27 +50,26 @@ def require_finite(network: BlockNetwork, loaded: LoadedModule, tier: str) -> No
 
 
 def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
-    """Raise UsageError unless `network` and the module have the same output on a batch row of noise. A module whose
-    output is zero, such as an untrained one, is compared with noise in place of its zero weights."""
-    device = next(network.parameters()).device
-    want, got = _evaluate(loaded), network.forward(*_inputs(loaded, device))
-    if not want.any():
+    """Raise UsageError unless `network` and the module have the same output on a batch row of noise, at three times. A
+    module whose output is zero, such as an untrained one, is compared with noise in place of its zero weights."""
+    device, weights = next(network.parameters()).device, None
+    if not _evaluate(loaded).any():
         weights, tier = _not_zero(loaded), "fp32"
-        want = _evaluate(loaded, weights)
-        got = build(loaded.read(weights), loaded.model, tier, device).forward(*_inputs(loaded, device))
-    if want.shape != got.shape:
-        raise UsageError(
-            f"{loaded.name}: returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}: another network"
-        )
-    if not want.isfinite().all():
-        raise UsageError(f"{loaded.name}: its own output is not finite; check the weights")
-    error = float((got.to(want) - want).norm() / want.norm())
+        network = build(loaded.read(weights), loaded.model, tier, device)
     tolerance = max(TOLERANCE[tier], ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
-    if not error <= tolerance:
-        raise UsageError(
-            f"{loaded.name}: computes another function than a DiT with these weights: relative error {error:.1g}, "
-            f"{tolerance:g} is allowed; check=False skips this check"
-        )
+    for t in loaded.fit.family.some_times:
+        want, got = _evaluate(loaded, weights, t), network.forward(*_inputs(loaded, device, t))
+        if want.shape != got.shape:
+            shapes = f"returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}"
+            raise UsageError(f"{loaded.name}: {shapes}: another network")
+        if not want.isfinite().all():
+            raise UsageError(f"{loaded.name}: its own output is not finite; check the weights")
+        error = float((got.to(want) - want).norm() / want.norm())
+        if not error <= tolerance:
+            raise UsageError(
+                f"{loaded.name}: computes another function than a DiT with these weights: relative error {error:.1g} "
+                f"at t = {t:g}, {tolerance:g} is allowed; check=False skips this check"
+            )
 
 
 def own_guidance(loaded: LoadedModule) -> int | None:
