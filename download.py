@@ -7,7 +7,7 @@ from accel.weights.checkpoint import fetch_published, pretrained_models
 __all__ = ["download_model", "find_model", "pretrained_models"]
 
 if __name__ == "__main__":
-    from argparse import ArgumentParser
+    from accel.command_line import OneLineParser
 
-    ArgumentParser("download.py", description="Fetch the published weights that pretrained_models/ lacks.").parse_args()
+    OneLineParser(prog="download.py", description="Fetch the published weights that are missing here.").parse_args()
     fetch_published()

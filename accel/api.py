@@ -31,7 +31,7 @@ from accel.weights.checkpoint import FILE_SUFFIXES, HUB_ID
 from accel.weights.shapes import require_fit
 
 NOT_FOR_PYTHON = "output", "repeats", "seed_list", "tf32", "parallel"
-# Facts of weights that decide the network's function or its labels, and follow from no tensor's shape.
+# Facts that decide the network's function or its labels, and that shapes do not give in every family.
 BESIDE_SHAPES = "num_heads", "num_classes", "null_class", "patch_size", "in_channels"
 Labels = int | str | Iterable[int | str]
 
@@ -189,9 +189,8 @@ class Sampler:
 def _renew(run, loaded, settings, check):
     """Copy a module's weights into the run's network, all or none. check: compare its function and guidance. Raises
     UsageError for weights that do not fit."""
-    batch = door.batch_of(settings, run.process, run.guidance)
-    require_fit(loaded.name, reference_state(loaded, loaded.fit), settings.fit.empty(settings.latent_size))
-    fit = opening.fit_of(loaded)  # refuses another schedule
+    fit, batch = opening.fit_of(loaded), door.batch_of(settings, run.process, run.guidance)
+    require_fit(loaded.name, reference_state(loaded, fit), settings.fit.empty(settings.latent_size))
     has = {name: getattr(fit, name) for name in BESIDE_SHAPES}
     wanted = {name: getattr(settings.fit, name) for name in BESIDE_SHAPES}
     if check and settings.request.guidance_channels is None and (own := _guided_channels(loaded)):
@@ -199,10 +198,10 @@ def _renew(run, loaded, settings, check):
     for name, value in has.items():
         if value != wanted[name]:
             raise UsageError(f"{loaded.name}: has {name} {value}, unlike the model of this Sampler; make another of it")
-    new = load_network(loaded, loaded.fit, run.tier, run.device, batch)
-    if TIERS[run.tier].accelerated and overflows(new, batch, run.device, loaded.fit.family.some_times):
+    new = load_network(loaded, fit, run.tier, run.device, batch)
+    if TIERS[run.tier].accelerated and overflows(new, batch, run.device, fit.family.some_times):
         raise UsageError(f"`precision={run.tier}`: overflows on these weights; make another Sampler of them")
-    if check and loaded.fit.latent_size == run.side:
+    if check and fit.latent_size == run.side:
         require_same(new, loaded, run.tier)
     run.network.copy_weights(new)
 

@@ -52,13 +52,15 @@ def require_finite(network: BlockNetwork, loaded: LoadedModule, tier: str) -> No
 def require_same(network: BlockNetwork, loaded: LoadedModule, tier: str) -> None:
     """Raise UsageError unless `network` and the module have the same output on a batch row of noise, at three times. A
     module whose output is zero, such as an untrained one, is compared with noise in place of its zero weights."""
-    device, weights = next(network.parameters()).device, None
-    if not _evaluate(loaded).any():
+    device, times = next(network.parameters()).device, loaded.fit.family.some_times
+    outputs = [_evaluate(loaded, t=t) for t in times]
+    if not outputs[0].any():
         weights, tier = _not_zero(loaded), "fp32"
         network = build(loaded.read(weights), loaded.model, tier, device)
+        outputs = [_evaluate(loaded, weights, t) for t in times]
     tolerance = max(TOLERANCE[tier], ROUNDING.get(next(loaded.module.parameters()).dtype, 0))
-    for t in loaded.fit.family.some_times:
-        want, got = _evaluate(loaded, weights, t), network.forward(*_inputs(loaded, device, t))
+    for t, want in zip(times, outputs):
+        got = network.forward(*_inputs(loaded, device, t))
         if want.shape != got.shape:
             shapes = f"returns {tuple(want.shape)}, a DiT with these weights {tuple(got.shape)}"
             raise UsageError(f"{loaded.name}: {shapes}: another network")

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from .respace import ByValue, SpacedDiffusion
 
-Kind = tuple[int, int]  # (steps, network evaluations) of a stride, or of a move of any sampler
+Kind = tuple[int, int]  # (steps, network evaluations) of a stride
 
 
 class Strides(ByValue):

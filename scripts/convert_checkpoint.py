@@ -100,7 +100,8 @@ def convert(ckpt: str, output: str, model: str | None, pipeline: bool, vae: str 
     require_equal(target, state, fit)
     total = sum(tensor.numel() for tensor in state.values())
     print(f"{target}: {fit.model}, {len(state)} tensors, {total:,} values, read back equal")
-    if vae is None and fit.vae not in (None, "ema", fit.metadata().get("vae") if target.suffix else None):
+    written = fit.metadata().get("vae") if target.suffix else None  # a folder has no place for it
+    if vae is None and fit.vae not in (None, "ema", written):
         print(f"{target}: does not say which decoder it needs; sample with --vae {fit.vae}")
     if pipeline and fit.num_classes != 1000:
         null = f"DiTPipeline takes 1000 for the null class, and here it is {fit.num_classes}"

@@ -91,7 +91,7 @@ def guided(out, scale, channels=3):
 
 
 class FourChannels(DiT):
-    """As upstream's comment proposes."""
+    """A DiT that guides all four channels, as upstream's comment proposes."""
 
     def forward_with_cfg(self, x, t, y, cfg_scale):
         half = x[: len(x) // 2]

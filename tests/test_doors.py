@@ -279,7 +279,7 @@ def test_a_config_that_says_otherwise_is_refused(change, words, pipeline, tmp_pa
     ],
 )
 def test_a_pipeline_of_another_process_is_refused(change, words, pipeline, tmp_path, tiny_vae, here):
-    """By its folder, to be sampled or converted, and in memory."""
+    """Refuse its folder, for sampling and for conversion, and the pipeline in memory."""
     from diffusers import DDIMScheduler, DiTPipeline
 
     shutil.copytree(pipeline[0], tmp_path / "pipe")

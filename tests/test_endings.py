@@ -111,7 +111,7 @@ def test_ctrl_c_in_an_import_is_a_line(command, module, tmp_path):
     ],
 )
 def test_a_signal_while_it_samples_is_a_line(script, number, status, word, demo, tmp_path):
-    """Also in a batch script, in which Slurm sets SLURM_PROCID: it is not a step of srun."""
+    """SLURM_PROCID is set in a batch script too, which is not a step of srun."""
     command = Command(ROOT / script, *demo, *LONG, "--output", tmp_path / "x.png", SLURM_PROCID="0")
     command.wait_for("DiT-Demo/2 · ")
     time.sleep(0.5)

@@ -107,8 +107,8 @@ def choose_once(network: BlockNetwork, work: Work, groups: Groups) -> tuple[Layo
 
 def situation(network: BlockNetwork, work: Work, groups: Groups) -> str:
     """Describe all that a choice depends on: the key of a kept layout."""
-    hosts = [len([*ranks]) for _, ranks in groupby(groups.job.all_gather_object(groups.job.host))]
-    sizes = "+".join(map(str, hosts)) + " peers" * groups.peers()  # neighbouring ranks on one host
+    neighbours = groupby(groups.job.all_gather_object(groups.job.host))  # ranks in a row that are on one host
+    sizes = "+".join(str(len([*ranks])) for _, ranks in neighbours) + " peers" * groups.peers()
     gpu = groups.device.type == "cuda"
     name = torch.cuda.get_device_name(groups.device) if gpu else f"processors of {torch.get_num_threads()} threads"
     code = kernels.version(kernels.FOLDER, Path(__file__).parent)

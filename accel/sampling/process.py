@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from accel.diffusion import create_diffusion
-from accel.diffusion.strides import Kind
 
+Kind = tuple[int, int]  # (steps, network evaluations) of a move
 State = tuple[Tensor, ...]  # the latents x (n, C, H, W), then anything else that a process carries between moves
 
 

@@ -214,7 +214,7 @@ def test_no_state_dict(tmp_path):
 
 
 def test_tensors_that_are_no_weights(tmp_path, state):
-    """Integers, complex numbers, quantised, sparse, of no dimension, without values, empty."""
+    """Refuse integers, complex numbers, quantised, sparse, empty and meta tensors, and tensors of no dimension."""
     ones = torch.ones(4)
     quantised = torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
     for wrong in (ones.int(), ones.cfloat(), quantised, torch.eye(4).to_sparse(), ones[0], ones.to("meta"), ones[:0]):

@@ -77,7 +77,7 @@ def test_latents_and_random_stream_are_sits(learn_sigma):
 
 
 def test_tables_outlive_other_processes():
-    """Captured steps read them at fixed addresses."""
+    """Hold the tables: captured steps read them at fixed addresses."""
     tables = [flow._upload(Sde(steps), torch.device("cpu")) for steps in range(2, 40)]
     assert tables[0] is flow._upload(Sde(2), torch.device("cpu"))
 

@@ -78,8 +78,8 @@ crash_on_0 = partial(crash, rank=0)
 
 
 def killed(job):
-    """While the others compute, and take the launcher's SIGTERM for a request to stop after this batch. Ranks that
-    torchrun starts in their place have no such request."""
+    """Kill rank 1 while the others compute. They take the launcher's SIGTERM for a request to stop after this batch.
+    Ranks that torchrun starts in their place must not see that request."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1" and not job.stopping:
         return exchange(job)
     job.stop_on_signals(signal.SIGTERM)

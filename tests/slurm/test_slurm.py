@@ -160,9 +160,9 @@ def requeued(cluster, checkout, job, restarts, seconds=60):
 
 
 def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
-    """One job: a rank killed (the job fails, its user requeues it), cancelled (it stays so, its user requeues it), the
-    warning before the time limit (it requeues itself), SIGTERM to the ranks as in preemption (again itself). It ends
-    with the files of an undisturbed job."""
+    """Disturb one job four times. Its user requeues it after a killed rank and after scancel. It requeues itself after
+    the warning before the time limit, and after SIGTERM to its ranks, as in preemption. It ends with the files of an
+    undisturbed job."""
     size = "--ntasks-per-node=2", "--cpus-per-task=1"
     job = cluster.submit(*size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout)
     wait_for_pictures(checkout, job, 2)
