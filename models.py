@@ -46,7 +46,9 @@ class TimestepEmbedder(nn.Module):
     @staticmethod
     def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
         """Return the sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32."""
-        args = t[:, None].float() * _frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
+        # Fake tensors, as torch.export's, stay out of the cache.
+        frequencies = _frequencies if type(t) is Tensor else _frequencies.__wrapped__
+        args = t[:, None].float() * frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
         embedding = torch.cat([args.cos(), args.sin()], dim=-1)
         return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero
 

@@ -207,7 +207,7 @@ class GaussianDiffusion:
     def q_mean_variance(self, x_start: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, variance and log variance of q(x_t | x_0) = N(sqrt(abar_t) x_0, (1 - abar_t) I), Ho eq. 4."""
         mean = self._at("sqrt_alphas_cumprod", t, x_start) * x_start
-        variance = 1.0 - self._at("alphas_cumprod", t, x_start)
+        variance = self._at("sqrt_one_minus_alphas_cumprod", t, x_start) ** 2
         log_variance = self._at("log_one_minus_alphas_cumprod", t, x_start)
         return mean, variance.expand(x_start.shape), log_variance.expand(x_start.shape)
 
@@ -228,7 +228,8 @@ class GaussianDiffusion:
 
     def _posterior_mean(self, x_start, x_t, t):
         """Return Ho eq. 7's (sqrt(abar_{t-1}) beta_t x_0 + sqrt(alpha_t) (1 - abar_{t-1}) x_t) / (1 - abar_t)."""
-        return self._at("posterior_mean_coef1", t, x_t) * x_start + self._at("posterior_mean_coef2", t, x_t) * x_t
+        mean = self._at("posterior_mean_coef1", t, x_t) * x_start + self._at("posterior_mean_coef2", t, x_t) * x_t
+        return mean.contiguous()  # as upstream's: randn_like draws the next step's noise in x's memory order
 
     # ---- p: from the model's output to a Gaussian over x_{t-1} ----
 
@@ -289,10 +290,9 @@ class GaussianDiffusion:
         return self._predict_xstart_from_xprev(x, t, prediction)
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
-        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t)."""
-        return (
-            self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps
-        )
+        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t). Contiguous, as _posterior_mean."""
+        scaled = self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t
+        return (scaled - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps).contiguous()
 
     def _predict_eps_from_xstart(self, x_t, t, pred_xstart):
         """Solve Ho eq. 4: eps = (x_t - sqrt(abar_t) x_0) / sqrt(1 - abar_t)."""

@@ -6,6 +6,7 @@ import torch
 from conftest import fill
 from networks import error, inputs
 from reference_networks import dit, position_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import models
 from models import DiT, DiT_models
@@ -68,6 +69,8 @@ def test_position_table_and_timestep_embedding():
     with_token = models.get_2d_sincos_pos_embed(16, 3, cls_token=True, extra_tokens=2)
     assert with_token.shape == (11, 16) and not with_token[:2].any()
     t = torch.tensor([0, 7, 999])
+    with FakeTensorMode():  # a trace, as torch.export's, leaves the values to later callers
+        models.TimestepEmbedder.timestep_embedding(torch.ones(3), 9)
     embedding = models.TimestepEmbedder.timestep_embedding(t, 9)
     frequencies = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     angles = t[:, None] * frequencies

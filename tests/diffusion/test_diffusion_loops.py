@@ -15,14 +15,16 @@ SHAPE = (4, 4, 8, 8)
 LOOPS = {"p_sample_loop": {}, "ddim_sample_loop": {}, "ddim_sample_loop eta": dict(eta=0.6)}
 
 
-@pytest.mark.parametrize("noise_given", [True, False])
+@pytest.mark.parametrize("layout", [None, torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", LOOPS)
-def test_random_stream_draw_by_draw(name, noise_given):
+def test_random_stream_draw_by_draw(name, layout):
     """x_T if none is given, then at each step the model's own draw (dropout) and one whole batch: at t = 0 and for
-    eta = 0 too, where it goes unused. A model may scale t in place; the next step does not see it."""
+    eta = 0 too, where it goes unused. A model may scale t in place; the next step does not see it. The first draw has
+    the memory order of the noise given, later ones do not."""
     d = create_diffusion("20")
     kwargs = dict(clip_denoised=False, model_kwargs=dict(y=0.1), **LOOPS[name])
-    start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)) if noise_given else None
+    given = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    start = given.contiguous(memory_format=layout) if layout else None
 
     def model(x, t, y, drawn=None):
         out = wavy(x, t, y) + 0.1 * (torch.randn(8, 8) if drawn is None else drawn)
@@ -33,10 +35,10 @@ def test_random_stream_draw_by_draw(name, noise_given):
     sample = getattr(d, name.split()[0])(model, SHAPE, start, device="cpu", **kwargs)
     after = torch.get_rng_state()
     torch.manual_seed(7)
-    x = start if noise_given else torch.randn(SHAPE)
+    x = start if layout else torch.randn(SHAPE)
     step = d.p_sample if name == "p_sample_loop" else d.ddim_sample
     for i in reversed(range(20)):
-        drawn, noise = torch.randn(8, 8), torch.randn(SHAPE)
+        drawn, noise = torch.randn(8, 8), torch.randn_like(x) if i == 19 else torch.randn(SHAPE)
         x = step(partial(model, drawn=drawn), x, torch.full((4,), i), noise=noise, **kwargs)["sample"]
     assert torch.equal(torch.get_rng_state(), after) and torch.equal(x, sample)
 
