@@ -162,8 +162,13 @@ def requeued(cluster, checkout, job, restarts, seconds=60):
 def test_fid_job_survives_what_a_queue_does_to_it(cluster, checkout, demo):
     """Disturb one job four times. Its user requeues it after a killed rank and after scancel. It requeues itself after
     the warning before the time limit, and after SIGTERM to its ranks, as in preemption. It ends with the files of an
-    undisturbed job."""
+    undisturbed job. A job that may not be requeued fails by its ranks' status."""
     size = "--ntasks-per-node=2", "--cpus-per-task=1"
+    once = cluster.submit("--no-requeue", *size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout)
+    wait_for_pictures(checkout, once, 2)
+    cluster.run("scancel", "--signal=USR1", once)
+    assert cluster.wait_for(once, {"FAILED", "COMPLETED"}, 60) == "FAILED", log_of(checkout, once)
+    assert cluster.fact(once, "ExitCode") == "75:0"
     job = cluster.submit(*size, "slurm/fid50k.sbatch", *demo, *FID, cwd=checkout)
     wait_for_pictures(checkout, job, 2)
     os.kill(ranks_of(job)[1], signal.SIGKILL)
