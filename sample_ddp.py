@@ -136,19 +136,20 @@ def sample_for_fid(request: FidRequest, job: "Job") -> None:
     """Make the folder of pictures and its .npz."""
     from accel import door, fid
     from accel.door import fid as fid_door
+    from accel.files import cache_folder
     from accel.kernels.linear import Tuner
 
-    if not request.world_independent_noise:
-        job.run_collectively(lambda: fid_door.require_seeds(request.seed, job.world), only=0)
+    job.run_collectively(lambda: fid_door.require_seeds(request, job.world), only=0)
     settings, watch = open_weights(request, job)
     order = fid_door.order_of(settings)
     with fid.locked(order.folder, job):
         with watch.phase("load"):
-            tuner = Tuner(fid.tuner_folders(order.folder), job.from_rank_0)
+            # The job's own choices of algorithms come first: others round differently.
+            tuner = Tuner([order.folder / ".job", cache_folder()], job.from_rank_0)
             run = job.run_collectively(lambda: door.load(settings, sizes=order.batch_sizes, tuner=tuner))
         print(door.describe(settings, run, job.world))
         decoder = door.decoder_of(settings, captured=True)
-        record = job.run_collectively(lambda: fid_door.settings_of(settings, run, decoder, job.world), only=0)
+        record = job.run_collectively(lambda: fid_door.settings_of(settings, run, decoder, job.world))
         maker = fid.Maker(run.denoise, decoder.decode, run.device, watch, run.process.draws)
         fid.run(order, job, record, maker)
 

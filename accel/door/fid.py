@@ -29,10 +29,10 @@ LEFT_OUT |= {"forecast", "forecast_plan"}
 LATER = {"guidance_interval": (0.0, 1.0), "guidance_channels": 3, "timestep_shift": 1.0}
 
 
-def require_seeds(seed: int, world: int) -> None:
+def require_seeds(request: FidRequest, world: int) -> None:
     """Raise UsageError for a seed that gives a rank of upstream's stream none of 64 bits."""
-    if not -(2**63) <= seed * world <= 2**64 - world:
-        raise UsageError(f"`seed={seed}`: times {world} ranks it must fit into 64 bits; use a smaller one")
+    if not request.world_independent_noise and not -(2**63) <= request.seed * world <= 2**64 - world:
+        raise UsageError(f"`seed={request.seed}`: times {world} ranks it must fit into 64 bits; use a smaller one")
 
 
 def order_of(settings: FidSettings) -> Order:

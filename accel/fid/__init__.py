@@ -22,11 +22,11 @@ import torch
 from tqdm import tqdm
 
 from accel.errors import Stopped, UsageError, path_errors
-from accel.fid.folder import Batches, Order, begin, write_pictures
+from accel.fid.folder import OF_MACHINE, Batches, Order, begin, require_same, write_pictures
 from accel.fid.lock import sole_job
 from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
-from accel.files import cache_folder, require_writable
+from accel.files import require_writable
 from accel.latents.pixels import to_uint8
 from accel.parallel.processes import Job
 from accel.progress import Stopwatch
@@ -61,15 +61,11 @@ def _require_access(folder):
                 os.listdir(place)
 
 
-def tuner_folders(folder: Path) -> list[Path]:
-    """Return the folders of the GEMM autotuner's choices: the job's own, since another algorithm rounds differently,
-    then the user's cache."""
-    return [folder / ".job", cache_folder()]
-
-
-def run(order: Order, job: Job, settings: dict | None, maker: Maker) -> None:
-    """Make the missing pictures of `order` and their .npz; settings: rank 0's, as `begin` has them. Raises Stopped when
-    asked to stop, UsageError where the folder holds something else or the disk is full."""
+def run(order: Order, job: Job, settings: dict, maker: Maker) -> None:
+    """Make the missing pictures of `order` and their .npz; settings: as `begin` has them. Raises Stopped when asked to
+    stop, UsageError where ranks differ in settings, the folder holds something else or the disk is full."""
+    first, remedy = job.from_rank_0(lambda: settings), "start all ranks with the same flags and files"
+    job.run_collectively(lambda: require_same(settings, first, OF_MACHINE, "rank 0 has", remedy))
     folder, batches = order.folder, Batches(order, job.rank, job.world)
     archive = Archive(folder, order.count, order.image_size)
     # Rank 0's view for all: each node has its own, older view of a network file system, and ranks with different views

@@ -20,6 +20,7 @@ from accel.errors import UsageError
 from accel.files import atomic_write, read_json, read_small, remove_partial_files, sync_folder
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
+OF_MACHINE = {"device", "torch", "number of threads", CODE}  # settings that nodes of one job may differ in
 # Threads that compress PNGs: 16 ms a picture of 256 px, 60 ms of 512 px. Four keep up with twice what an H200 makes.
 WRITERS = 4
 
@@ -139,13 +140,15 @@ def _compare(folder, record, settings):
             f"`sample_dir`: {folder} holds pictures, or its .npz is there, without a record of how they were made "
             f"({record} is missing or damaged); move them, or use another `sample_dir`"
         ) from None
-    changed = [name for name in {**settings, **earlier} if earlier.get(name) != settings.get(name)]
-    if CODE in changed:
-        changed.remove(CODE)
+    if earlier.get(CODE) != settings.get(CODE):
         print(f"{folder}: was begun by other kernels; pictures from here on may differ in their last bits")
-    if changed:
-        name = changed[0]  # "off": --forecast is a setting only where it is on
-        raise UsageError(
-            f"{name} {settings.get(name, 'off')}: the pictures in {folder} were begun with "
-            f"{earlier.get(name, 'off')}; use that, or another `sample_dir`"
-        )
+    begun = f"the pictures in {folder} were begun with"
+    require_same(settings, earlier, {CODE}, begun, "use that, or another `sample_dir`")
+
+
+def require_same(settings: dict, others: dict, free: set[str], owner: str, remedy: str) -> None:
+    """Raise UsageError about the first setting that differs from the others, which owner names; free: may differ."""
+    for name in {**settings, **others}:
+        value, other = (one.get(name, "off") for one in (settings, others))  # off: --forecast is recorded if it is on
+        if value != other and name not in free:
+            raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")

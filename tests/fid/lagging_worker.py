@@ -1,4 +1,5 @@
-"""sample_ddp.py on a rank whose node shows files as they were before the job was begun, as a network file system may.
+"""sample_ddp.py on a rank whose node shows files as they were before the job was begun, as a network file system may,
+and whose command has more flags.
 
 Opening a file by its name asks the server.
 """
@@ -18,6 +19,7 @@ def hidden(path):
 if os.environ["RANK"] == os.environ["LAGGING"]:
     Path.exists = lambda path, **how: not hidden(path) and exists(path, **how)
     os.scandir = lambda path=".": scandir(EMPTY if "lagging" in os.fspath(path) else path)
+    sys.argv += os.environ.get("MORE", "").split()
 
 import sample_ddp  # noqa: E402
 
