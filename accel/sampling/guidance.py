@@ -56,7 +56,7 @@ class Guidance:
 
     def at(self, level: float) -> "Guidance | Unguided":
         low, high = self.interval
-        return self if low <= level <= high else Unguided()
+        return self if low - 1e-9 <= level <= high + 1e-9 else Unguided()  # levels are rounded
 
     def labels(self, y: Tensor) -> Tensor:
         return torch.cat([y, torch.full_like(y, self.null_label)])

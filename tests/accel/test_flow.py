@@ -40,7 +40,7 @@ def velocity(model, scale=4.0, channels=3, interval=(0.0, 1.0)):
 
     def v(x, t, level):
         rows = dit(state, torch.cat([x[:3], x[:3]]), torch.full((6,), t), torch.cat([LABELS, NULL]), 2, 2)[:, :4]
-        inside = interval[0] <= level <= interval[1]
+        inside = interval[0] <= round(level, 6) <= interval[1]
         return guided(rows, scale, channels) if inside else torch.cat([rows[:3], rows[:3]])
 
     return v
@@ -82,14 +82,14 @@ def test_tables_outlive_other_processes():
     assert tables[0] is flow._upload(Sde(2), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("process, heun", ((Euler(10), False), (Heun(10), True), (Sde(10), None)))
+@pytest.mark.parametrize("process, heun", ((Euler(10), False), (Heun(10), True), (Sde(25), None)))
 def test_an_interval_and_all_channels(process, heun):
     """As REPA guides: a step's start decides, both ends of the interval included."""
-    model, interval = small(), (0.2, 0.7)
+    model, interval = small(), (0.2, 0.6)
     v, guidance = velocity(model, 4.0, 4, interval), Guidance(4.0, 8, 4, interval)
-    both, draws = torch.cat([Z, Z]).double(), torch.randn(10, 6, 4, 8, 8)
+    both, draws = torch.cat([Z, Z]).double(), torch.randn(25, 6, 4, 8, 8)
     want, steps = iter(draws.double()), iter(draws[:, :3])
-    want = sde(v, both, 10, lambda: next(want)) if heun is None else ode(v, both, 10, heun)
+    want = sde(v, both, 25, lambda: next(want)) if heun is None else ode(v, both, 10, heun)
     got = denoise(Plain(model), process, guidance, Z, LABELS, lambda: next(steps))
     assert error(got, want[:3]) < 2e-6
     assert error(got, ode(velocity(model, 4.0, 4), both, 10, bool(heun))[:3]) > 1e-3
