@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from accel import start
@@ -86,6 +87,9 @@ def sample(request: Request, parser: OneLineParser) -> None:
     with launched_job(parser.prog, parser.worded) as job:
         if fid:
             job.stop_on_signals(*STOP_SIGNALS)
+        # Paths and devices may differ between nodes.
+        same = [item.name for item in fields(request) if item.metadata["group"] not in ("files", "advanced")]
+        job.require_same({f"`{name}`": getattr(request, name) for name in same})
         (sample_for_fid if fid else sample_grid)(request, job)
 
 

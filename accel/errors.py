@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -74,6 +74,14 @@ def as_usage_error(error: BaseException) -> UsageError | None:
 def shown(value: object, most: int = 80) -> str:
     """Return `value` for a message: as `printable`, in quotes if it would not be seen."""
     return printable(value if isinstance(value, str) and value.isprintable() and value else repr(value), most)
+
+
+def require_same(settings: dict, others: dict, free: Set[str], owner: str, remedy: str) -> None:
+    """Raise UsageError about the first setting that differs from the others, which owner names; free: may differ."""
+    for name in {**settings, **others}:
+        value, other = (one.get(name, "off") for one in (settings, others))  # off: --forecast is recorded if it is on
+        if value != other and name not in free:
+            raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")
 
 
 @contextmanager

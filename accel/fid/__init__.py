@@ -11,7 +11,6 @@ A command makes an `Order`. Inside `locked` it loads its network and decoder, an
 """
 
 import errno
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,12 +20,12 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from accel.errors import Stopped, UsageError, path_errors
-from accel.fid.folder import OF_MACHINE, Batches, Order, begin, require_same, write_pictures
+from accel.errors import Stopped, UsageError
+from accel.fid.folder import OF_MACHINE, Batches, Order, begin, write_pictures
 from accel.fid.lock import sole_job
 from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
-from accel.files import require_writable
+from accel.files import sync_folder
 from accel.latents.pixels import to_uint8
 from accel.parallel.processes import Job
 from accel.progress import Stopwatch
@@ -45,27 +44,16 @@ class Maker(NamedTuple):
 @contextmanager
 def locked(folder: Path, job: Job) -> Iterator[None]:
     """Make the folder and keep other jobs out of it. Load the network inside too: its autotuner writes to the folder.
-    Raises UsageError on every rank if another job is at work there."""
+    Raises UsageError on every rank if another job is at work there, or if this user may not write there."""
     with ExitStack() as stack:
         job.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
-        job.run_collectively(lambda: _require_access(folder), only=0)
         yield
-
-
-def _require_access(folder):
-    """Raise UsageError where this user may not write or list, before weights are loaded."""
-    for place in (folder, folder / ".job", folder.parent):
-        with path_errors("sample_dir", place, "give yourself the right to write there and list it, or use another"):
-            require_writable(place)
-            if place != folder.parent:
-                os.listdir(place)
 
 
 def run(order: Order, job: Job, settings: dict, maker: Maker) -> None:
     """Make the missing pictures of `order` and their .npz; settings: as `begin` has them. Raises Stopped when asked to
     stop, UsageError where ranks differ in settings, the folder holds something else or the disk is full."""
-    first, remedy = job.from_rank_0(lambda: settings), "start all ranks with the same flags and files"
-    job.run_collectively(lambda: require_same(settings, first, OF_MACHINE, "rank 0 has", remedy))
+    job.require_same(settings, OF_MACHINE)
     folder, batches = order.folder, Batches(order, job.rank, job.world)
     archive = Archive(folder, order.count, order.image_size)
     # Rank 0's view for all: each node has its own, older view of a network file system, and ranks with different views
@@ -101,7 +89,8 @@ def _begin(batches, archive, settings):
         begin(archive.folder, settings)
         finished = batches.finished()
         if len(finished) < batches.count:
-            archive.forget()  # it may be of other pictures: other kernels round otherwise
+            archive.record.unlink(missing_ok=True)  # it may be of other pictures: other kernels round otherwise
+            sync_folder(archive.record.parent)
         return finished
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from accel.errors import UsageError
+from accel.errors import UsageError, require_same
 from accel.files import atomic_write, read_json, read_small, remove_partial_files, sync_folder
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
@@ -144,11 +144,3 @@ def _compare(folder, record, settings):
         print(f"{folder}: was begun by other kernels; pictures from here on may differ in their last bits")
     begun = f"the pictures in {folder} were begun with"
     require_same(settings, earlier, {CODE}, begun, "use that, or another `sample_dir`")
-
-
-def require_same(settings: dict, others: dict, free: set[str], owner: str, remedy: str) -> None:
-    """Raise UsageError about the first setting that differs from the others, which owner names; free: may differ."""
-    for name in {**settings, **others}:
-        value, other = (one.get(name, "off") for one in (settings, others))  # off: --forecast is recorded if it is on
-        if value != other and name not in free:
-            raise UsageError(f"{name} {value}: {owner} {other}; {remedy}")

@@ -9,6 +9,7 @@ import torch
 from forks import free_port
 from jobs import finish, run, run_each, start
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from accel.errors import USAGE
 from accel.parallel.layouts import parse
@@ -130,16 +131,28 @@ def test_two_nodes(grids, demo, here, tmp_path):
     assert one.std() > 1 and all(np.abs(one - picture).max() <= 1 for picture in others)
 
 
-def test_weights_missing_on_one_node_are_named_before_sampling(demo, tmp_path):
+@pytest.mark.parametrize(
+    "factor, flags, more, words",
+    [
+        (None, ["--output", "../x.png"], [], "--ckpt w.safetensors: no such file"),
+        (1, ["--output", "../x.png"], ["--seed", 5], "--global-seed 5: rank 0 has 0; start all ranks with the"),
+        (2, ["--sample-dir", "..", *FID], [], r"--ckpt \(contents\) \w{16}: rank 0 has \w{16}; start all"),
+    ],
+)
+def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(factor, flags, more, words, demo, tmp_path):
+    """Its weights, which are missing or times `factor`, and its flags, which are `more`."""
     for node in ("n0", "n1"):
         (tmp_path / node).mkdir()
     (tmp_path / "n0" / "w.safetensors").symlink_to(demo[3])
-    common, port = [*demo[:3], "w.safetensors", *demo[4:], "--output", tmp_path / "x.png"], free_port()
+    if factor:
+        save_file({name: factor * one for name, one in load_file(demo[3]).items()}, tmp_path / "n1" / "w.safetensors")
+    common, port = [*demo[:3], "w.safetensors", *demo[4:], *flags], free_port()
     address = "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"
-    nodes = [start(1, *common, cwd=tmp_path / f"n{i}", launch=[*address, f"--node_rank={i}"]) for i in range(2)]
+    commands = enumerate(([*common], [*common, *more]))
+    nodes = [start(1, *own, cwd=tmp_path / f"n{i}", launch=[*address, f"--node_rank={i}"]) for i, own in commands]
     text = finish(*nodes, status=USAGE)
-    assert re.search(r"^sample_ddp.py: rank 1 on \S+: --ckpt w.safetensors: no such file", text, re.M)
-    assert "step/s" not in text and not (tmp_path / "x.png").exists()
+    assert re.search(rf"^sample_ddp.py: rank 1 on \S+: {words}", text, re.M), text
+    assert not re.search("step/s|picture/s", text) and not (tmp_path / "x.png").exists()
 
 
 @pytest.mark.skipif(CUDA, reason="there is a GPU")

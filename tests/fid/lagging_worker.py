@@ -1,5 +1,4 @@
-"""sample_ddp.py on a rank whose node shows files as they were before the job was begun, as a network file system may,
-and whose command has more flags.
+"""sample_ddp.py on a rank whose node shows files as they were before the job was begun, as a network file system may.
 
 Opening a file by its name asks the server.
 """
@@ -19,7 +18,6 @@ def hidden(path):
 if os.environ["RANK"] == os.environ["LAGGING"]:
     Path.exists = lambda path, **how: not hidden(path) and exists(path, **how)
     os.scandir = lambda path=".": scandir(EMPTY if "lagging" in os.fspath(path) else path)
-    sys.argv += os.environ.get("MORE", "").split()
 
 import sample_ddp  # noqa: E402
 
