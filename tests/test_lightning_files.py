@@ -172,6 +172,7 @@ def test_the_hubs_repositories(tmp_path, run):
     for name, write in (("small", checkpoint), ("vavae", vae_files)):
         (tmp_path / name).mkdir()
         write(tmp_path / name)
+    (tmp_path / "small" / "written-last.yaml").write_text(YAML)
     how = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_DISABLE_PROGRESS_BARS="1")
     flags = "--device", "cpu", "--labels", 1, "--num-sampling-steps", 1, "--output", tmp_path / "x.png"
     for flag, name, other in (("--ckpt", "small", "vavae"), ("--vae", "vavae", "small")):
@@ -179,6 +180,7 @@ def test_the_hubs_repositories(tmp_path, run):
         with Hub(f"hustvl/{name}", tmp_path / name) as hub:
             succeeds(run("sample.py", *flags, flag, f"hustvl/{name}", *local, HF_ENDPOINT=hub.url, **how))
         assert sorted(hub.asked) == sorted(path.name for path in (tmp_path / name).iterdir())
+        assert hub.asked[-1] == f"{name}.pt"  # an older huggingface_hub takes what was interrupted for whole
 
 
 def test_an_fid_job_resumes(tmp_path, here):

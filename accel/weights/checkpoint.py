@@ -172,12 +172,12 @@ def fetch_from_hub(repository: str, subfolder: str, parameter: str, remedy: str)
     from huggingface_hub import snapshot_download
 
     def snapshot(suffix, **how):
-        names = "config.json", f"diffusion_pytorch_model{suffix}*", f"diffusion_pytorch_model-*{suffix}"
-        wanted = [subfolder + name for name in names]
-        wanted += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
         own = repository.rpartition("/")[2] + ".pt"
-        wanted += [own, "*.yaml", "latents_stats.pt"]
-        root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
+        small = [f"{subfolder}config.json", "*.yaml", "latents_stats.pt"]
+        small += ["model_index.json", diffusers_layout.SCHEDULE] if subfolder else []
+        weights = [own, *(f"{subfolder}diffusion_pytorch_model{end}" for end in (f"{suffix}*", f"-*{suffix}"))]
+        for wanted in (small, weights):  # weights last: an interrupted download is known by their absence
+            root = Path(snapshot_download(repository, allow_patterns=wanted, **how))
         if (root / own).is_file():
             return root / own
         diffusers_layout.weight_files(root / subfolder, parameter)
