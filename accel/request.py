@@ -52,7 +52,7 @@ class Request:
     )
     guidance_interval: tuple = what(
         "noise levels, from 0 at the picture to 1 at noise, at which guidance acts; at others the network is evaluated "
-        "on half the rows; default: what the model implies, 0 1 unless its recipe says otherwise",
+        "on half the batch rows; default: what the model implies, 0 1 unless its recipe says otherwise",
         nargs=2,
         type=float,
         metavar=("LOW", "HIGH"),
@@ -180,7 +180,7 @@ class GridRequest(Request):
     )
     parallel: str = speed(
         "how GPUs share a picture if there are fewer pictures than GPUs. auto: the fastest layout, measured once a "
-        "machine; off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the rows that guidance doubles, "
+        "machine; off: a GPU a picture; or a layout, rows=2,tokens=2,exchange=kv: the batch rows of guidance, "
         f"their tokens, and how tokens attend ({', '.join(layouts.EXCHANGES)}). weights=4 divides every layer, for a "
         "network that does not fit in one GPU",
         default="auto",

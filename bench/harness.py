@@ -48,7 +48,7 @@ def demo_of(model: str) -> str:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of a network, and those of every benchmark."""
-    parser.add_argument("--model", choices=model_names(), help="default: DiT-XL/2 on a GPU, DiT-Demo/2 on a CPU")
+    parser.add_argument("--model", choices=model_names(), metavar="NAME", help="default: DiT-XL/2; on a CPU DiT-Demo/2")
     parser.add_argument("--ckpt", help="weights (default: random ones; the demo's own)")
     parser.add_argument("--image-size", type=int, help="side of a picture in pixels")
     add_output(parser)

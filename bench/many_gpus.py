@@ -147,7 +147,7 @@ def measure(args: Namespace, job: Job) -> None:
 
 def main() -> None:
     parser = OneLineParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=model_names(), help="default: DiT-XL/2 on GPUs, DiT-Demo/2 on CPUs")
+    parser.add_argument("--model", choices=model_names(), metavar="NAME", help="default: DiT-XL/2; on CPUs DiT-Demo/2")
     parser.add_argument("--labels", type=positive, nargs="+", default=[1, 2, 8], help="numbers of pictures")
     parser.add_argument("--image-size", type=positive, nargs="+", help="sides in pixels (default: the model's)")
     parser.add_argument("--precision", nargs="+", choices=precision.TIERS, help="tiers (default: fp16; CPU: fp32)")

@@ -221,7 +221,7 @@ def _say_what_is_assumed(source, family, have, metadata):
             name = other.part("weights").sizes(have, metadata)[0]
             others += [f"--model {name}"] if name in other.models and other != family else []
     remedy = f"; if it is not: {' or '.join(others)}" if others else ""
-    print(f"{shown(source, 300)}: does not say its kind, taken for a {family.name} ({family.prediction}){remedy}")
+    print(f"{shown(source, 300)}: names no family, taken for a {family.name} ({family.prediction}){remedy}")
 
 
 def families_with(have: Shapes) -> list[Family]:

@@ -16,7 +16,7 @@ from accel.kernels.adaln import Modulation
 from accel.precision import true_float32
 
 MOST_EVALUATIONS = 4096  # of a run: two a step, of 1000 at most
-TABLE_BYTES = 256 << 20  # on XL/2: 37 steps for eight labels and the null label
+TABLE_BYTES = 256 << 20  # on XL/2: 38 steps for eight labels and the null label
 
 
 class Conditioning:

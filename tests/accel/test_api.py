@@ -90,18 +90,18 @@ def test_a_class_of_the_callers_own(capsys):
     assert "DiT: weights trained at 64 px, sampling at 128 px" in capsys.readouterr().out
 
 
-def test_a_class_that_does_not_say_its_kind_is_taken_for_a_dit_aloud(capsys):
+def test_a_class_that_names_no_family_is_taken_for_a_dit_aloud(capsys):
     """Without sigma a flow has a DiT's entries and function: its class alone says that it is one."""
     how = dict(output_type="latent", device="cpu", num_sampling_steps=3)
     for kind, sampler, words in (
-        (Original, "ddpm", "Original: does not say its kind, taken for a DiT (noise)"),
+        (Original, "ddpm", "Original: names no family, taken for a DiT (noise)"),
         (type("MySiT", (Original,), {}), "sde", ""),
         (DiT, "ddpm", ""),
     ):
         model = small(learn_sigma=False)
         with Sampler(model if kind is DiT else kind(model), **how) as made:
             assert made.settings.sampler == sampler and words in (out := capsys.readouterr().out)
-            assert bool(words) == ("its kind" in out)
+            assert bool(words) == ("names no family" in out)
 
 
 def test_a_position_table_that_was_trained_serves_its_own_size():

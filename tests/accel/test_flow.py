@@ -220,7 +220,7 @@ def test_which_family_weights_are_of(name, projectors, args, model, found, state
             fit()
         return
     assert (fit().model, fit().learn_sigma) == (found, False)
-    line = next((line for line in capsys.readouterr().out.splitlines() if "does not say its kind" in line), None)
+    line = next((line for line in capsys.readouterr().out.splitlines() if "names no family" in line), None)
     assert (line is not None) == (not args and not projectors and model is None)
     if line:
         others = {"--model DiT-S/4", "--model SiT-S/4", "--model REPA-SiT-S/4"} - {f"--model {found}"}

@@ -51,7 +51,7 @@ def test_a_training_file_keeps_its_kind(name, tmp_path, here):
             assert f"{name}, {len(state)} tensors" in text
             assert ("left out 1 entries that only training needs" in text) == bool(extra and number == 1)
         text = succeeds(here("sample.py", "--ckpt", ckpt, *flags, "--output", tmp_path / "x.npy"))
-        assert text.startswith(f"{name} · 128 px") and "does not say its kind" not in text
+        assert text.startswith(f"{name} · 128 px") and "names no family" not in text
         found.append(np.load(tmp_path / "x.npy"))
     assert all(np.array_equal(one, found[0]) for one in found[1:]) and abs(found[0]).max() > 0.1
     facts = torch.load(tmp_path / "2.pt", weights_only=True)
