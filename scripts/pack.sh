@@ -5,7 +5,7 @@
 #
 # PICTURE (default: sample.png) goes in as log/final_result.png. It has to be the very picture of a contest measurement
 # among FILE... (default: log/mine), your own logs, report and pictures, which git need not track:
-# python bench/jobs.py --contest fp16 --ckpt WEIGHTS --vae DECODER --output log/mine/contest.json makes one. Its
+# python bench/jobs.py --contest fp16 --ckpt WEIGHTS --vae DECODER --output log/mine/final.json makes one. Its
 # precision tier and settings go into log/FINAL_RESULT.txt. Any other job than DiT-XL/2's eight labels at 512 px in 250
 # steps is packed as a rehearsal: TEAM_DiT_rehearsal.tar.gz, which says so.
 set -euo pipefail
@@ -60,7 +60,7 @@ for file in (file for path in named for file in (sorted(path.rglob("*.json")) if
 PYTHON
 ) || exit 2
 [[ $result ]] || fail "$picture: is not the picture of a contest measurement in $*; record it: \
-python bench/jobs.py --contest TIER --ckpt WEIGHTS --vae DECODER --output log/mine/contest.json"
+python bench/jobs.py --contest TIER --ckpt WEIGHTS --vae DECODER --output log/mine/final.json"
 
 name=${team}_DiT
 [[ $result == REHEARSAL* ]] && name+=_rehearsal

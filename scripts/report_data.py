@@ -162,12 +162,13 @@ def front_page(data: dict) -> dict:
 
     before, after: the contest's rows of upstream's arithmetic and of the recommended tier. upstream: as it ships.
     here: this project's tiers. judged: tier → its likeness. shown: the heatmap of `after`. missing: keys of text about
-    gaps. Raises UsageError if verify.py's heatmap is missing.
+    gaps. Raises UsageError if the heatmap or upstream's arithmetic is missing.
     """
     rows, verified = {row["tier"]: row for row in data["single"]["contest"]}, data["single"]["verified"]
     job, tiers = data["single"]["contest"][0]["job"], verified["tiers"]
     judged = {plain(tier["tier"]): tier for tier in tiers}
-    before = rows.get("fp32") or rows.get("tf32")
+    if not (before := rows.get("fp32") or rows.get("tf32")):
+        raise UsageError("--log: no contest measurement of fp32; bench/jobs.py --contest fp32 --output LOG/fp32.json")
     after = rows.get(plain(verified["best"]["tier"])) or min(rows.values(), key=lambda row: row["seconds"])
     best = judged.get(after["tier"], verified["best"])
     shown = verified["path"].parent / f"heatmap-{safe(best['tier'])}.png"
@@ -187,7 +188,7 @@ def front_page(data: dict) -> dict:
         before=before,
         after=after,
         upstream=rows.get("tf32") if before is not rows.get("tf32") else None,
-        here=[row for tier, row in rows.items() if tier not in ("fp32", "tf32") and row is not before],
+        here=[row for tier, row in rows.items() if tier not in ("fp32", "tf32")],
         judged=judged,
         verified=verified,
         shown=shown,

@@ -62,8 +62,7 @@ def test_both_languages_have_the_same_figures(log, tmp_path, here):
     numbers = [re.findall(r"\d+\.\d+", text.rpartition("\n## ")[0]) for text in (english, chinese)]
     assert numbers[0] == numbers[1] and len(numbers[0]) > 200
     assert not re.search("[\u4e00-\u9fff]", english)
-    # English words in Chinese figures are names.
-    names = r"DiT-XL/2|CUDA graph|GPU|fp16|bf16|fp32|tf32|exact|px|GELU|adaLN"
+    names = r"DiT-XL/2|CUDA graph|GPU|fp16|bf16|fp32|tf32|exact|px|GELU|adaLN"  # English, in Chinese figures too
     for path in (tmp_path / "zh/figures").glob("*.svg"):
         texts = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
         assert not [text for text in texts if re.search("[A-Za-z]{2,}", re.sub(names, "", text))], path
@@ -82,8 +81,7 @@ def test_every_text_is_translated():
 
 # ---- every figure is traced to its log ----
 
-# The contest's rule, and the versions of programs: no measurements.
-RULE = r"T below 100 s .*? none\.|^\| driver.*?$"
+RULE = r"T below 100 s .*? none\.|^\| driver.*?$"  # of the contest, and versions of programs: no measurements
 
 
 def untraced(data, text):
@@ -137,13 +135,16 @@ def test_the_committed_report_is_that_of_the_log():
 
 
 @pytest.mark.parametrize("other", [dict(model="DiT-Demo/2"), dict(image_size=256), dict(steps=50), dict(pictures=4)])
-def test_a_rehearsal_has_no_points(log, other):
+def test_a_rehearsal_has_no_points_and_a_report_has_upstreams_arithmetic(log, other):
     assert "| 50.0 |" in text_of(log) and "rehearsal" not in text_of(log) and "GPUs T is" in text_of(log)
     change(log / "contest.json", **other)
     (log / "contest-fp32.json").unlink()
     assert "GPUs T is" not in text_of(log)  # of the contest's job
     (log / "ddp.json").unlink()
     assert "| 50.0 |" not in text_of(log) and "| rehearsal: none |" in text_of(log)
+    change(log / "contest.json", contest=change(log / "contest.json")["contest"][1:])  # without upstream's arithmetic
+    with pytest.raises(UsageError, match="no contest measurement of fp32"):
+        report_data.collect(log)
 
 
 def test_ranks_that_share_a_cpu_prove_no_scaling(log):
