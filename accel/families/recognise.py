@@ -41,7 +41,6 @@ AVERAGED = 6e-4
 STRUCTURE, NAMED = 2, 1
 EXPLICIT = 3  # the family's name in metadata that this program wrote
 
-
 Sizes = tuple[str, Callable[..., torch.nn.Module], int]  # name, constructor and heads of a model
 
 
