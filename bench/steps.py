@@ -111,7 +111,8 @@ def climb(args: Namespace, device: torch.device, rungs: list[Rung]) -> Iterator[
     """Yield the rungs, timed and judged, then the rivals."""
     model = harness.model_of(args, device)
     reference = Reference(model, args, device)
-    judge = Judge(args.gate, device, model=harness.demo_of(args.model)) if args.gate else None
+    judged = args.gate and any(name != "fp32" for name, *_ in rungs)  # on a CPU there is fp32 alone
+    judge = Judge(args.gate, device, model=harness.demo_of(args.model)) if judged else None
 
     def measure(name, make):
         gc.collect()  # the memory of the rung before

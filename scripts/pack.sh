@@ -4,10 +4,9 @@
 #     bash scripts/pack.sh TEAM [PICTURE [FILE...]]
 #
 # PICTURE (default: sample.png) goes in as log/final_result.png. It has to be the very picture of a contest measurement
-# among FILE... (default: log/mine), your own logs, report and pictures, which git need not track:
-# python bench/jobs.py --contest fp16 --ckpt WEIGHTS --vae DECODER --output log/mine/final.json makes one. Its
-# precision tier and settings go into log/FINAL_RESULT.txt. Any other job than DiT-XL/2's eight labels at 512 px in 250
-# steps is packed as a rehearsal: TEAM_DiT_rehearsal.tar.gz, which says so.
+# among FILE... (default: log/mine), your own logs, report and pictures, which git need not track; scripts/measure.sh
+# makes one. Its precision tier and settings go into log/FINAL_RESULT.txt. Any other job than DiT-XL/2's eight labels at
+# 512 px in 250 steps is packed as a rehearsal: TEAM_DiT_rehearsal.tar.gz, which says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 fail() {

@@ -27,7 +27,7 @@ def test_each_rung_adds_one_switch(monkeypatch):
 
 
 def test_on_a_cpu_the_demo_is_timed(log):
-    record, _ = log("steps", *FEW, "--device", "cpu", "--pictures", 1)
+    record, _ = log("steps", *FEW, "--device", "cpu", "--pictures", 1, "--gate", 1)
     [rung] = record["rungs"]
     assert rung["rung"] == "fp32" and 0 < rung["p10"] <= rung["ms"] <= rung["p90"] and 0 < rung["error"] < 1e-5
     assert record["kind"] == "steps" and record["model"] == "DiT-Demo/2" and record["weights"] == "dit.safetensors"
