@@ -51,7 +51,7 @@ GATES = {  # mae of the 0..1 range; strict allows 0.01 of a 0..255 level
 CRITERIA = {"mae": ("<=", le), "lpips": ("<=", le), "psnr": (">", gt), "ssim": (">=", ge)}
 FLAGS = {"mae": "--max-mae", "lpips": "--max-lpips", "psnr": "--min-psnr", "ssim": "--min-ssim"}  # own thresholds
 BAD_INPUT, EXIT_STATUS = 2, {"PASS": 0, "FAIL": 1, "NONE": 3}
-SUFFIXES = (".png", ".jpg", ".jpeg")  # the pictures of a folder
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # the pictures of a folder: all that read_picture takes
 VGG16_URL = "https://download.pytorch.org/models/vgg16-397923af.pth"
 VGG16_SHA256 = "397923af"  # its first eight digits, as torch's hub names the file
 
@@ -309,9 +309,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace, report: dict) -> None:
     """Find the inputs, remove what an earlier run left, and refuse outputs that are inputs or cannot be written."""
-    args.files = [args.candidate]
-    if args.candidate.is_dir():
-        args.files = sorted(path for path in args.candidate.glob("*") if path.suffix.lower() in SUFFIXES) or args.files
+    pictures = sorted(path for path in args.candidate.glob("*") if path.suffix.lower() in SUFFIXES)  # of a folder
+    args.files = pictures or [args.candidate]
     args.inputs = [path for path in (args.baseline, *args.files, args.vgg_weights) if path]
     taken = [path.resolve() for path in args.inputs]
     for flag, path in (("--heatmap", args.heatmap), ("--json", args.json)):
@@ -331,7 +330,8 @@ def run(args: argparse.Namespace, report: dict) -> None:
     """Judge what the arguments name, print the figures and fill the report."""
     for path in args.inputs:
         if not path.is_file():  # a FIFO or a device could block or never end
-            raise BadInput(f"{path}: {'holds no picture' if path.is_dir() else 'no such regular file'}; name another")
+            folder = "only a candidate may be a folder, of pictures"
+            raise BadInput(f"{path}: {folder if path.is_dir() else 'no such regular file'}; name another")
     baseline, lpips = read_picture(args.baseline), Lpips(args.vgg_weights) if "lpips" in args.metrics else None
     records = [judge_file(args, baseline, path, lpips) for path in args.files]
     mean = {metric: float(np.mean([one["values"][metric] for one in records])) for metric in records[0]["values"]}

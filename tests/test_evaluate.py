@@ -220,13 +220,14 @@ def test_metrics_judges_by_those_alone(command, pair, monkeypatch):
 
 def test_a_folder_fails_with_one_file(command):
     save("a.png", BASE), Path("many").mkdir(), Path("none").mkdir()
-    save("many/0.png", BASE), save("many/1.PNG", BASE), save("many/2.png", one_pixel(noisy(BASE, 30)))
+    save("many/0.png", BASE), save("many/1.PNG", BASE), save("many/2.webp", one_pixel(noisy(BASE, 30)), lossless=True)
     Path("many/notes.txt").write_text("no picture")
     status, out, _ = command("a.png", "many", "--max-lpips", 9, "--min-ssim", -1, "--max-mae", 1)
     assert status == 1 and "inf dB" in out  # the mean PSNR is inf, above every threshold
     assert "1 of 3 pictures do not pass" in out
-    Path("many/2.png").unlink()
+    Path("many/2.webp").unlink()
     assert command("a.png", "many")[0] == 0
+    assert "many: only a candidate may be a folder" in command("many", "a.png")[2]
     Path("many/3.png").write_text("no picture")
     assert command("a.png", "many")[0] == command("a.png", "none")[0] == 2
 
