@@ -95,8 +95,8 @@ def load_network(
             raise
         except ValueError as error:
             raise UsageError(f"`ckpt={weights.name}`: {error}") from None
-    # First to the device: of weights in half precision the CPU never holds a float32 copy.
-    state = {name: value.to(device).float() for name, value in state.items()}
+    # First to the device: of weights in half precision the CPU never holds a float32 copy. Strides decide rounding.
+    state = {name: value.to(device).float().contiguous() for name, value in state.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return Plain(model.eval().requires_grad_(False))
 

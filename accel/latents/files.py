@@ -54,7 +54,8 @@ def load(space: LatentSpace, device: torch.device | str) -> KLDecoder:
     entries, state = _open(space.decoder)
     with shapes_only():
         decoder = KLDecoder(entries)
-    state = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in state.items()}
+    how = dict(dtype=torch.float32, copy=True, memory_format=torch.contiguous_format)  # strides decide rounding
+    state = {name: tensor.to(device, **how) for name, tensor in state.items()}
     decoder.load_state_dict(state, assign=True)
     return decoder.eval().requires_grad_(False)
 
