@@ -77,10 +77,11 @@ def _converted(name, value, kind, number_too=False):
 
 
 def check_writable(path: str | Path, name: str = "output") -> None:
-    """Make the folder of a file and prove that the file can be written. name: the parameter. Raises UsageError."""
-    path = Path(path)
+    """Make the folder of a file and prove that the file, or a link's target, can be written. name: the parameter.
+    Raises UsageError."""
     with path_errors(name, path):
-        if path.exists() and not path.is_file():
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
             raise UsageError(f"`{name}={path}`: is a folder, a device or a pipe; name a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        require_writable(path.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        require_writable(target.parent)

@@ -57,9 +57,11 @@ def test_what_is_written_where(tmp_path):
     check_writable(tmp_path / "deep" / "er" / f"{'x' * 251}.png")  # the longest name that there is
     assert list((tmp_path / "deep" / "er").iterdir()) == []
     os.mkfifo(tmp_path / "pipe")  # root that writes to /dev/null would put a file in its place
+    os.symlink("/proc/nowhere/x.png", tmp_path / "link")
     for path, words in (
         (tmp_path / f"{'x' * 252}.png", "File name too long; choose another path"),
         ("/proc/nowhere/x.png", "choose another path"),
+        (tmp_path / "link", "No such file or directory; choose another path"),
         (tmp_path / "pipe", "is a folder, a device or a pipe; name a file"),
     ):
         with pytest.raises(UsageError) as error:
