@@ -6,6 +6,7 @@ A missing measurement is an error that names it, and files of several GPUs are n
 import hashlib
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from accel.errors import UsageError
@@ -21,7 +22,17 @@ NEEDS = {  # of each section: roles of records, a|b: one of them or both
     3: "ladder fast contest versus verify",
     4: "ddp|parallel",
 }
+ALIKE = "model", "image_size", "batch_rows"  # of records whose steps are compared
 RIVALS = r"torch\.compile|diffusers|eager"  # in the name of a rung
+
+
+def require_alike(records: list[dict], names: Iterable[str]) -> None:
+    """Raise UsageError unless these entries are the same in all records: figures of other jobs are not compared."""
+    for record in records:
+        for name in names:
+            if record[name] != records[0][name]:
+                files = f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of {record[name]}"
+                raise UsageError(f"{files}: move one of them elsewhere")
 
 
 def read_log(folder: Path) -> dict[str, list[dict]]:
@@ -57,13 +68,16 @@ def roles(record: dict) -> list[str]:
         return ["baseline" if record["baseline"] else "fast"]
     if record.get("kind") == "steps":
         names = [rung["rung"] for rung in record["rungs"] if "ms" in rung]
-        return ["ladder"] * ("fp32" in names) + ["versus"] * bool(re.search(RIVALS, str(names)))
+        both = {bool(re.search(RIVALS, name)) for name in names} == {True, False}
+        return ["ladder"] * ("fp32" in names) + ["versus"] * both
     return [record["kind"]] if record.get("kind") in ("contest", "verify", "ddp", "parallel") else []
 
 
 def contest(found: dict) -> list[dict]:
-    """Return the contest's rows, each with the phases of its median run. Only the contest's job has points."""
+    """Return the contest's rows, each with the phases of its median run. Only the contest's job has points. Raises
+    UsageError for records of different jobs."""
     rows = []
+    require_alike(found["contest"], CONTEST)
     for record in found["contest"]:
         keys = ("model", "image_size", "steps", "pictures", "weights")
         job = dict({key: record[key] for key in keys}, rehearsal=rehearsal(record))
@@ -82,11 +96,8 @@ def baseline(found: dict) -> dict:
 def profile(found: dict) -> dict:
     """Return the profiles, upstream's first. Raises UsageError for profiles of different networks or batches."""
     runs = [*found["baseline"], *reversed(found["fast"])]
+    require_alike(runs, ALIKE)
     for run in runs:
-        for key in ("model", "image_size", "batch_rows"):
-            if run[key] != runs[0][key]:
-                files = f"{runs[0]['path']} is of {key} {runs[0][key]}, {run['path']} of {run[key]}"
-                raise UsageError(f"{files}: move one of them elsewhere")
         run["who"] = "upstream" if run["baseline"] else "here"
         if "kinds" in run:  # of a GPU
             run["largest"] = max(run["kinds"], key=lambda kind: run["kinds"][kind]["ms"])
@@ -96,6 +107,7 @@ def profile(found: dict) -> dict:
 def single(found: dict) -> dict:
     """Return the result on one GPU: each optimisation, the rivals, the contest's job and the likeness of pictures."""
     ladder, today = found["ladder"][0], dict(steps.STEPS)
+    require_alike([ladder, found["fast"][0]], ALIKE)
     kept = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[2] in ("", *today)]  # since removed: no
     versus = []
     for record in (one for one in found.get("versus", ()) if one["model"] == ladder["model"]):

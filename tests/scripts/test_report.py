@@ -222,13 +222,19 @@ def test_a_measurement_without_an_entry_is_a_line(key, log, tmp_path, here):
 def test_mixed_damaged_and_unfinished_files_are_refused_by_name(log):
     other = log / "other.json"
     shutil.copy(log / "ladder.json", other)
+    longer = 2 * json.loads(other.read_text())["rungs"]
     change(other, gpu="Another GPU")
     with pytest.raises(UsageError, match=r"contest-fp32.json is of NVIDIA H200, .*other.json is of Another GPU: "):
         report_data.collect(log)
-    shutil.copy(log / "profile-fast.json", other)
-    change(other, batch_rows=2)
-    with pytest.raises(UsageError, match=r"profile-baseline.json is of batch_rows 16, .*other.json of 2"):
-        report_data.collect(log)
+    for name, first, field, sections in (
+        ("profile-fast", "profile-baseline.json is of batch_rows 16", dict(batch_rows=2), (2,)),
+        ("contest", "contest-fp32.json is of image_size 512", dict(image_size=256), (3,)),
+        ("ladder", "other.json is of model DiT-B/2", dict(model="DiT-B/2", rungs=longer), (1, 3)),
+    ):
+        shutil.copy(log / f"{name}.json", other)
+        change(other, **field)
+        with pytest.raises(UsageError, match=rf"{first}, .*/(other|profile-fast).json of "):
+            report_data.collect(log, sections)
     for damaged in '{"rungs": [', "5", "[" * 100_000, "":
         other.write_text(damaged)
         with pytest.raises(UsageError, match="other.json: not JSON"):
