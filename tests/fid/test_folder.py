@@ -82,20 +82,14 @@ def test_a_folder_of_version_3_is_one_line_that_says_which_version_resumes_it(fo
             begin(folder, {"--seed": 1})
 
 
-def test_settings_are_not_written_through_a_link(folder):
+def test_damaged_settings_are_one_line_to_the_user(folder):
+    """Where pictures were made by them; else they are replaced, and a link to a file of the user's with them."""
     precious, settings = folder.parent / "precious", folder / ".job" / "settings.json"
     precious.write_bytes(b"precious")
     settings.symlink_to(precious)
-    begin(folder, {"--seed": 1})
-    assert json.loads(settings.read_text()) == {"--seed": 1} and not settings.is_symlink()
-    assert precious.read_bytes() == b"precious"
-
-
-def test_damaged_settings_are_one_line_to_the_user(folder):
-    """Where pictures were made by them; else they do not matter."""
-    settings = folder / ".job" / "settings.json"
     for made in (False, True):
         begin(folder, {"--seed": made})
+        assert json.loads(settings.read_text()) == {"--seed": made} and precious.read_bytes() == b"precious"
         if made:
             write_pictures(folder, range(2), PIXELS)
         settings.write_bytes(b"{")
