@@ -147,9 +147,8 @@ def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(factor, f
     if factor:
         save_file({name: factor * one for name, one in load_file(demo[3]).items()}, tmp_path / "n1" / "w.safetensors")
     common, port = [*demo[:3], "w.safetensors", *demo[4:], *flags], free_port()
-    address = "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"
-    commands = enumerate(([*common], [*common, *more]))
-    nodes = [start(1, *own, cwd=tmp_path / f"n{i}", launch=[*address, f"--node_rank={i}"]) for i, own in commands]
+    launch = "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}", "--node_rank"
+    nodes = [start(1, *common, *more * i, cwd=tmp_path / f"n{i}", launch=[*launch, i]) for i in range(2)]
     text = finish(*nodes, status=USAGE)
     assert re.search(rf"^sample_ddp.py: rank 1 on \S+: {words}", text, re.M), text
     assert not re.search("step/s|picture/s", text) and not (tmp_path / "x.png").exists()
