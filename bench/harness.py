@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import date
 from functools import partial
@@ -21,6 +21,7 @@ import accel
 from accel import door, fast, gpu, loading, precision
 from accel.diffusion import create_diffusion
 from accel.door.opening import open_weights
+from accel.errors import UsageError
 from accel.families import ROOT, Defaults, constructor_of, families, family_of, model_names
 from accel.files import atomic_write
 from accel.flags import check_writable, positive
@@ -37,6 +38,7 @@ from bench import seen_as
 
 STEPS = 250  # of a sampling run
 SCALE = Defaults().cfg_scale
+SAME_STEPS = "model", "image_size", "batch_rows"  # entries of records whose steps may be compared
 
 
 def demo_of(model: str) -> str:
@@ -129,6 +131,16 @@ def about(kind: str, args: Namespace, device: torch.device) -> dict:
     weights = Path(args.ckpt).name if args.ckpt else "random, seed 0"
     sizes = dict(model=args.model, image_size=args.image_size, pictures=args.pictures)
     return dict(kind=kind, **provenance(device, args.commit), **sizes, weights=weights)
+
+
+def require_alike(records: list[dict], names: Iterable[str]) -> None:
+    """Raise UsageError unless these entries are the same in all records, each read from its `path`: figures of other
+    jobs are not compared."""
+    for record in records:
+        for name in names:
+            if record[name] != records[0][name]:
+                files = f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of {record[name]}"
+                raise UsageError(f"{files}: move one of them elsewhere")
 
 
 def write(path: str | Path | None, record: dict) -> None:

@@ -6,13 +6,12 @@ A missing measurement is an error that names it, and files of several GPUs are n
 import hashlib
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from accel.errors import UsageError
 from accel.files import read_json
 from bench import steps
-from bench.harness import safe
+from bench.harness import SAME_STEPS, require_alike, safe
 from bench.jobs import CONTEST, rehearsal, score
 from scripts import verify
 
@@ -22,17 +21,7 @@ NEEDS = {  # of each section: roles of records, a|b: one of them or both
     3: "ladder fast contest versus verify",
     4: "ddp|parallel",
 }
-ALIKE = "model", "image_size", "batch_rows"  # of records whose steps are compared
 RIVALS = r"torch\.compile|diffusers|eager"  # in the name of a rung
-
-
-def require_alike(records: list[dict], names: Iterable[str]) -> None:
-    """Raise UsageError unless these entries are the same in all records: figures of other jobs are not compared."""
-    for record in records:
-        for name in names:
-            if record[name] != records[0][name]:
-                files = f"{records[0]['path']} is of {name} {records[0][name]}, {record['path']} of {record[name]}"
-                raise UsageError(f"{files}: move one of them elsewhere")
 
 
 def read_log(folder: Path) -> dict[str, list[dict]]:
@@ -76,15 +65,13 @@ def roles(record: dict) -> list[str]:
 def contest(found: dict) -> list[dict]:
     """Return the contest's rows, each with the phases of its median run. Only the contest's job has points. Raises
     UsageError for records of different jobs."""
-    rows = []
-    require_alike(found["contest"], CONTEST)
-    for record in found["contest"]:
-        keys = ("model", "image_size", "steps", "pictures", "weights")
-        job = dict({key: record[key] for key in keys}, rehearsal=rehearsal(record))
-        for row in record["contest"]:
-            run = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
-            phases = {phase: seconds for phase, seconds in run.items() if phase not in ("total", "process")}
-            rows.append(row | dict(phases=phases, points=None if job["rehearsal"] else score(row["seconds"]), job=job))
+    records, keys, rows = found["contest"], (*CONTEST, "weights"), []
+    require_alike(records, keys)
+    job = {key: records[0][key] for key in keys} | dict(rehearsal=rehearsal(records[0]))
+    for row in (row for record in records for row in record["contest"]):
+        run = min(row["runs"], key=lambda run: abs(run["total"] - row["seconds"]))
+        phases = {phase: seconds for phase, seconds in run.items() if phase not in ("total", "process")}
+        rows.append(row | dict(phases=phases, points=None if job["rehearsal"] else score(row["seconds"]), job=job))
     return rows
 
 
@@ -96,7 +83,7 @@ def baseline(found: dict) -> dict:
 def profile(found: dict) -> dict:
     """Return the profiles, upstream's first. Raises UsageError for profiles of different networks or batches."""
     runs = [*found["baseline"], *reversed(found["fast"])]
-    require_alike(runs, ALIKE)
+    require_alike(runs, SAME_STEPS)
     for run in runs:
         run["who"] = "upstream" if run["baseline"] else "here"
         if "kinds" in run:  # of a GPU
@@ -107,7 +94,7 @@ def profile(found: dict) -> dict:
 def single(found: dict) -> dict:
     """Return the result on one GPU: each optimisation, the rivals, the contest's job and the likeness of pictures."""
     ladder, today = found["ladder"][0], dict(steps.STEPS)
-    require_alike([ladder, found["fast"][0]], ALIKE)
+    require_alike([ladder, found["fast"][0]], SAME_STEPS)
     kept = [rung for rung in ladder["rungs"] if rung["rung"].partition(" + ")[2] in ("", *today)]  # since removed: no
     versus = []
     for record in (one for one in found.get("versus", ()) if one["model"] == ladder["model"]):
