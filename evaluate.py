@@ -330,7 +330,7 @@ def run(args: argparse.Namespace, report: dict) -> None:
     """Judge what the arguments name, print the figures and fill the report."""
     for path in args.inputs:
         if not path.is_file():  # a FIFO or a device could block or never end
-            folder = "only a candidate may be a folder, of pictures"
+            folder = "holds no picture" if path == args.candidate else "is a folder, as only a candidate may be"
             raise BadInput(f"{path}: {folder if path.is_dir() else 'no such regular file'}; name another")
     baseline, lpips = read_picture(args.baseline), Lpips(args.vgg_weights) if "lpips" in args.metrics else None
     records = [judge_file(args, baseline, path, lpips) for path in args.files]

@@ -46,7 +46,7 @@ class TimestepEmbedder(nn.Module):
     @staticmethod
     def timestep_embedding(t: Tensor, dim: int, max_period: int = 10000) -> Tensor:
         """Return the sinusoidal embedding, cosines first: t (N,), integer or fractional → (N, dim) float32."""
-        frequencies = _frequencies if type(t) is Tensor else _frequencies.__wrapped__  # a trace's must not be kept
+        frequencies = _frequencies if type(t) is Tensor else _frequencies.__wrapped__  # a trace's fakes are not kept
         args = t[:, None].float() * frequencies(dim // 2, max_period, t.device)  # (N, dim/2)
         embedding = torch.cat([args.cos(), args.sin()], dim=-1)
         return F.pad(embedding, (0, dim % 2))  # an odd width ends in a zero
@@ -309,9 +309,10 @@ class DiT(nn.Module):
         """
         half = x[: len(x) // 2]
         out = self.forward(torch.cat([half, half]), t, y)
-        cond, uncond = out[:, :3].chunk(2)
+        eps, rest = out[:, :3], out[:, 3:]
+        cond, uncond = eps.chunk(2)
         guided = uncond + cfg_scale * (cond - uncond)
-        return torch.cat([torch.cat([guided, guided]), out[:, 3:]], dim=1)
+        return torch.cat([torch.cat([guided, guided]), rest], dim=1)
 
 
 # ---- Configurations ----

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from accel import start
@@ -26,6 +25,8 @@ if TYPE_CHECKING:  # torch is slow to import
     from accel.settings import Settings
 
 STOP_SIGNALS = signal.SIGTERM, signal.SIGUSR1  # of queues, before they take a job's nodes away
+# Parameters that may differ between the nodes of a job: paths and devices.
+OF_NODE = {"ckpt", "vae", "latent_stats", "forecast_plan", "output", "sample_dir", "device"}
 
 EXAMPLES = """examples:
   torchrun --standalone --nproc_per_node=4 sample_ddp.py                            one grid, as sample.py makes it
@@ -87,9 +88,7 @@ def sample(request: Request, parser: OneLineParser) -> None:
     with launched_job(parser.prog, parser.worded) as job:
         if fid:
             job.stop_on_signals(*STOP_SIGNALS)
-        # Paths and devices may differ between nodes.
-        same = [item.name for item in fields(request) if item.metadata["group"] not in ("files", "advanced")]
-        job.require_same({f"`{name}`": getattr(request, name) for name in same})
+        job.require_equal({f"`{name}`": value for name, value in vars(request).items() if name not in OF_NODE})
         (sample_for_fid if fid else sample_grid)(request, job)
 
 
@@ -140,7 +139,6 @@ def sample_for_fid(request: FidRequest, job: "Job") -> None:
     """Make the folder of pictures and its .npz."""
     from accel import door, fid
     from accel.door import fid as fid_door
-    from accel.files import cache_folder
     from accel.kernels.linear import Tuner
 
     job.run_collectively(lambda: fid_door.require_seeds(request, job.world), only=0)
@@ -148,8 +146,7 @@ def sample_for_fid(request: FidRequest, job: "Job") -> None:
     order = fid_door.order_of(settings)
     with fid.locked(order.folder, job):
         with watch.phase("load"):
-            # The job's own choices of algorithms come first: others round differently.
-            tuner = Tuner([order.folder / ".job", cache_folder()], job.from_rank_0)
+            tuner = Tuner(fid.tuner_folders(order.folder), job.from_rank_0)
             run = job.run_collectively(lambda: door.load(settings, sizes=order.batch_sizes, tuner=tuner))
         print(door.describe(settings, run, job.world))
         decoder = door.decoder_of(settings, captured=True)

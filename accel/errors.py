@@ -76,8 +76,9 @@ def shown(value: object, most: int = 80) -> str:
     return printable(value if isinstance(value, str) and value.isprintable() and value else repr(value), most)
 
 
-def require_same(settings: dict, others: dict, free: Set[str], owner: str, remedy: str) -> None:
-    """Raise UsageError about the first setting that differs from the others, which owner names; free: may differ."""
+def require_equal(settings: dict, others: dict, free: Set[str], owner: str, remedy: str) -> None:
+    """Raise UsageError about the first of `settings` that differs from `others`; free: names that may differ. The error
+    reads: name value: `owner` other value; `remedy`."""
     for name in {**settings, **others}:
         value, other = (one.get(name, "off") for one in (settings, others))  # off: --forecast is recorded if it is on
         if value != other and name not in free:

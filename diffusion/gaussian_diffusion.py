@@ -290,7 +290,7 @@ class GaussianDiffusion:
         return self._predict_xstart_from_xprev(x, t, prediction)
 
     def _predict_xstart_from_eps(self, x_t, t, eps):
-        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t). Contiguous, as _posterior_mean."""
+        """Solve Ho eq. 4: x_0 = (x_t - sqrt(1 - abar_t) eps) / sqrt(abar_t). It is contiguous, as the mean is."""
         scaled = self._at("sqrt_recip_alphas_cumprod", t, x_t) * x_t
         return (scaled - self._at("sqrt_recipm1_alphas_cumprod", t, x_t) * eps).contiguous()
 

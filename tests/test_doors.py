@@ -168,8 +168,8 @@ def test_a_first_run_names_all_that_is_missing(tmp_path, run):
 
 
 def test_the_file_may_change_once_it_is_loaded(tmp_path, weights):
-    """What is computed with on a CPU is a copy; a file that changes while it is read ends the run with a line. The
-    strides of tensors, which a .pt keeps, change no bit."""
+    """On a CPU the network's weights are a copy of the file's. A file that changes while it is read ends the run with a
+    line. The strides of tensors, which a .pt keeps, change no bit."""
     given = dict(model="DiT-Demo/2", device="cpu", labels=(1, 2), num_sampling_steps=2, output_type="latent")
     strided, wants = {key: one.T.contiguous().T for key, one in load_file(weights).items() if one.ndim == 2}, []
     for name in ("a.safetensors", "a.pt"):

@@ -227,7 +227,7 @@ def test_a_folder_fails_with_one_file(command):
     assert "1 of 3 pictures do not pass" in out
     Path("many/2.webp").unlink()
     assert command("a.png", "many")[0] == 0
-    assert "many: only a candidate may be a folder" in command("many", "a.png")[2]
+    assert "many: is a folder, as only a candidate may be" in command("many", "a.png")[2]
     Path("many/3.png").write_text("no picture")
     assert command("a.png", "many")[0] == command("a.png", "none")[0] == 2
 

@@ -57,7 +57,8 @@ def test_keys_and_shapes():
             want[f"blocks.{n}.{name}.bias"] = (rows * width,)
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == want
     norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
-    assert len(norms) == 25 and {norm.eps for norm in norms} == {1e-6}  # another eps hardly shows in outputs
+    kinds = {(norm.eps, norm.elementwise_affine) for norm in norms}  # another eps hardly shows in outputs
+    assert len(norms) == 25 and kinds == {(1e-6, False)}
 
 
 def test_constructors_have_upstreams_names():

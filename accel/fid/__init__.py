@@ -11,6 +11,7 @@ A command makes an `Order`. Inside `locked` it loads its network and decoder, an
 """
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,12 +21,12 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from accel.errors import Stopped, UsageError
+from accel.errors import Stopped, UsageError, path_errors
 from accel.fid.folder import OF_MACHINE, Batches, Order, begin, write_pictures
 from accel.fid.lock import sole_job
 from accel.fid.noise import Draw, PictureNoise, UpstreamNoise
 from accel.fid.npz import Archive
-from accel.files import sync_folder
+from accel.files import cache_folder, require_writable
 from accel.latents.pixels import to_uint8
 from accel.parallel.processes import Job
 from accel.progress import Stopwatch
@@ -47,13 +48,29 @@ def locked(folder: Path, job: Job) -> Iterator[None]:
     Raises UsageError on every rank if another job is at work there, or if this user may not write there."""
     with ExitStack() as stack:
         job.run_collectively(lambda: stack.enter_context(sole_job(folder)), only=0)
+        job.run_collectively(lambda: _require_access(folder), only=0)
         yield
+
+
+def _require_access(folder):
+    """Raise UsageError where this user may not write or list, before weights are loaded."""
+    for place in (folder, folder / ".job", folder.parent):
+        with path_errors("sample_dir", place, "give yourself the right to write there and list it, or use another"):
+            require_writable(place)
+            if place != folder.parent:
+                os.listdir(place)
+
+
+def tuner_folders(folder: Path) -> list[Path]:
+    """Return the folders of the GEMM autotuner's choices: the job's own, since another algorithm rounds differently,
+    then the user's cache."""
+    return [folder / ".job", cache_folder()]
 
 
 def run(order: Order, job: Job, settings: dict, maker: Maker) -> None:
     """Make the missing pictures of `order` and their .npz; settings: as `begin` has them. Raises Stopped when asked to
     stop, UsageError where ranks differ in settings, the folder holds something else or the disk is full."""
-    job.require_same(settings, OF_MACHINE)
+    job.require_equal(settings, OF_MACHINE)
     folder, batches = order.folder, Batches(order, job.rank, job.world)
     archive = Archive(folder, order.count, order.image_size)
     # Rank 0's view for all: each node has its own, older view of a network file system, and ranks with different views
@@ -89,8 +106,7 @@ def _begin(batches, archive, settings):
         begin(archive.folder, settings)
         finished = batches.finished()
         if len(finished) < batches.count:
-            archive.record.unlink(missing_ok=True)  # it may be of other pictures: other kernels round otherwise
-            sync_folder(archive.record.parent)
+            archive.forget()  # it may be of other pictures: other kernels round otherwise
         return finished
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from accel.errors import UsageError, require_same
+from accel.errors import UsageError, require_equal
 from accel.files import atomic_write, read_json, read_small, remove_partial_files, sync_folder
 
 CODE = "this code's kernels"  # the setting that may change while a job is interrupted
@@ -143,4 +143,4 @@ def _compare(folder, record, settings):
     if earlier.get(CODE) != settings.get(CODE):
         print(f"{folder}: was begun by other kernels; pictures from here on may differ in their last bits")
     begun = f"the pictures in {folder} were begun with"
-    require_same(settings, earlier, {CODE}, begun, "use that, or another `sample_dir`")
+    require_equal(settings, earlier, {CODE}, begun, "use that, or another `sample_dir`")

@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from accel.errors import UsageError, path_errors, shown
-from accel.files import open_regular, require_writable
+from accel.files import open_regular
 
 PATIENCE = 2.0  # seconds that a killed process may take to end
 
 
 @contextmanager
 def sole_job(folder: Path) -> Iterator[None]:
-    """Make the folder and keep other jobs out of it inside. UsageError names the job that is at work there, or a place
-    where this user may not write or list.
+    """Make the folder and keep other jobs out of it inside. UsageError names the job that is at work there.
 
     A file system without flock gets a line that says so.
     """
@@ -34,12 +33,6 @@ def sole_job(folder: Path) -> Iterator[None]:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now}".encode(), 0)
         try:
-            rights = "give yourself the right to write there and list it, or use another"
-            for place in (folder, path.parent, folder.parent):
-                with path_errors("sample_dir", place, rights):
-                    require_writable(place)
-                    if place != folder.parent:
-                        os.listdir(place)
             yield
         finally:
             os.ftruncate(handle, 0)

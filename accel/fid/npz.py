@@ -37,6 +37,11 @@ class Archive:
         except (OSError, ValueError) as error:
             return f"cannot be read, or its record is damaged ({error})"
 
+    def forget(self) -> None:
+        """Remove the record: the archive will be written again."""
+        self.record.unlink(missing_ok=True)
+        sync_folder(self.record.parent)
+
     def complete(self, stopping: Callable[[], bool]) -> None:
         """Write the archive, unless it is there as it was written. Raises as `write`."""
         if self.path.exists():

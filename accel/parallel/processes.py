@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel import start
-from accel.errors import STOPPED, USAGE, Stopped, UsageError, as_usage_error, printable, record, require_same, shown
+from accel.errors import STOPPED, USAGE, Stopped, UsageError, as_usage_error, printable, record, require_equal, shown
 
 START = timedelta(minutes=10)  # limit for all ranks to start and connect
 WAIT = timedelta(days=1)  # limit for one rank to wait for another, whose share of an FID job may be larger
@@ -93,10 +93,10 @@ class Job:
         """Return on every rank the result of `make` on rank 0."""
         return self.all_gather_object(self.run_collectively(make, only=0))[0]
 
-    def require_same(self, settings: dict, free: Set[str] = frozenset()) -> None:
+    def require_equal(self, settings: dict, free: Set[str] = frozenset()) -> None:
         """Raise UsageError on every rank if one has other settings than rank 0; free: names that may differ."""
         first, remedy = self.from_rank_0(lambda: settings), "start all ranks with the same flags and files"
-        self.run_collectively(lambda: require_same(settings, first, free, "rank 0 has", remedy))
+        self.run_collectively(lambda: require_equal(settings, first, free, "rank 0 has", remedy))
 
     def max_over_ranks(self, values: Iterable[float]) -> list[float]:
         """Return the elementwise maximum of `values` over the ranks."""

@@ -140,7 +140,7 @@ def test_two_nodes(grids, demo, here, tmp_path):
     ],
 )
 def test_what_one_node_lacks_or_has_otherwise_is_named_before_sampling(factor, flags, more, words, demo, tmp_path):
-    """Its weights, which are missing or times `factor`, and its flags, which are `more`."""
+    """Start two nodes. The second has no weights, or the first's times `factor`, and `more` flags."""
     for node in ("n0", "n1"):
         (tmp_path / node).mkdir()
     (tmp_path / "n0" / "w.safetensors").symlink_to(demo[3])

@@ -353,7 +353,7 @@ def test_another_config_beside_the_same_weights_is_another_setting(tiny_vae, one
 
 
 def test_an_npz_that_is_not_whole_or_of_other_kernels_pictures_is_written_again(demo, copy, one):
-    """Killed between its pictures and its .npz, too. A whole one is left alone."""
+    """Kill a job between its pictures and its .npz, then truncate the .npz. A whole .npz is left alone."""
     samples, folder, npz = copy
     before, command = files(samples), [*demo, *SHORT, "--sample-dir", samples]
     settings = folder / ".job" / "settings.json"

@@ -83,13 +83,14 @@ def test_a_folder_of_version_3_is_one_line_that_says_which_version_resumes_it(fo
 
 
 def test_damaged_settings_are_one_line_to_the_user(folder):
-    """Where pictures were made by them; else they are replaced, and a link to a file of the user's with them."""
+    """Damage settings.json with pictures in the folder, and without: then it is replaced. A link is not followed."""
     precious, settings = folder.parent / "precious", folder / ".job" / "settings.json"
     precious.write_bytes(b"precious")
     settings.symlink_to(precious)
     for made in (False, True):
         begin(folder, {"--seed": made})
         assert json.loads(settings.read_text()) == {"--seed": made} and precious.read_bytes() == b"precious"
+        assert not settings.is_symlink()
         if made:
             write_pictures(folder, range(2), PIXELS)
         settings.write_bytes(b"{")
